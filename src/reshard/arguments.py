@@ -13,7 +13,7 @@ from reshard.suggest import meant
 
 StrPath = str | PathLike[str]
 OnBytes = Callable[[int], None]
-"""Called with a number of bytes when they are done."""
+"""Callback that receives the number of bytes just completed."""
 
 _UNITS = {
     "": 1,
@@ -52,14 +52,14 @@ class Arguments:
         self.problems: list[Problem] = []
 
     def choice(self, name: str, value: Any, choices: Collection[str]) -> None:
-        """One of some words, or None."""
+        """Check for one of the `choices`, or None."""
         if value is None or (isinstance(value, str) and value in choices):
             return
         near = meant(value, choices) if isinstance(value, str) else None
         self._wrong(name, value, f"one of {', '.join(choices)}", f"{name}={near!r}" if near else None)
 
     def known(self, name: str, value: Any, known: Callable[[str], object]) -> None:
-        """A name that `known` accepts, or None. `known` raises ReshardError for others."""
+        """Check for a name that `known` accepts, or None. `known` raises ReshardError for others."""
         if value is None:
             return
         if not isinstance(value, str):
@@ -71,30 +71,30 @@ class Arguments:
             self.problems += error.problems
 
     def count(self, name: str, value: Any) -> None:
-        """An integer of at least 1, or None."""
+        """Check for an integer of at least 1, or None."""
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             self._wrong(name, value, "an integer of at least 1")
 
     def counts(self, name: str, values: Any) -> None:
-        """Several integers. Layout checks their values."""
+        """Check for several integers. Layout checks their values."""
         if not isinstance(values, (tuple, list)) or not all(
             type(each) is int and each >= 0 for each in values
         ):
             self._wrong(name, values, "integers, for example (10, 12, 12, 10)")
 
     def texts(self, name: str, values: Any) -> None:
-        """Several strings, but not one string, which would be a sequence of its letters."""
+        """Check for several strings, but not one string, which would be a sequence of its letters."""
         if not isinstance(values, (tuple, list)) or not all(isinstance(each, str) for each in values):
             self._wrong(name, values, 'several strings, for example ("_orig_mod.",)')
 
     def step(self, name: str, value: Any) -> None:
-        """A step number, "release", or None."""
+        """Check for a step number, "release", or None."""
         is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not (value is None or value == "release" or is_step):
             self._wrong(name, value, 'a step number, or "release"')
 
     def path(self, name: str, value: Any) -> None:
-        """A path or a URL."""
+        """Check for a path or a URL."""
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
             self._wrong(name, value, "a path, a URL or Org/Model")
 

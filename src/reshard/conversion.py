@@ -1,4 +1,4 @@
-"""Convert: plan, check the destination, check what must be equal, execute, publish."""
+"""Convert: plan, check the destination, compare copies that must be equal, execute, publish."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from reshard.hub.push import OnUpload, Push
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""What Linux calls each of its runs."""
+"""Linux's ID of the current boot."""
 
 
 @dataclass(frozen=True, repr=False)
 class Conversion:
-    """A plan, the threads for it, and what passed when it was carried out (None after a dry run).
+    """A plan, its threads, and the report of its execution (None after a dry run).
 
     `warnings` are about the destination. `uploaded` is the address of the repository that has the files too.
     """
@@ -77,19 +77,19 @@ class Conversion:
 @plainly()
 @dataclass(frozen=True)
 class How:
-    """How a conversion is carried out, and who hears of it. No byte of the output depends on any of it.
+    """How a conversion is executed, and its callbacks. None of it changes a byte of the output.
 
-    `memory` is in bytes. With `on` other machines do the work: `transfer/executors.py` says how they are named, and
-    `workers` and `memory` are then those of each part. With `verify` the output is read from the disk, and compared
+    `memory` is in bytes. With `on`, other machines do the work: `transfer/executors.py` describes its values, and
+    `workers` and `memory` then apply to each part. With `verify` the output is read back from disk, and compared
     with what was written, before it is published.
 
-    What was written when the system or Ctrl-C ends the run is kept, unless `resume` is false, and the next run for the
-    same output continues from there. `command` does so, and is told to whoever finds it.
+    If the system or Ctrl-C ends the run, what was written is kept, unless `resume` is false, and the next run for the
+    same output continues from there. `command` does so, and is recorded for whoever finds it.
 
-    Unless `sync` is true, nothing waits for the disk: when the machine fails, what was written lately may be lost, of
-    a complete output too, and an interrupted run is continued until the machine starts anew.
+    Unless `sync` is true, nothing waits for the disk: if the machine fails, recent writes may be lost, even of
+    a complete output, and an interrupted run can be continued only until the machine restarts.
 
-    With `push` the files are then uploaded to the hub; if that fails, the same call repeats the upload alone.
+    With `push` the files are then uploaded to the hub; if that fails, the same call repeats only the upload.
     """
 
     dry_run: bool = False
@@ -111,7 +111,7 @@ class How:
     on_upload: OnUpload = lambda address, nbytes: None
 
     def check(self, target: Path) -> None:
-        """Raise ReshardError for what does not go together."""
+        """Raise ReshardError for options that cannot be combined."""
         if not self.sync and (self.verify or self.on is not None):
             other = "--verify" if self.verify else "--on"
             raise ReshardError(
@@ -123,7 +123,7 @@ class How:
         if self.on is not None:
             executors.check(self.on)
         if isinstance(target, StorePath):
-            Bucket(target)  # or nothing can be written there
+            Bucket(target)  # raises if nothing can be written there
             if self.push:
                 raise ReshardError(
                     "push-needs-local-folder",
@@ -134,7 +134,7 @@ class How:
 
 
 def convert(source: Path, target: Path, options: Options, how: How | None = None) -> Conversion:
-    """Plan, check and convert. `target` appears whole, or stays as it was; raises ReshardError."""
+    """Plan, check and convert. `target` appears complete, or stays as it was; raises ReshardError."""
     how = how or How()
     how.check(target)
     given = options
@@ -189,7 +189,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
 
 
 def _also_in_the_way(source: Path, target: Path, how: How) -> list[Problem]:
-    """What is wrong with the destination, as far as it can be told without a plan."""
+    """Problems of the destination that can be found without a plan."""
     if how.overwrite or isinstance(target, StorePath) or isinstance(source, StorePath):
         return []
     return target_problems([source], target, foreign=None)
@@ -197,7 +197,7 @@ def _also_in_the_way(source: Path, target: Path, how: How) -> list[Problem]:
 
 @dataclass(frozen=True)
 class _Work:
-    """A plan that is about to be written. Of the memory, `part` bytes a thread are for what is sent to a store."""
+    """A plan about to be written. `part` is each thread's memory, in bytes, for data sent to a store."""
 
     plan: Plan
     target: Path
@@ -208,7 +208,7 @@ class _Work:
     how: How
 
     def done_by(self, source: Path, options: Options) -> Report:
-        """Write and publish it, on this machine or on those that were named."""
+        """Write and publish the output, on this machine or on those that `how.on` names."""
         how = self.how
         if how.on is None:
             return self._carried_out(execute)
@@ -218,7 +218,7 @@ class _Work:
             return self._carried_out(partial(spread, executor=executor, perform=worker))
 
     def _carried_out(self, write: Callable[..., Report]) -> Report:
-        """Write what was planned, with its record, and publish it."""
+        """Write the output with its record, and publish it."""
         plan, how, journal = self.plan, self.how, self.journal
         sizes = {file.path: file.size for file in plan.files}
         with self._stage(sizes) as (folder, uploads), plan.sources.unchanged():
@@ -251,7 +251,7 @@ class _Work:
 
     @contextmanager
     def _stage(self, sizes: Mapping[str, int]) -> Iterator[tuple[Path, Uploads | None]]:
-        """The folder where the output is put together, and what uploads it if the destination is in a store."""
+        """The folder where the output is assembled, and its uploads if the destination is in a store."""
         how, target = self.how, self.target
         if not isinstance(target, StorePath):
             with staged(
@@ -275,9 +275,9 @@ class _Work:
 
 
 def _last(plan: Plan) -> list[str]:
-    """What makes files a checkpoint, in the order in which it is uploaded: all that has no tensor, the record last.
+    """The files that make the others a checkpoint, in upload order: all files without tensors, the record last.
 
-    What a format writes beside its weights (index, tracker, metadata) stands before the companions in a plan, and goes
+    In a plan, a format's own files of this kind (index, tracker, metadata) precede the companions; they are uploaded
     after them.
     """
     names = [file.path for file in plan.files if file.path != RECORD and not any(True for _ in file.blocks)]
@@ -285,15 +285,15 @@ def _last(plan: Plan) -> list[str]:
 
 
 def _unheard(count: int) -> None:
-    """Progress is what has been uploaded."""
+    """Ignore the bytes written: the progress is what has been uploaded."""
 
 
 def _not_moved(name: str, stopped: Event) -> None:
-    """A file of a local destination stays until all are there."""
+    """Leave a file in place: in a local destination all files are published together."""
 
 
 def _read_back(plan: Plan, folder: Path, digests: Mapping[str, str], workers: int) -> None:
-    """Raise ReshardError naming each file of which the disk gives other bytes than were written."""
+    """Raise ReshardError with each file that the disk returns with other bytes than were written."""
     found = digests_of(folder, list(digests), workers)
     if wrong := [name for name, digest in digests.items() if found[name] != digest]:
         raise ReshardError(
@@ -309,15 +309,15 @@ def _read_back(plan: Plan, folder: Path, digests: Mapping[str, str], workers: in
 
 
 def _here() -> str:
-    """The folder in which a command is typed."""
+    """The working folder, or "" if it was removed."""
     try:
         return str(Path.cwd())
-    except OSError:  # it is gone
+    except OSError:  # it was removed
         return ""
 
 
 def _until_restart(identity: Identity) -> Identity | None:
-    """The same output in this run of the system, as what is not synced may be lost with it; None if nothing tells."""
+    """The identity with the current boot, since a restart may lose unsynced output; None if it is unknown."""
     try:
         boot = BOOT.read_text().strip()
     except OSError:
@@ -328,11 +328,11 @@ def _until_restart(identity: Identity) -> Identity | None:
 def check_destination(
     plan: Plan, target: Path, threads: int | None = 1, *, overwrite: bool = False, dry_run: bool = False
 ) -> list[Problem]:
-    """Raise ReshardError if the result of a plan cannot appear at `target`, with every reason; return warnings.
+    """Raise ReshardError with every reason why the output of a plan cannot appear at `target`; return warnings.
 
-    `threads` write and upload a file each if the target is in a store; None if other machines write, which do not wait.
-    In a dry run, a disk that is too small is one of them: space may be found until it counts. Any other run first puts
-    right what runs that were killed left beside `target`.
+    If the target is in a store, each of `threads` writes and uploads one file at a time; None if other machines write,
+    which do not wait. In a dry run, a disk that is too small is only a warning, since space may be freed before the
+    real run. Any other run first repairs what killed runs left next to `target`.
     """
     if isinstance(target, StorePath):
         return _check_bucket(plan, target, threads, overwrite=overwrite, dry_run=dry_run)
@@ -349,7 +349,7 @@ def check_destination(
 def _check_bucket(
     plan: Plan, target: StorePath, threads: int | None, *, overwrite: bool, dry_run: bool
 ) -> list[Problem]:
-    """The same of a destination in a store."""
+    """The same for a destination in a store."""
     bucket = Bucket(target)
     left = marker_in(bucket)
     names = sorted(bucket.listing().keys() - (left.names if left else set()))
@@ -371,7 +371,7 @@ def _in_the_way(plan: Plan, target: Path, overwrite: bool) -> list[Problem]:
 
 
 def _kept(target: Path) -> list[Problem]:
-    """What a run that was killed had moved aside, and something else has taken the place of since."""
+    """Old contents that a killed run had moved aside, if something else has taken their place since."""
     return [
         Problem(
             "previous-contents-left",

@@ -1,7 +1,7 @@
-"""The coverage argument of a conversion, with its counts: each element of the source is used once or dropped by a rule.
+"""The coverage proof of a conversion, with counts: each source element is used once or dropped by a rule.
 
-The plan's views are compiled and counted, and the source is counted once more from what its reader finds: the sums of
-the one have to balance those of the other. Only headers and metadata are read.
+The plan's views are compiled and counted, and the source is counted again from what its reader finds: the two
+sums must balance. Only headers and metadata are read.
 """
 
 from __future__ import annotations
@@ -48,20 +48,22 @@ from reshard.transfer.usage import (
 
 WHOLE = (BASE_WEIGHTS, OTHER_ADAPTERS, REPLACED_BY_ADAPTER, SHARED)
 LOCATED = (PADDING, REPLACED, UNUSED, *WHOLE)
-"""Rules that drop tensors or parts of them. What others drop is no tensor of the model; the reader counts its bytes."""
+"""Rules that drop tensors or parts of them. Other rules drop what is in no tensor of the model; the reader counts its
+bytes.
+"""
 
 COPY = "compared with a copy that is used"
 
 LARGEST = 1 << 28
-"""Bytes of a storage, at most, in which single elements are looked for once its sums do not balance."""
+"""The largest storage, in bytes, in which single elements are searched for once its sums do not balance."""
 
 
 @dataclass
 class Source:
-    """The elements of a source's tensors, those that are stored again (`copies`) included, and what becomes of them.
+    """The elements of a source's tensors, including those stored again (`copies`), and what becomes of them.
 
-    `shared` are used for several tensors of the output, `elsewhere` are bytes that are used of other files.
-    `dropped` are bytes by rule; `unused` those elements among them that lie in tensors.
+    `shared` are used for several tensors of the output, `elsewhere` are bytes used from other files.
+    `dropped` gives bytes by rule; `unused` the elements among them that are in tensors.
     """
 
     tensors: int = 0
@@ -76,7 +78,7 @@ class Source:
 
 @dataclass
 class Proof:
-    """What the sums come to. `recorded` says whether the plan is the very one by which the output was written."""
+    """The balance of the sums. `recorded` says whether the plan is exactly the one that wrote the output."""
 
     source: Source
     target: Written
@@ -108,7 +110,7 @@ class Proof:
 def prove(plan: Plan, checkpoint: Checkpoint, on_count: OnCount = lambda done, count: None) -> Proof:
     """Count what a plan does with `checkpoint`, which is its source as the reader finds it.
 
-    `on_count` hears how many views of how many have been compiled.
+    `on_count` receives the number of views compiled so far, and their total.
     """
     usage = Usage(plan, on_count)
     held = _Held(plan, checkpoint, usage)
@@ -119,7 +121,7 @@ def prove(plan: Plan, checkpoint: Checkpoint, on_count: OnCount = lambda done, c
 def prove_output(
     source: Path, output: Path, base: Path | None = None, on_step: OnStep = lambda step: None
 ) -> Proof:
-    """Plan again how `output` was made of `source`, by the options in its record, and prove that plan.
+    """Plan again how `output` was made from `source`, with the options in its record, and prove that plan.
 
     Raises ReshardError if there is no such record, if the source is not the one that was read, or if the plan fails.
     """
@@ -154,10 +156,10 @@ def _not_planned(source: Path, output: Path) -> Problem:
 
 
 def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each source that has another size than the one that was read."""
+    """A problem for each source whose size differs from the one that was read."""
     told = defaultdict(list)
     for each in record.get("sources", ()):
-        told[each["path"]].append(each["bytes"])  # two, if source and base have one of the same name
+        told[each["path"]].append(each["bytes"])  # two, if source and base have a file of the same name
     for each in plan.sources.as_list():
         if each["path"] in told and each["bytes"] not in told[each["path"]]:
             yield Problem(
@@ -172,7 +174,7 @@ def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _other_files(plan: Plan, record: Mapping[str, Any], output: Path) -> Iterator[Problem]:
-    """A problem for each file that the plan does not write as the record has it."""
+    """A problem for each file that the plan does not write as recorded."""
     given = record.get("options", {}).get("beside", ())
     told = {name: int(each["bytes"]) for name, each in record[FILES].items() if name not in given}
     planned = {file.path: file.size for file in plan.files}
@@ -198,7 +200,7 @@ class _Part(NamedTuple):
 
 
 class _Held:
-    """The tensors of a source by the storages in which they lie, and what a plan uses of each."""
+    """The tensors of a source, by the storages that contain them, and what a plan uses of each."""
 
     def __init__(self, plan: Plan, checkpoint: Checkpoint, usage: Usage) -> None:
         self.faults: list[Fault] = []
@@ -230,18 +232,18 @@ class _Held:
             self._stored[storage][name] = held
 
     def _unknown(self) -> list[Storage]:
-        """What is used and lies in no tensor of the source."""
+        """Storages that are used but are in no tensor of the source."""
         return [each for each in self._usage.stored if each not in self._stored]
 
     def _add_copies(self) -> dict[Storage, list[_Part]]:
-        """Both sides of all that is compared before anything is written."""
+        """Both sides of every pair that is compared before anything is written."""
         found: dict[Storage, list[_Part]] = defaultdict(list)
         known = set(self._stored)
         for replica in self._plan.replicas:
             sides = (replica.first, replica.second)
             for side, other in (sides, sides[::-1]):
                 if not all(map(self._counts, storages_of(other.view))):
-                    continue  # then this is the one that has to be used
+                    continue  # then this side has to be used
                 pieces: dict[Storage, list[tuple[Cells, Piece]]] = defaultdict(list)
                 for cells, piece in stored_pieces(side.view):
                     pieces[cells.storage].append((cells, piece))
@@ -257,7 +259,7 @@ class _Held:
         return self._usage.used(storage).numel > 0
 
     def settled(self) -> Source:
-        """What becomes of all elements. Those that are neither used once nor dropped by a rule become faults."""
+        """What becomes of all elements. Elements neither used once nor dropped by a rule become faults."""
         plan, usage = self._plan, self._usage
         found = Source(len(self._tensors), dropped=dict(plan.dropped))
         unused: Counter[str] = Counter()
@@ -282,11 +284,11 @@ class _Held:
         return found
 
     def _whole(self, storage: Storage) -> Multiset:
-        """The bytes of a storage that its tensors have, once though several may have the same ones."""
+        """The bytes of a storage that belong to tensors, each counted once even if several tensors share it."""
         return total(set(self._stored[storage].values()))
 
     def _settled(self, storage: Storage) -> tuple[int, dict[str, int]]:
-        """How many bytes of a storage are used, and how many are not, by rule."""
+        """The number of used bytes of a storage, and of unused bytes by rule."""
         used = self._usage.used(storage)
         rest = self._whole(storage).minus(used)
         taken = {} if rest == Multiset() else self._explained(storage, rest)
@@ -297,7 +299,7 @@ class _Held:
         return dtype.elements(nbytes // dtype.itemsize)
 
     def _explained(self, storage: Storage, rest: Multiset) -> dict[str, int] | None:
-        """The bytes by rule that are not used, if rules leave out just these."""
+        """The unused bytes by rule; None unless rules leave out exactly these."""
         taken: dict[str, int] = {}
         for part in self._parts(storage):
             if rest.numel >= part.held.numel and rest != Multiset():
@@ -306,7 +308,7 @@ class _Held:
         return taken if rest == Multiset() else None
 
     def _parts(self, storage: Storage) -> Iterator[_Part]:
-        """What rules leave out of a storage: those that name it first, then copies, then what may be any tensor."""
+        """What rules leave out of a storage: rules that name a tensor first, then copies, then rules for any tensor."""
         there = {name: self._tensors[name] for name in self._stored[storage] if name in self._tensors}
         for name, tensor in there.items():
             rule = self._rule(name)
@@ -320,7 +322,7 @@ class _Held:
                 yield _part(rules, tensor.view, storage)
 
     def _rule(self, name: str) -> str | None:
-        """The rule that drops a tensor as a whole, where it tells which."""
+        """The rule that drops a complete tensor, if it names the tensor."""
         checkpoint, dropped = self._checkpoint, self._plan.dropped
         if REPLACED in dropped and name in checkpoint.states.get(MASTERS, {}):
             return REPLACED
@@ -328,7 +330,7 @@ class _Held:
         return UNUSED if UNUSED in dropped and quantization and name in quantization.beside else None
 
     def _padding(self, tensor: Tensor) -> View | None:
-        """The last rows of a tensor, as many as are not used of it."""
+        """The last rows of a tensor, as many as are unused; None if it is not padded."""
         if PADDING not in self._plan.dropped or len(tensor.shape) != 2:
             return None
         rows, columns = tensor.shape
@@ -337,7 +339,7 @@ class _Held:
         return None if rest or not 0 < kept < rows else tensor.view[kept:]
 
     def _swept(self, storage: Storage) -> tuple[int, dict[str, int]]:
-        """The same by counting how often each byte is used; what is never used, or more than once, is a fault."""
+        """The same, by counting the uses of each byte; a byte that is never used, or more than once, is a fault."""
         if storage.nbytes > LARGEST:
             names, whole = listed(sorted(self._stored[storage]), 3), self._whole(storage).numel
             told = f"{self._usage.used(storage).numel:,} uses of {whole:,} bytes"
@@ -364,7 +366,7 @@ class _Held:
             self.faults.append(Fault(name, f"{some} {what}, the first at {place}"))
 
     def _uses(self, storage: Storage) -> np.ndarray[Any, Any]:
-        """How often each byte of a storage is used. What several tensors use alike, or compute from, counts once."""
+        """How often each byte of a storage is used. The same use by several tensors, or for computing, counts once."""
         users = self._usage.stored.get(storage, {})
         outputs = {tensor.name: tensor for tensor in self._plan.outputs}
         distinct = {used: name for name, used in users.items() if name != COMPUTING}
@@ -380,7 +382,7 @@ def _part(rule: str, view: View, storage: Storage) -> _Part:
 
 
 def _counted(storage: Storage, pieces: Iterable[tuple[Cells, Piece]]) -> np.ndarray[Any, Any]:
-    """How often each byte of a storage is in pieces; those of other storages are left out."""
+    """How often each byte of a storage is in pieces; pieces of other storages are skipped."""
     counts = np.zeros(storage.nbytes, np.uint16)
     for cells, piece in pieces:
         if cells.storage == storage:
@@ -391,7 +393,7 @@ def _counted(storage: Storage, pieces: Iterable[tuple[Cells, Piece]]) -> np.ndar
 
 
 def _count(counts: np.ndarray[Any, Any], axes: list[tuple[int, int]]) -> None:
-    """Add one at each place of (step, count) `axes`, of which a wrong plan may have some twice."""
+    """Add one at each position of (step, count) `axes`; a wrong plan may contain some positions twice."""
     for i, (step, n) in enumerate(axes):
         if step <= sum(inner * (m - 1) for inner, m in axes[i + 1 :]):
             for j in range(n):

@@ -1,4 +1,4 @@
-"""A guard for running code: one explained error before a trap closes, and a diagnosis when one has.
+"""A guard for training code: one explained error before a known failure, and a diagnosis after one.
 
 import reshard.guard
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SHOWN = 5
-"""Parameters that a message names; the rest are counted."""
+"""Most parameters named in a message; the rest are counted."""
 
 
 def check(
@@ -33,9 +33,9 @@ def check(
 ) -> None:
     """Raise one ReshardError with everything that is wrong with a model that is about to be trained.
 
-    `model` may be several parts of one, as pipeline stages hold them, and `optimizer` several that share its
-    parameters. Looks at types, devices and identities only, never at values: its cost grows with the number of
-    parameters alone, and is milliseconds for a thousand.
+    `model` may be several parts of a model, as in pipeline stages, and `optimizer` several that share its
+    parameters. Checks only types, devices and identities, never values: its cost grows only with the number of
+    parameters, and is milliseconds for a thousand.
     """
     whole, optimizers = _given(model, optimizer)
     parameters = _parameters(whole)
@@ -46,7 +46,7 @@ def check(
 
 
 def _given(model: object, optimizer: object) -> tuple[nn.Module, list[Any]]:
-    """The model as one module, and the optimizers as a list. Raises ReshardError if they are something else."""
+    """The model as one module, and the optimizers as a list. Raises ReshardError for other types."""
     from torch import nn
 
     whole = nn.ModuleList(model) if isinstance(model, list | tuple) and _all_are(model, nn.Module) else model
@@ -77,7 +77,7 @@ def _all_are(parts: Sequence[object], kind: type) -> bool:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A parameter, the module that owns it, and what shards it: FSDP2 or not, itself or not."""
+    """A parameter, the module that owns it, whether it is sharded, and whether it is inside an FSDP2 module."""
 
     name: str
     value: nn.Parameter
@@ -87,7 +87,7 @@ class _Parameter:
 
 
 def _parameters(model: nn.Module) -> list[_Parameter]:
-    """All parameters once, as `named_parameters` gives them."""
+    """All parameters, each once, named as by `named_parameters`."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -113,10 +113,10 @@ def _parameters(model: nn.Module) -> list[_Parameter]:
 
 
 def _mixed(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
-    """Plain parameters beside DTensors, unless that is meant.
+    """Report plain parameters mixed with DTensors, unless that is intended.
 
-    Meant are: parameters that FSDP2 was told to ignore, frozen ones outside of it, and the norms of a tensor-parallel
-    model, whose sharded modules have hooks that turn inputs into DTensors and results back.
+    Intended are: parameters that FSDP2 was told to ignore, frozen ones outside of it, and the norms of a
+    tensor-parallel model, whose sharded modules have hooks that convert inputs to DTensors and results back.
     """
     sharded = [each for each in parameters if each.is_sharded]
     plain = [each for each in parameters if not each.is_sharded and each.value.requires_grad]
@@ -146,7 +146,7 @@ _ADAPTER = re.compile(r"\blora_|\bmodules_to_save\b")
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody prepares the inputs of a module with sharded weights, as tensor parallelism does."""
+    """Whether hooks prepare the inputs of a module with sharded weights, as in tensor parallelism."""
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
 
 
@@ -187,13 +187,13 @@ def _device_map(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Prob
 
 
 def _device_name(device: object) -> str:
-    """0, "cuda" and "cuda:0" are one."""
+    """A device name in which 0, "cuda" and "cuda:0" are the same."""
     name = f"cuda:{device}" if isinstance(device, int) else str(device)
     return f"{name}:0" if name == "cuda" else name
 
 
 def _world_size() -> int:
-    """Of the process group, or of the launcher if there is no group yet."""
+    """The size of the process group, or the launcher's if there is no group yet."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
@@ -218,7 +218,7 @@ def _ties(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     while (inner := model._modules.get("module")) is not None:
         model = inner  # DDP, DeepSpeed
     if getattr(model, "all_tied_weights_keys", None) == {}:
-        return  # a class that ties nothing, whatever its config has by default
+        return  # a class that ties nothing, whatever its config's default
     config = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_input_embeddings"):
         return
@@ -253,11 +253,11 @@ def _nothing_trainable(model: nn.Module, parameters: list[_Parameter]) -> Iterat
 
 _RULES = (_mixed, _sharded_in_ddp, _device_map, _meta, _ties, _nothing_trainable)
 _OWN_COPIES = ("deepspeed", "megatron", "apex", "fairscale", "transformer_engine")
-"""Packages whose optimizers hold copies of the parameters, and bring them back themselves."""
+"""Packages whose optimizers keep copies of the parameters, and copy them back themselves."""
 
 
 def _optimizer(parameters: list[_Parameter], optimizers: list[Any]) -> Iterator[Problem]:
-    """Tensors that the optimizers hold in place of the model's: all of their own, or some of the same shape."""
+    """Report optimizer tensors that replaced the model's: all of them, or some of the same shape."""
     held: dict[int, Any] = {}
     for optimizer in optimizers:
         chain = [optimizer]
@@ -286,14 +286,14 @@ def _optimizer(parameters: list[_Parameter], optimizers: list[Any]) -> Iterator[
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Attach the doctor's diagnosis to any exception that is raised inside. The exception stays the same."""
+    """Attach the doctor's diagnosis to any exception raised inside. The exception itself stays the same."""
     try:
         yield
     except ReshardError:
-        raise  # it is explained
+        raise  # it explains itself
     except Exception as error:
         note = ""
-        with suppress(Exception):  # whatever goes wrong here, the exception of the run is what counts
+        with suppress(Exception):  # if the diagnosis fails, the exception of the run still counts
             note = _diagnosis(error)
         if note and hasattr(error, "add_note"):
             error.add_note(note)
@@ -324,7 +324,7 @@ def callback() -> Any:
     from transformers import TrainerCallback
 
     class Guard(TrainerCallback):  # type: ignore[misc]
-        """Checks what the Trainer has prepared."""
+        """Checks the model and optimizer that the Trainer has prepared."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             check(given["model"], given.get("optimizer"))

@@ -1,4 +1,4 @@
-"""Inspect: what a checkpoint is, whether it is whole, and what to type next."""
+"""Inspect: what a checkpoint is, whether it is complete, and what to type next."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from reshard.transfer.sources import OnStep, noted
 OPTIMIZER = "optimizer states"
 NO_CONFIG = "weights-without-config"
 NO_TOKENIZER = "weights-without-tokenizer"
-"""Codes of problems that say what lacks beside the weights."""
+"""Codes of problems about what is missing next to the weights."""
 
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """What `inspect` found. `problems` of severity "error" stand in the way of a conversion."""
+    """What `inspect` found. `problems` of severity "error" prevent a conversion."""
 
     checkpoint: Checkpoint
     family: str | None
@@ -44,11 +44,11 @@ class Inspection:
     hints: list[str] = field(default_factory=list)
     carried: dict[str, dict[str, int]] = field(default_factory=dict)
     model: Model | None = None
-    """The family at the sizes of the checkpoint, if it was found."""
+    """The family at the sizes of the checkpoint, if known."""
 
     @property
     def whole(self) -> bool:
-        """Whether nothing stands in the way of a conversion."""
+        """Whether nothing prevents a conversion."""
         return not any(problem.severity == "error" for problem in self.problems)
 
     def __repr__(self) -> str:
@@ -56,7 +56,7 @@ class Inspection:
         return f"<Inspection {self.family or 'family not known'}, {self.checkpoint!r}{wrong}>"
 
     def rows(self) -> dict[str, str]:
-        """What to tell people, by the name of each row; rows that say nothing are left out."""
+        """What to show to users, by the name of each row; empty rows are left out."""
         c = self.checkpoint
         carried = (
             f"{prefix}* {count(part['parameters'])} parameters in {part['tensors']} tensors"
@@ -117,14 +117,14 @@ class Inspection:
 def inspect_checkpoint(
     path: Path, iteration: Iteration | None = None, on_step: OnStep = lambda step: None
 ) -> Inspection:
-    """Look at the checkpoint at `path`; `on_step` hears what is done next.
+    """Inspect the checkpoint at `path`; `on_step` receives a description of the next step.
 
     Raises ReshardError only if nothing can be opened there.
     """
     with noted() as sources, sources.counted(on_step):
         checkpoint = open_checkpoint(path, iteration)
     on_step("checking names and shapes")
-    path = path if iteration is None else checkpoint.path  # so that what to type next names the same step
+    path = path if iteration is None else checkpoint.path  # so that the next command names the same step
     kind = adapters.kind_of(checkpoint)
     if kind is Kind.FUSED_ADAPTER:
         return _inspect_fused_adapter(checkpoint, path)
@@ -180,7 +180,7 @@ def _quantized(checkpoint: Checkpoint) -> str:
 
 
 def _carried(model: Model) -> dict[str, dict[str, int]]:
-    """What lies beside the language model, by the beginning of its names on the hub."""
+    """The parts besides the language model, by the prefix of their names on the hub."""
     return {
         prefix: {"tensors": len(names), "parameters": sum(prod(model.carried[name]) for name in names)}
         for prefix, names in model.parts.items()
@@ -188,7 +188,7 @@ def _carried(model: Model) -> dict[str, dict[str, int]]:
 
 
 def _plain(checkpoint: Checkpoint) -> Checkpoint | None:
-    """The checkpoint with the weights that an engine would get; None if they are quantized and stay so."""
+    """The checkpoint with the weights that an engine would get; None if they remain quantized."""
     try:
         return None if checkpoint.problems else dequantized(checkpoint)
     except ReshardError:
@@ -196,7 +196,7 @@ def _plain(checkpoint: Checkpoint) -> Checkpoint | None:
 
 
 def _for_engines(checkpoint: Checkpoint, base: Path | None) -> tuple[list[str], list[str]]:
-    """What keeps plain weights from a format of an engine, and what that engine computes otherwise."""
+    """What prevents converting plain weights for an engine, and what that engine computes differently."""
     try:
         return [], [f"{each.message}: {each.found}" for each in resolve(checkpoint, base).declared.warnings]
     except ReshardError as error:
@@ -204,7 +204,7 @@ def _for_engines(checkpoint: Checkpoint, base: Path | None) -> tuple[list[str], 
 
 
 def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
-    """What an adapter is; it is no model, so it has no family, and needs neither config nor tokenizer."""
+    """Inspect an adapter; it is not a model, so it has no family, and needs neither config nor tokenizer."""
     problems, notes, command = list(checkpoint.problems), list(checkpoint.notes), ""
     try:
         adapter = adapters.find(checkpoint)
@@ -219,7 +219,7 @@ def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
 
 
 def _inspect_fused_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
-    """What an adapter of Megatron-Core is. Its base's config says which projections its fused linears hold."""
+    """Inspect a Megatron-Core adapter. Its base's config determines which projections its fused linears contain."""
     settings = adapters.find_settings(checkpoint)
     notes = [*checkpoint.notes, *description.fused_notes(checkpoint, settings)]
     problems = [*checkpoint.problems, *description.alpha_warnings(settings)]
@@ -230,12 +230,12 @@ def _declared_type(checkpoint: Checkpoint) -> str | None:
     try:
         config = read_config(checkpoint.root)
     except ReshardError:
-        return None  # it is among the problems
+        return None  # it is already among the problems
     return str(config["model_type"]) if config and "model_type" in config else None
 
 
 def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Problem]:
-    """What is missing beside the weights, where the engine's own config does not tell all that `config.json` would."""
+    """What is missing next to the weights, unless the engine's own config contains what `config.json` would."""
     there = find_companions(*checkpoint.folders)
     check(there)
     problems = []
@@ -265,20 +265,20 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
 def _next_command(
     checkpoint: Checkpoint, path: Path, model: Model | None, problems: list[Problem], bases: list[Path] | None
 ) -> str:
-    """The command to type next; none while something stands in its way.
+    """The command to type next; empty if something prevents it.
 
-    `bases` are folders for `--base`, or None where it is not needed.
+    `bases` are folders for `--base`, or None if it is not needed.
     """
     if any(problem.severity == "error" for problem in problems):
         return ""
     words = ["reshard", "convert", path.as_posix().rstrip("/") or "/"]
     root = iterations.root_of(path.with_suffix("") if path.is_file() else path)
     target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
-    if target.startswith(("hf://", "http")):  # where nothing can be written
+    if target.startswith(("hf://", "http")):  # nothing can be written there
         target = root.name.partition("@")[0]
     if checkpoint.format == huggingface.NAME:
         if model is None:
-            return ""  # it can only stay what it is
+            return ""  # it can only stay in this format
         words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
     else:
         words.append(f"{target}-hf")
@@ -288,12 +288,12 @@ def _next_command(
 
 
 def _fitting_layout(model: Model | None) -> list[str]:
-    """A small layout that the sizes of the model divide into."""
+    """A small layout that divides the sizes of the model."""
     if model is None:
         return []
     d = model.dims
     by_two = all(size % 2 == 0 for size in (d.heads, d.groups, d.ffn, d.shared_ffn, d.expert_ffn))
     words = ["--tp", "2"] if by_two else []
     if by_two and d.experts and d.bias:
-        words += ["--etp", "1"]  # or each rank would add the biases of its experts
+        words += ["--etp", "1"]  # otherwise each rank would add the biases of its experts
     return [*words, "--pp", "2"] if d.layers % 2 == 0 else words

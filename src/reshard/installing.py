@@ -1,4 +1,4 @@
-"""What to type to install a package that is missing, as reshard itself was installed."""
+"""How to install a missing package in the way that reshard itself was installed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 _NEEDS_NO_QUOTES = re.compile(r"[\w@%+=:,./-]+")
 
 MODULES = {"megatron": "megatron-core", "yaml": "pyyaml"}
-"""Modules that are called otherwise than the package that brings them."""
+"""Modules whose package has another name."""
 
 
 def install_command(*packages: str) -> str:
-    """The line for a shell that installs packages.
+    """The shell command that installs packages.
 
     It names the smallest extra of reshard that has them all, and where reshard was installed from (PEP 610), so
-    it never asks an index for a reshard that is not there. Packages that no extra has are named themselves.
+    it never asks an index for a reshard that is not there. Packages are named directly if no extra has them.
     """
     names = {_normal(name) for name in packages}
     reshard = _installed("reshard")
@@ -39,10 +39,10 @@ def install_command(*packages: str) -> str:
 
 
 def remedy(error: ImportError) -> str:
-    """What to do about an import that failed.
+    """What to do about a failed import.
 
-    A module is not always called like its package, and somebody else may own the name: only packages that reshard
-    knows are named.
+    A module may have another name than its package, and that name may belong to someone else: only packages that
+    reshard knows are named.
     """
     module = (error.name or "").partition(".")[0]
     package = _normal(MODULES.get(module, module))
@@ -60,7 +60,7 @@ def remedy(error: ImportError) -> str:
 
 
 def _installed(name: str) -> Distribution | None:
-    # Imported here, like packaging below: every command would take 30 ms longer for a message that it seldom shows.
+    # Imported here, as packaging is below: otherwise every command would take 30 ms longer for a rare message.
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -70,7 +70,7 @@ def _installed(name: str) -> Distribution | None:
 
 
 def _extras(reshard: Distribution) -> dict[str, dict[str, str]]:
-    """What each extra brings, and "" what reshard needs in any case: normalised names, and requirements."""
+    """The requirements of each extra, with "" for reshard itself, by normalised name."""
     from packaging.requirements import Requirement
 
     found: dict[str, dict[str, str]] = defaultdict(dict)
@@ -83,11 +83,11 @@ def _extras(reshard: Distribution) -> dict[str, dict[str, str]]:
 
 
 def _origin(reshard: Distribution, extra: str) -> list[str]:
-    """reshard with an extra, as pip takes it from where it came from; nothing if that is gone."""
+    """reshard with an extra, as arguments of pip for where it was installed from; empty if that is gone."""
     told = json.loads(reshard.read_text("direct_url.json") or "{}")
     name = f"reshard[{extra}]" if extra else "reshard"
     if not told:
-        return [name]  # from an index: pip keeps the release that is installed
+        return [name]  # from an index: pip keeps the installed release
     url = told["url"]
     part = f"#subdirectory={told['subdirectory']}" if "subdirectory" in told else ""
     if vcs := told.get("vcs_info"):
@@ -107,14 +107,14 @@ def _line(*words: str) -> str:
 
 
 def _installer() -> str:
-    """`pip install` where a shell finds the pip of this Python, and what means the same elsewhere."""
+    """`pip install` if the shell finds the pip of this Python; otherwise an equivalent command."""
     python = Path(sys.executable)
-    if not _installed("pip"):  # looking for the module would make setuptools give up its distutils
+    if not _installed("pip"):  # searching for the module would make setuptools give up its distutils
         return f"uv pip install --python {python}"
     found = shutil.which("pip")
     return "pip install" if found and Path(found).parent == python.parent else f"{python} -m pip install"
 
 
 def _normal(name: str) -> str:
-    """The name of a package as indexes spell it (PEP 503)."""
+    """A package name as indexes normalise it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

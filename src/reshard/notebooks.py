@@ -1,4 +1,4 @@
-"""Progress of a call in a notebook, which has no terminal to draw a bar on."""
+"""Progress of a call in a notebook, which has no terminal for a bar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REFRESH = 0.2
 
 
 class Bar:
-    """IPython's progress bar in the kernel of a notebook, and nothing anywhere else. Threads may advance it."""
+    """IPython's progress bar in the kernel of a notebook; does nothing elsewhere. Threads may advance it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -20,7 +20,7 @@ class Bar:
         self._done, self._due = 0, 0.0
 
     def begin(self, total: int, done: int = 0) -> None:
-        """Show the bar of a task of `total` bytes, of which `done` are done already."""
+        """Show the bar for a task of `total` bytes, `done` of them already done."""
         if not is_kernel() or not total:
             return
         from IPython.display import ProgressBar
@@ -30,7 +30,7 @@ class Bar:
         self.advance(0)
 
     def advance(self, count: int) -> None:
-        """Another `count` bytes are done."""
+        """Add `count` finished bytes."""
         with self._lock:
             self._done += count
             is_over = self._bar is not None and self._done >= self._bar.total
@@ -40,7 +40,7 @@ class Bar:
 
 
 def is_kernel() -> bool:
-    """Whether this process runs the cells of a notebook. IPython is not imported for that: a kernel has done so."""
+    """Whether this process runs the cells of a notebook. Does not import IPython: a kernel already has."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell is not None and hasattr(shell, "kernel")

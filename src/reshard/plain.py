@@ -1,4 +1,4 @@
-"""JSON that others wrote, read as plain data in bounded time and memory: a nest that is deep enough ends its parser."""
+"""JSON written by others, read as plain data in bounded time and memory; too deep nesting raises ValueError."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 JSON_MOST = 128 << 20
-"""Bytes of a JSON file, at most: vocabularies and indices of the largest models have a third of it."""
+"""Most bytes of a JSON file: vocabularies and indices of the largest models take a third of it."""
 JSON_WEIGHT = 12
-"""Bytes of memory that a byte of a tokenizer's JSON becomes while it is read: its text, and objects."""
+"""Bytes of memory per byte of a tokenizer's JSON while it is read: its text, and objects."""
 
 
 def json_of(content: bytes) -> Any:
-    """The value that JSON describes. Raises ValueError."""
+    """The value of a JSON text. Raises ValueError."""
     try:
         return json.loads(content.decode("utf-8"))
     except RecursionError:
@@ -20,6 +20,6 @@ def json_of(content: bytes) -> Any:
 
 
 def to_json(content: Any) -> bytes:
-    """JSON as Hugging Face folders have it: two spaces, a newline at the end. What is no character is escaped."""
+    """JSON as in Hugging Face folders: indented by two spaces, with a final newline. Lone surrogates are escaped."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")

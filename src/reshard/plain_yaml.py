@@ -1,6 +1,6 @@
-"""YAML that others wrote, read as plain data in bounded time and memory; loaded where there is a file of it.
+"""YAML written by others, read as plain data in bounded time and memory; imported only if there is a file of it.
 
-It nests, and a nest that is deep enough ends a recursive parser. It also has aliases: nine lists that each name the one
+Deep nesting ends a recursive parser. Aliases multiply: nine lists that each name the one
 before nine times are 600 bytes and four hundred million values. And YAML 1.1 reads `1:0:0` as an integer of base 60,
 which takes quadratic time.
 """
@@ -12,20 +12,20 @@ from typing import Any
 import yaml
 
 YAML_MOST = 1 << 20
-"""Bytes of a YAML file, at most: its parser takes ten seconds for so much."""
+"""Most bytes of a YAML file: its parser takes ten seconds for this size."""
 NODES = 100_000
-"""Values in a YAML file, with each alias counted as what it stands for."""
+"""Most values in a YAML file, with each alias expanded."""
 DIGITS = 100
-"""Characters of a number in YAML."""
+"""Most characters of a number in YAML."""
 
 
 def to_yaml(content: Any) -> bytes:
-    """YAML with its keys in their order."""
+    """YAML with the keys in their given order."""
     return yaml.safe_dump(content, sort_keys=False).encode()
 
 
 def yaml_of(content: bytes, loader: type[Yaml] | None = None) -> Any:
-    """The value that YAML describes, by default as SafeLoader reads it. Raises ValueError."""
+    """The value of a YAML text, by default as SafeLoader reads it. Raises ValueError."""
     try:
         return yaml.load(content.decode("utf-8"), loader or Yaml)
     except RecursionError:
@@ -35,7 +35,7 @@ def yaml_of(content: bytes, loader: type[Yaml] | None = None) -> Any:
 
 
 class Yaml(yaml.SafeLoader):
-    """A safe loader of bounded time: it expands no more than `NODES` values. Raises YAMLError for more."""
+    """A safe loader of bounded time: it expands at most `NODES` values. Raises YAMLError for more."""
 
     def __init__(self, text: str) -> None:
         if len(text) > YAML_MOST:
@@ -43,12 +43,12 @@ class Yaml(yaml.SafeLoader):
         super().__init__(text)
 
     def construct_document(self, node: yaml.Node) -> Any:
-        """The value of a whole file."""
+        """The value of a complete file."""
         _count(node, {})
         return super().construct_document(node)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """An integer or a float as people write it."""
+        """An integer or a float, of limited length."""
         if len(node.value) > DIGITS:
             line = node.start_mark.line + 1
             raise yaml.YAMLError(f"a number of {len(node.value)} characters, on line {line}")
@@ -61,10 +61,10 @@ for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
 
 
 class Untagged(Yaml):
-    """Reads YAML of any tags; what a tag asks for is not built, its mapping, sequence or text is kept."""
+    """Reads YAML with any tags; keeps the mapping, sequence or text of a tagged node, and ignores its tag."""
 
     def construct_untagged(self, _: str, node: yaml.Node) -> Any:
-        """What a node holds beside its tag."""
+        """The content of a node, without its tag."""
         if isinstance(node, yaml.MappingNode):
             return self.construct_mapping(node, deep=True)
         if isinstance(node, yaml.SequenceNode):
@@ -76,7 +76,9 @@ Untagged.add_multi_constructor("", Untagged.construct_untagged)
 
 
 def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
-    """How many values a node stands for. Raises YAMLError for too many, and for a node that contains itself."""
+    """The number of values in a node, aliases expanded. Raises YAMLError for too many, and for a node that contains
+    itself.
+    """
     if node not in counted:
         counted[node] = None
         children: list[yaml.Node] = []

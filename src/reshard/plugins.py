@@ -1,4 +1,4 @@
-"""Families and formats that other installed packages bring, by entry points of their distributions.
+"""Families and formats of other installed packages, from the entry points of their distributions.
 
 [project.entry-points."reshard.formats"]
 mine = "my_package:FORMAT"
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class PluginWarning(UserWarning):
-    """Something that another package brings was left out; `problem` says what and why."""
+    """A family or format of another package was skipped; `problem` says which and why."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -33,17 +33,17 @@ class PluginWarning(UserWarning):
 
 
 def leave_out(code: str, what: str, found: str, remedy: str, rule: str | None = None) -> None:
-    """Warn that something of another package is left out."""
+    """Warn that a family or format of another package is skipped."""
     problem = Problem(code, what, rule=rule, found=found, remedy=remedy, severity="warning")
     warnings.warn(PluginWarning(problem), stacklevel=2)
 
 
 class Registry(UserDict[str, T]):
-    """Declarations by name: those of other packages, which know best what is theirs, before the `own`.
+    """Declarations by name: those of other packages, which know their own files best, before the `own`.
 
-    Both are imported when somebody looks first, so that they may import what they need of reshard. `names` tells all
-    names that a declaration takes. What cannot be loaded, is no `kind`, or takes a name that is taken, is left out with
-    a warning.
+    Both are imported on first access, so they may import what they need of reshard. `names` returns all names that a
+    declaration takes. A declaration that cannot be loaded, is not of `kind`, or takes a name already taken is skipped
+    with a warning.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Registry(UserDict[str, T]):
 
     @property
     def is_as_shipped(self) -> bool:
-        """Whether there is nothing but the `own`, which nobody has loaded yet."""
+        """Whether there are only the `own` declarations, not loaded yet."""
         return "data" not in vars(self) and not _entry_points(self._group)
 
     @cached_property
@@ -121,14 +121,14 @@ def _package(entry: EntryPoint) -> str:
 def _entry_points(group: str) -> Collection[EntryPoint]:
     if not _is_named():
         return ()
-    from importlib.metadata import entry_points  # with half of the standard library
+    from importlib.metadata import entry_points  # imports half of the standard library
 
     return entry_points(group=group)
 
 
 @cache
 def _is_named() -> bool:
-    """Whether metadata of an installed package may name a group of ours: parsing all of it takes ten times as long."""
+    """Whether metadata of an installed package may name a group of ours: parsing all takes ten times as long."""
     if any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path):
         return True
     for folder in map(Path, sys.path):
@@ -145,5 +145,5 @@ def _names_us(info: Path) -> bool:
         return False
     try:
         return b"[reshard." in (info / "entry_points.txt").read_bytes()
-    except OSError:  # most have none
+    except OSError:  # most packages have none
         return False

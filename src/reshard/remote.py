@@ -1,4 +1,4 @@
-"""What a worker on another machine does: it plans the same conversion itself, and writes a part of it."""
+"""Workers on other machines: each plans the same conversion itself, and writes parts of it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from reshard.version import __version__
 
 
 def identity_of(plan: Plan, options: Options, *, checksum: bool, inodes: bool = True) -> Identity:
-    """All that decides the bytes of the output: the program, what was read for the plan, the options and the files.
+    """Everything that determines the bytes of the output: the program, the sources, the options and the files.
 
-    Not all file systems give a file the same inode on each machine.
+    Without `inodes`, it is the same on all machines: some file systems give a file another inode on each.
     """
     wanted = replace(options, base=options.base and options.base.resolve())
     told = sha256(f"{wanted!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
@@ -37,7 +37,7 @@ def identity_of(plan: Plan, options: Options, *, checksum: bool, inodes: bool = 
 
 
 def _program() -> str:
-    """A digest of the code that decides what is written: its version says too little of a checkout."""
+    """A digest of the code that determines the output: the version alone does not identify a checkout."""
     package, digest = Path(__file__).parent, sha256(f"{__version__} {np.__version__}".encode())
     for part in ("algebra", "families", "transfer", "formats", "model", "adapters", "planning"):
         for path in sorted((package / part).rglob("*.py")):
@@ -46,14 +46,14 @@ def _program() -> str:
 
 
 def absolute(source: Path, options: Options) -> tuple[Path, Options]:
-    """The same paths for whoever works in another folder."""
+    """The same paths, absolute, for processes in another folder."""
     beside = {name: path.absolute() for name, path in options.beside.items()}
     return source.absolute(), replace(options, base=options.base and options.base.absolute(), beside=beside)
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Does parts of one conversion, in any process that sees the same files. `workers` are the threads of each part."""
+    """Executes parts of one conversion, in any process that sees the same files. `workers` is the threads per part."""
 
     source: Path
     options: Options
@@ -63,7 +63,7 @@ class Worker:
     workers: int | None
 
     def __call__(self, order: Order) -> Outcome:
-        """Do a part. Whatever goes wrong is part of the outcome: each executor would wrap an exception otherwise."""
+        """Execute a part. Every error is part of the outcome: each executor would wrap an exception in its own way."""
         try:
             with claims.held(order.claim, order.token) as is_stopped:
                 return self._done(order, is_stopped)
@@ -91,9 +91,9 @@ class Worker:
             raise
 
     def _plan(self) -> tuple[Plan, int]:
-        """The plan of whoever asks, made once in a process, and the bytes of memory that are left for a part of it.
+        """The same plan as in the main process, made once per process, and the bytes of memory left for a part of it.
 
-        Raises ReshardError if this process would make another plan.
+        Raises ReshardError if this process makes another plan.
         """
         key = f"{self.source} {self.identity} {self.memory}"
         with _planning:

@@ -1,7 +1,7 @@
-"""Foreign text as it is shown: names in files, values of configs, paths, lines of logs.
+"""Foreign text for display: names in files, values of configs, paths, lines of logs.
 
-A terminal takes some characters for commands, and a newline makes one value look like two lines of ours. They are shown
-as escapes (`\\x1b`, `\\n`), all other text as it is, in any script.
+A terminal takes some characters as commands, and a newline makes one value look like two lines of ours. They are shown
+as escapes (`\\x1b`, `\\n`), all other text unchanged, in any script.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 _HIDDEN = re.compile(
-    r"[\x00-\x1f\x7f-\x9f"  # C0 and C1, which hold ESC and the one-byte CSI
-    r"\u2028\u2029"  # separators of lines and paragraphs
-    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # what turns the direction of what follows
-    r"\xad\u180e\u200b\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"  # what shows as nothing
+    r"[\x00-\x1f\x7f-\x9f"  # C0 and C1, which contain ESC and the one-byte CSI
+    r"\u2028\u2029"  # line and paragraph separators
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # controls of the text direction
+    r"\xad\u180e\u200b\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"  # invisible characters
 )
 
 
@@ -24,12 +24,12 @@ def shown(text: str) -> str:
 
 
 def shown_lines(text: str) -> str:
-    """A text of several lines, which stay several."""
+    """A text of several lines, which remain separate."""
     return "\n".join(shown(line.expandtabs(4)) for line in text.split("\n"))
 
 
 def shown_json(text: str) -> str:
-    """The same JSON, without characters that JSON lets pass and a terminal does not show."""
+    """The same JSON, without characters that JSON allows but a terminal does not show."""
     return re.sub(_HIDDEN, lambda match: match[0] if match[0] == "\n" else _in_json(match), text)
 
 
@@ -48,7 +48,7 @@ def escape_lines(text: str) -> str:
 
 
 def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Rows of foreign text as a table of a notebook; the first cell of each names it."""
+    """Rows of foreign text as a notebook table; the first cell of each names the row."""
 
     def cell(text: str) -> str:
         return "<br>".join(html.escape(shown(line)) for line in text.split("\n"))

@@ -1,4 +1,4 @@
-"""What somebody who typed an unknown name probably meant."""
+"""Suggestions for unknown names that users typed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 ALIKE = 0.6
-"""The similarity, from 0 to 1 (`difflib.SequenceMatcher.ratio`), from which on a name is suggested."""
+"""The least similarity of a suggestion, from 0 to 1 (`difflib.SequenceMatcher.ratio`)."""
 
 
 def closest(name: str, known: Iterable[str], *, most: int = 1, cutoff: float = ALIKE) -> list[str]:
     """At most `most` of the `known` names, the most similar first; none below `cutoff`.
 
-    Case does not matter, and neither do leading dashes or dashes in place of underscores.
+    Ignores case and leading dashes, and treats dashes as underscores.
     """
     plain = {_plain(each): each for each in sorted(known)}
     return [plain[each] for each in get_close_matches(_plain(name), plain, most, cutoff)]
@@ -21,7 +21,7 @@ def closest(name: str, known: Iterable[str], *, most: int = 1, cutoff: float = A
 def meant(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str | None:
     """The known name to suggest, or None.
 
-    `elsewhere` maps names that other programs use to ours. An unambiguous beginning of a name stands for it.
+    `elsewhere` maps names in other programs to ours. An unambiguous beginning of a name is enough.
     """
     known = list(known)
     for theirs, ours in (elsewhere or {}).items():

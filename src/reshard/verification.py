@@ -1,4 +1,4 @@
-"""Verify: are the weights of two checkpoints the same, bit for bit, whatever their formats and layouts?"""
+"""Verify: whether the weights of two checkpoints are equal, bit for bit, in any formats and layouts."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from reshard.transfer.sources import OnStep, Sources, noted
 from reshard.transfer.threads import together
 
 ROUNDED = "rounded"
-"""The kind of a difference that quantizing explains."""
+"""The kind of a difference that quantization explains."""
 
 ROUNDED_SUM = "rounded sum"
-"""The kind of a difference that rounding a norm explains, which the other side stores less one."""
+"""The kind of a difference explained by rounding a norm that the other side stores minus one."""
 
 SHOWN = 40
-"""Differences that are shown to people; `as_dict` has them all."""
+"""Differences shown to users; `as_dict` contains all of them."""
 
 EXPLAINED = (ROUNDED, ROUNDED_SUM)
 
 
 class Row(NamedTuple):
-    """One tensor that is not the same on both sides. `largest` is the largest difference of two elements."""
+    """A tensor that differs between the sides. `largest` is the largest difference of two elements."""
 
     tensor: str
     kind: str
@@ -68,17 +68,17 @@ class Change(NamedTuple):
 
     @property
     def relative(self) -> float:
-        """|a-b| / |a|, of the norms of all elements; 0 if nothing moved, infinite from zeros."""
+        """|a-b| / |a|, the norms over all elements; 0 if nothing moved, infinite if it moved from zeros."""
         return sqrt(self.moved / self.norm) if self.norm else inf if self.moved else 0.0
 
 
 @dataclass(repr=False)
 class Comparison:
-    """What `verify` found. Equal, and true, if there are no rows and, where asked for, the logits agree.
+    """The result of `verify`. Equal, and true, if there are no rows and the logits agree (if they were compared).
 
-    `rounded` are tensors that are quantized on one side: those of the other side, quantized likewise, are the same. And
-    norms that one side stores less one: plus one, and rounded to their dtype, they are those of the other side.
-    `changes` are there where they were asked for: of every tensor that was compared, how far it moved.
+    `rounded` are tensors that are quantized on one side, and equal to those of the other side quantized in the same
+    way; and norms that one side stores minus one, which plus one and rounded to their dtype equal those of the other
+    side. `changes`, if measured, says how far each compared tensor moved.
     """
 
     tensors: int
@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """In a line."""
+        """The result on one line."""
         if self.rows:
             return f"{_tensors(len(self.rows))} different, {_tensors(self.tensors)} compared"
         if self.rounded:
@@ -140,7 +140,7 @@ def _tensors(number: int) -> str:
 
 
 class Side(NamedTuple):
-    """One of the two checkpoints that are compared."""
+    """One of the two compared checkpoints."""
 
     checkpoint: Checkpoint
     model: Model | None
@@ -153,9 +153,9 @@ class Side(NamedTuple):
 def open_sides(
     a: Path, b: Path, base: Path | None = None, on_step: OnStep = lambda step: None
 ) -> tuple[Side, Side]:
-    """Open both checkpoints under logical names. A side without a config takes that of the other."""
+    """Open both checkpoints under logical names. A side without a config uses that of the other."""
     if base:
-        read_base(base)  # also where no side asks for it
+        read_base(base)  # even if neither side needs it
     with noted() as sources:
         with sources.counted(on_step):
             first, second = open_checkpoint(a), open_checkpoint(b)
@@ -164,7 +164,9 @@ def open_sides(
 
 
 def need_of(first: Side, second: Side) -> Need:
-    """What computing the tensors of two sides takes at least, and what quantizing those of one as the other stores."""
+    """The least memory for computing the tensors of two sides, and for quantizing those of one as the other stores
+    them.
+    """
     needs = []
     for side, other in ((first, second), (second, first)):
         weights = {
@@ -179,10 +181,10 @@ def need_of(first: Side, second: Side) -> Need:
 
 
 def _comparable(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
-    """A quantized checkpoint that is compared with a plain one, with its values in the dtype of the other's weights.
+    """A quantized checkpoint to compare with a plain one, with its values in the dtype of the other's weights.
 
-    Two that are quantized alike are compared as they are stored, two others by their values in float32 if those of
-    both can be computed. Raises ReshardError if those that are compared with a plain one cannot.
+    Two checkpoints quantized alike are compared as stored, two others by their values in float32 if both can be
+    computed. Raises ReshardError if a checkpoint compared with a plain one cannot be dequantized.
     """
     ours, theirs = checkpoint.quantization, other.quantization
     if checkpoint.problems or other.problems or ours is None:
@@ -215,7 +217,7 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
     except ReshardError:
         if checkpoint.dialect != "hf":
             raise
-        # The names are the hub's already: what is missing, left over or misshapen is what differs.
+        # The names are the hub's already: missing, extra or misshapen tensors are the differences.
         found = replace(as_named(checkpoint, _config(checkpoint, base)), config={})
         return Side(found.checkpoint, None, logical_tensors(found), sources, notes, quantized)
 
@@ -236,9 +238,9 @@ def compare_weights(
     on_total: Callable[[int], None] = lambda total: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Comparison:
-    """Compare all logical tensors. `on_total` hears how many bytes, `on_bytes` the count of each tensor.
+    """Compare all logical tensors. `on_total` receives the total bytes, `on_bytes` those of each tensor.
 
-    Where they are `measured`, the result has their `changes`.
+    If `measured`, the result has `changes`.
 
     Raises ReshardError if a file is damaged, or changes meanwhile.
     """
@@ -304,8 +306,8 @@ def _compared(
 
 
 def _taken(waiting: deque[str]) -> Iterator[str]:
-    """Names that no other thread has taken."""
-    with suppress(IndexError):  # none is left
+    """Take names one by one from those that all threads share."""
+    with suppress(IndexError):  # none are left
         while True:
             yield waiting.popleft()
 
@@ -319,7 +321,7 @@ def _tensor(side: Side, name: str) -> Tensor:
 
 
 def _exact(first: Side, second: Side, name: str) -> list[Tensor]:
-    """A tensor of both sides before anything is rounded: as stored, or in float64 where one stores it less a number."""
+    """A tensor of both sides before rounding: as stored, or in float64 if one side stores it minus a number."""
     sides = (first, second)
     if first.tensors.plus(name) == second.tensors.plus(name):
         return [Tensor(side.tensors.tensors[name].dtype, side.tensors.stored_view(name)) for side in sides]
@@ -353,7 +355,7 @@ def _differing(
 
 
 def _kind(comparer: Comparer, first: Side, second: Side, name: str) -> str:
-    """What explains that a tensor is not the same on both sides."""
+    """What explains the difference between both sides of a tensor."""
     if first.tensors.plus(name) != second.tensors.plus(name):
         differ = comparer.difference(_tensor(first, name), _tensor(second, name))
         return "values" if differ else ROUNDED_SUM
@@ -361,7 +363,7 @@ def _kind(comparer: Comparer, first: Side, second: Side, name: str) -> str:
 
 
 def _is_quantized(comparer: Comparer, first: Side, second: Side, name: str) -> bool:
-    """Whether one side quantizes to what the other one stores."""
+    """Whether quantizing one side gives what the other one stores."""
     for side, other in ((first, second), (second, first)):
         if stored := side.quantized.get(name):
             made = stored.storage.parts(name, _tensor(other, name))
