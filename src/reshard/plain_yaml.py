@@ -76,9 +76,7 @@ Untagged.add_multi_constructor("", Untagged.construct_untagged)
 
 
 def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
-    """The number of values in a node, aliases expanded. Raises YAMLError for too many, and for a node that contains
-    itself.
-    """
+    """The number of values in a node, aliases expanded. Raises YAMLError for too many, and if it contains itself."""
     if node not in counted:
         counted[node] = None
         children: list[yaml.Node] = []

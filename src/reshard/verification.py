@@ -164,9 +164,7 @@ def open_sides(
 
 
 def need_of(first: Side, second: Side) -> Need:
-    """The least memory for computing the tensors of two sides, and for quantizing those of one as the other stores
-    them.
-    """
+    """The least memory for computing the tensors of two sides, and for quantizing one's as the other stores them."""
     needs = []
     for side, other in ((first, second), (second, first)):
         weights = {

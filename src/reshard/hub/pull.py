@@ -32,17 +32,13 @@ def model_folder(url: str, note: Callable[[str], None] = lambda text: None) -> P
 
 
 def here(folder: Path) -> Path:
-    """The folder of the model that training started from: if another machine's cache had it, this one's. Raises
-    ReshardError.
-    """
+    """The folder of the base model: if it was in another machine's cache, that in this one's. Raises ReshardError."""
     url = url_of(folder)
     return folder if folder.is_dir() or not url.startswith("hf://") else model_folder(url)
 
 
 def _downloaded(store: HubStore, note: Callable[[str], None]) -> Path:
-    """The folder of a revision, after downloading what it lacks. Asks by revision, so the cache knows it by that name
-    too.
-    """
+    """The folder of a revision, after downloading what it lacks. Asked by name, so the cache knows it by that too."""
     from huggingface_hub import snapshot_download
 
     with translated(store.url):
@@ -57,8 +53,7 @@ def _downloaded(store: HubStore, note: Callable[[str], None]) -> Path:
 
 
 def _here(store: HubStore) -> Path | None:
-    """The folder in the local cache, if it must or may be used: without a network, or for a commit, which does not
-    change.
+    """The folder in the local cache, if it suffices: without a network, and for a commit, which does not change.
 
     Raises ReshardError if the hub has no such model, or if it cannot be asked and the cache lacks it.
     """

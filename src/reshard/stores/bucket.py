@@ -71,9 +71,7 @@ class Bucket:
             retried(lambda: self._fs.pipe_file(self._key(name), content))
 
     def create(self, name: str, content: bytes) -> bool:
-        """Create a small object; False if it exists. Stores without an atomic create may overwrite one created
-        meanwhile.
-        """
+        """Create a small object; False if it exists. Without an atomic create, one created meanwhile is overwritten."""
         able = signature(getattr(self._fs, "_pipe_file", self._fs.pipe_file)).parameters
         if "mode" not in able and self.look(name):
             return False
@@ -135,9 +133,7 @@ class Bucket:
 
 
 def part_size(nbytes: int, memory: int) -> int:
-    """Bytes of one part of a file of `nbytes`, with two parts in memory, within the limits of S3 and Google Cloud
-    Storage.
-    """
+    """Bytes per part of a file of `nbytes`, with two parts in memory, as S3 and Google Cloud Storage allow."""
     fitting = min(LARGEST, memory // 2) >> 20 << 20
     needed = -(-nbytes // PARTS >> 20) << 20
     return max(SMALLEST, fitting, needed)

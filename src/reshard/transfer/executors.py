@@ -53,9 +53,7 @@ class Executor(Protocol):
     def queue(self) -> int: ...
 
     def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
-        """Call the function with each of the arguments. `folder`, visible to all machines, is for the executor's own
-        files.
-        """
+        """Call the function with each of the arguments. `folder`, which all machines see, is for the executor."""
 
     def close(self) -> None:
         """Cancel everything that has not ended."""

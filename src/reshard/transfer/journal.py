@@ -287,8 +287,7 @@ def _sync(path: Path) -> None:
 
 
 def read_journal(path: Path) -> tuple[Identity, Mapping[str, Any], Progress] | None:
-    """The content of a journal: the identity of its output, the facts that it was begun with, and its progress; None if
-    empty.
+    """The identity of a journal's output, the facts that it was begun with, and its progress; None if it is empty.
 
     Raises OSError if it exists but cannot be read.
     """

@@ -177,10 +177,10 @@ _sync_file_range = _libc("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes
 
 
 def allocate(descriptor: int, offset: int, nbytes: int) -> None:
-    """Allocate the disk blocks of a part of a file before it is written: threads then do not wait for each other, and
-    the space is safe if the disk fills up meanwhile. The file keeps its size.
+    """Allocate the disk blocks of a part of a file before it is written.
 
-    Does nothing if the file system does not support it: `posix_fallocate` would write zeros instead.
+    Threads then do not wait for each other, and the space is safe if the disk fills up meanwhile. The file keeps its
+    size. Does nothing if the file system does not support it: `posix_fallocate` would write zeros instead.
     """
     _fallocate(descriptor, 1, offset, nbytes)  # FALLOC_FL_KEEP_SIZE
 

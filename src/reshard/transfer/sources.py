@@ -217,8 +217,7 @@ def open_source(path: str | Path) -> File:
 
 
 def read_source(path: str | Path, most: int = MOST, weight: int = 1) -> bytes:
-    """All bytes of a source that is not read again. Each takes `weight` bytes of memory, including what is made from
-    it.
+    """All bytes of a source that is not read again. Each takes `weight` bytes of memory, with what is made from it.
 
     Raises OSError, and ReshardError for anything but a regular file, if it has more than `most` bytes, or if it does
     not fit in the memory limit.

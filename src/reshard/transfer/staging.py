@@ -150,9 +150,7 @@ def _open(
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the folder of a run belongs to this user, as new folders in it do: in /tmp, for example, anyone may
-    create it.
-    """
+    """Whether the folder of a run belongs to this user, as new folders in it do: anyone may create one in /tmp."""
     probe = folder / f"probe-{secrets.token_hex(4)}"
     try:
         probe.mkdir()
