@@ -22,13 +22,14 @@ from reshard.transfer.plan import Planned
 FUSED_GATE, FUSED_UP, FUSED_DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
-# ------------------------------------------------------------------------------------- from memory to the hub
+# ------------------------------------------------------------------------------------- from memory to the Hub
 
 
 def under_hub_names(checkpoint: Checkpoint, live: Live | None) -> Checkpoint:
     """The checkpoint with Hub names for tensors and states that have the names of a live model.
 
-    Hub names are kept, and so are quantized weights. Raises ReshardError if a tensor is there both fused and by itself.
+    Hub names are kept, and so are quantized weights. Raises ReshardError if a tensor is there both fused and
+    separately.
     """
     if live is None or checkpoint.dialect != "hf" or checkpoint.quantization:
         return checkpoint
@@ -124,7 +125,7 @@ def _projections(experts: Experts, fused: str, view: View) -> Iterator[tuple[str
         yield (experts.down if fused == FUSED_DOWN else experts.up), view
 
 
-# ------------------------------------------------------------------------------------- from the hub to memory
+# ------------------------------------------------------------------------------------- from the Hub to memory
 
 
 def live_tensors(tensors: Iterable[Planned], live: Live | None) -> list[Planned]:

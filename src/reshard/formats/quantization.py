@@ -33,7 +33,7 @@ def _rows(shape: Shape, wide: Wide) -> Shape:
 
 
 def _experts(shape: Shape, wide: Wide) -> Shape:
-    """Stacked experts: [expert, out, block, items of a block] holds a weight [expert, in, out]."""
+    """Stacked experts: [expert, out, block, items of a block] stores a weight [expert, in, out]."""
     return (shape[0], shape[2] * wide(shape[3]), shape[1]) if len(shape) == 4 else shape
 
 

@@ -36,7 +36,7 @@ __all__ = ["Options", "plan_conversion", "planned_tensors"]
 
 @uncollected()
 def plan_conversion(source: Path, options: Options, on_step: OnStep = lambda step: None) -> Plan:
-    """Plan the conversion of `source`. Raises ReshardError. `on_step` receives the name of each step as it begins.
+    """Plan the conversion of `source`. Raises ReshardError. `on_step` receives a description of each step.
 
     Reads headers and metadata only, and the lora_A of projections that may share one.
     """

@@ -130,7 +130,7 @@ def hub_config(
 ) -> dict[str, Any]:
     """The config.json of a model that InternEvo built from `config`; widths are those of the tensors.
 
-    `tensors` are complete, under the names of `internlm_names`.
+    `tensors` are complete, under InternEvo's names for the complete model.
     """
     heads = config["num_attention_heads"]
     table = next(tensor for name, tensor in tensors.items() if name in EMBEDDINGS)

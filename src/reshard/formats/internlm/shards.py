@@ -123,7 +123,7 @@ class Shards:
         return sum(count for other, count in self._counts.items() if other < at)
 
     def _share(self, key: str, module: str, part: Tensor, rank: Rank) -> tuple[Split | None, int, int]:
-        """How a tensor was cut, a rank's index, and the number of parts. Under TP, TP cuts embedding and head."""
+        """How a tensor was cut, a rank's index, and the number of parts. With TP, it cuts embedding and head."""
         outer = module in EMBEDDINGS or module in HEADS
         by_weight = rank.wp is not None and not (outer and rank.tp is not None)
         index = (rank.wp if by_weight else rank.tp) or 0

@@ -1,7 +1,7 @@
 """The optimizer in Megatron-Core's torch_dist: one tensor of each state for each weight, cut like the weight.
 
 `optimizer.state.exp_avg.<key of the weight>` and so on, in float32; all other data are in `common.pt`. The distributed
-optimizer saves them with `--dist-ckpt-optim-fully-reshardable`. Its default, `dp_reshardable`, is flat buffers of
+optimizer saves this with `--dist-ckpt-optim-fully-reshardable`. Its default, `dp_reshardable`, is flat buffers of
 ranks, in an order that only a run with the same layout knows. Source: megatron-core 0.16.1, `optimizer/optimizer.py`,
 `optimizer/distrib_optimizer.py` and `dist_checkpointing/optimizer.py`.
 """

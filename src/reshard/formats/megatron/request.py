@@ -59,7 +59,7 @@ def _vocabulary_unit(request: Request) -> int:
 
 
 def complete(request: Request) -> Request:
-    """The request without the masters of float32 weights, if the optimizer is not distributed: it has none."""
+    """The request without masters for float32 weights, if the optimizer is not distributed: it has none for these."""
     states = dict(request.states)
     if request.optimizer and states and not is_distributed(request.optimizer):
         halves = {tensor.name for tensor in request.tensors if tensor.dtype != FLOAT32}
