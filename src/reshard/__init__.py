@@ -1,4 +1,4 @@
-"""reshard: LLM weights between Hugging Face and every distributed-training checkpoint.
+"""Convert LLM checkpoints between Hugging Face and every distributed-training format.
 
 Each command is a function of the same name, and its flags are the arguments:
 
@@ -10,7 +10,7 @@ Each command is a function of the same name, and its flags are the arguments:
     weight = reshard.open("ckpt")["model.norm.weight"]         # one tensor, whatever the layout
     print(weight.shape, weight.dtype, weight[:8].numpy())
 
-What a user can fix is a `ReshardError`, whose `problems` list every offender at once.
+Everything that a user can fix raises `ReshardError`, whose `problems` list all offenders at once.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-if not TYPE_CHECKING:  # or a type checker would believe that there is anything
-    # Imported when first used, so that `reshard --help` need not import numpy.
+if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
+    # Imported on first use, so that `reshard --help` does not import numpy.
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
@@ -97,7 +97,7 @@ if not TYPE_CHECKING:  # or a type checker would believe that there is anything
 
 
 class _Package(ModuleType):
-    """This package, in which `train` stays the function when the package of that name is imported."""
+    """This package. `reshard.train` stays the function when the subpackage of the same name is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

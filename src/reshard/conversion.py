@@ -36,14 +36,15 @@ if TYPE_CHECKING:
     from reshard.hub.push import OnUpload, Push
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Linux's ID of the current boot."""
+"""A random id that Linux generates at each boot."""
 
 
 @dataclass(frozen=True, repr=False)
 class Conversion:
-    """A plan, its threads, and the report of its execution (None after a dry run).
+    """The result of `convert`: the plan, and the report of its execution (None after a dry run).
 
-    `warnings` are about the destination. `uploaded` is the address of the repository that has the files too.
+    `share` is the memory of each thread, `warnings` are about the destination, and `uploaded` is the address of the
+    repository that the output was uploaded to.
     """
 
     plan: Plan
@@ -77,19 +78,18 @@ class Conversion:
 @plainly()
 @dataclass(frozen=True)
 class How:
-    """How a conversion is executed, and its callbacks. None of it changes a byte of the output.
+    """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
 
-    `memory` is in bytes. With `on`, other machines do the work: `transfer/executors.py` describes its values, and
-    `workers` and `memory` then apply to each part. With `verify` the output is read back from disk, and compared
-    with what was written, before it is published.
+    `memory` is in bytes. With `on`, other machines do the work (`transfer/executors.py` lists them), and `workers` and
+    `memory` apply to each part. With `verify`, the output is read back from the disk before it is published.
 
-    If the system or Ctrl-C ends the run, what was written is kept, unless `resume` is false, and the next run for the
-    same output continues from there. `command` does so, and is recorded for whoever finds it.
+    If the run is interrupted, its files are kept unless `resume` is false, and the next run for the same output
+    continues from there. `inspect` shows `command` as the command that does so.
 
-    Unless `sync` is true, nothing waits for the disk: if the machine fails, recent writes may be lost, even of
-    a complete output, and an interrupted run can be continued only until the machine restarts.
+    If `sync` is false, nothing waits for the disk. After a crash of the machine, recent writes may be lost, even those
+    of a complete output, and an interrupted run can only be continued until the machine restarts.
 
-    With `push` the files are then uploaded to the hub; if that fails, the same call repeats only the upload.
+    With `push`, the output is then uploaded to the Hub. If the upload fails, the same call repeats only the upload.
     """
 
     dry_run: bool = False
@@ -134,7 +134,7 @@ class How:
 
 
 def convert(source: Path, target: Path, options: Options, how: How | None = None) -> Conversion:
-    """Plan, check and convert. `target` appears complete, or stays as it was; raises ReshardError."""
+    """Plan, check and convert. `target` appears when it is complete, or stays as it was. Raises ReshardError."""
     how = how or How()
     how.check(target)
     given = options
@@ -197,7 +197,7 @@ def _also_in_the_way(source: Path, target: Path, how: How) -> list[Problem]:
 
 @dataclass(frozen=True)
 class _Work:
-    """A plan about to be written. `part` is each thread's memory, in bytes, for data sent to a store."""
+    """A plan that is about to be executed. `part` bytes of each thread's memory are for uploads to a store."""
 
     plan: Plan
     target: Path
@@ -208,7 +208,7 @@ class _Work:
     how: How
 
     def done_by(self, source: Path, options: Options) -> Report:
-        """Write and publish the output, on this machine or on those that `how.on` names."""
+        """Write the output and publish it, on this machine or on those of `on`."""
         how = self.how
         if how.on is None:
             return self._carried_out(execute)
@@ -218,7 +218,7 @@ class _Work:
             return self._carried_out(partial(spread, executor=executor, perform=worker))
 
     def _carried_out(self, write: Callable[..., Report]) -> Report:
-        """Write the output with its record, and publish it."""
+        """Write the planned files and their record, and publish them."""
         plan, how, journal = self.plan, self.how, self.journal
         sizes = {file.path: file.size for file in plan.files}
         with self._stage(sizes) as (folder, uploads), plan.sources.unchanged():
@@ -251,7 +251,7 @@ class _Work:
 
     @contextmanager
     def _stage(self, sizes: Mapping[str, int]) -> Iterator[tuple[Path, Uploads | None]]:
-        """The folder where the output is assembled, and its uploads if the destination is in a store."""
+        """The folder in which the output is assembled, and the uploader if the destination is in a store."""
         how, target = self.how, self.target
         if not isinstance(target, StorePath):
             with staged(
@@ -275,9 +275,9 @@ class _Work:
 
 
 def _last(plan: Plan) -> list[str]:
-    """The files that make the others a checkpoint, in upload order: all files without tensors, the record last.
+    """Files to upload last, in this order: those without tensors, which make the others a checkpoint, then the record.
 
-    In a plan, a format's own files of this kind (index, tracker, metadata) precede the companions; they are uploaded
+    In a plan, the format's own files (index, tracker, metadata) come before config and tokenizer; they are uploaded
     after them.
     """
     names = [file.path for file in plan.files if file.path != RECORD and not any(True for _ in file.blocks)]
@@ -285,15 +285,15 @@ def _last(plan: Plan) -> list[str]:
 
 
 def _unheard(count: int) -> None:
-    """Ignore the bytes written: the progress is what has been uploaded."""
+    """Ignore written bytes: the progress of an upload counts uploaded ones."""
 
 
 def _not_moved(name: str, stopped: Event) -> None:
-    """Leave a file in place: in a local destination all files are published together."""
+    """Leave a finished file in place: a local folder is renamed as a whole."""
 
 
 def _read_back(plan: Plan, folder: Path, digests: Mapping[str, str], workers: int) -> None:
-    """Raise ReshardError with each file that the disk returns with other bytes than were written."""
+    """Raise ReshardError naming each file for which the disk returns different bytes from those written."""
     found = digests_of(folder, list(digests), workers)
     if wrong := [name for name, digest in digests.items() if found[name] != digest]:
         raise ReshardError(
@@ -309,15 +309,18 @@ def _read_back(plan: Plan, folder: Path, digests: Mapping[str, str], workers: in
 
 
 def _here() -> str:
-    """The working folder, or "" if it was removed."""
+    """The current directory; empty if it was removed."""
     try:
         return str(Path.cwd())
-    except OSError:  # it was removed
+    except OSError:
         return ""
 
 
 def _until_restart(identity: Identity) -> Identity | None:
-    """The identity with the current boot, since a restart may lose unsynced output; None if it is unknown."""
+    """`identity` until the next restart of the machine, which may lose what was not synced.
+
+    None if no boot id exists.
+    """
     try:
         boot = BOOT.read_text().strip()
     except OSError:
@@ -328,11 +331,11 @@ def _until_restart(identity: Identity) -> Identity | None:
 def check_destination(
     plan: Plan, target: Path, threads: int | None = 1, *, overwrite: bool = False, dry_run: bool = False
 ) -> list[Problem]:
-    """Raise ReshardError with every reason why the output of a plan cannot appear at `target`; return warnings.
+    """Raise ReshardError with every reason why the output cannot be written to `target`, and return warnings.
 
-    If the target is in a store, each of `threads` writes and uploads one file at a time; None if other machines write,
-    which do not wait. In a dry run, a disk that is too small is only a warning, since space may be freed before the
-    real run. Any other run first repairs what killed runs left next to `target`.
+    `threads` is how many files are written and uploaded at once if the target is in a store, or None if other machines
+    write. A full disk is only a warning in a dry run, because space may be freed later. Any other run first cleans up
+    what killed runs left next to `target`.
     """
     if isinstance(target, StorePath):
         return _check_bucket(plan, target, threads, overwrite=overwrite, dry_run=dry_run)
@@ -349,7 +352,7 @@ def check_destination(
 def _check_bucket(
     plan: Plan, target: StorePath, threads: int | None, *, overwrite: bool, dry_run: bool
 ) -> list[Problem]:
-    """The same for a destination in a store."""
+    """`check_destination` for a destination in a store."""
     bucket = Bucket(target)
     left = marker_in(bucket)
     names = sorted(bucket.listing().keys() - (left.names if left else set()))
@@ -371,7 +374,7 @@ def _in_the_way(plan: Plan, target: Path, overwrite: bool) -> list[Problem]:
 
 
 def _kept(target: Path) -> list[Problem]:
-    """Old contents that a killed run had moved aside, if something else has taken their place since."""
+    """Warn about folders that a killed run moved aside, if something else has taken their place."""
     return [
         Problem(
             "previous-contents-left",

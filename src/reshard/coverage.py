@@ -1,7 +1,7 @@
-"""The coverage proof of a conversion, with counts: each source element is used once or dropped by a rule.
+"""`verify --proof`: count that a conversion used each element of the source once, or dropped it by a rule.
 
-The plan's views are compiled and counted, and the source is counted again from what its reader finds: the two
-sums must balance. Only headers and metadata are read.
+The plan's views are compiled and counted, and the elements of the source are counted independently from what its reader
+finds. Both counts must balance. Only headers and metadata are read.
 """
 
 from __future__ import annotations
@@ -48,22 +48,21 @@ from reshard.transfer.usage import (
 
 WHOLE = (BASE_WEIGHTS, OTHER_ADAPTERS, REPLACED_BY_ADAPTER, SHARED)
 LOCATED = (PADDING, REPLACED, UNUSED, *WHOLE)
-"""Rules that drop tensors or parts of them. Other rules drop what is in no tensor of the model; the reader counts its
-bytes.
-"""
+"""Rules that drop tensors or parts of them. Other rules drop bytes that belong to no tensor; the reader counts them."""
 
 COPY = "compared with a copy that is used"
 
 LARGEST = 1 << 28
-"""The largest storage, in bytes, in which single elements are searched for once its sums do not balance."""
+"""Largest storage, in bytes, whose elements are counted one by one if its sums do not balance."""
 
 
 @dataclass
 class Source:
-    """The elements of a source's tensors, including those stored again (`copies`), and what becomes of them.
+    """How many elements the source has, and what happens to them.
 
-    `shared` are used for several tensors of the output, `elsewhere` are bytes used from other files.
-    `dropped` gives bytes by rule; `unused` the elements among them that are in tensors.
+    `elements` includes tensors that are stored more than once (`copies`). `shared` elements are used for several
+    tensors of the output, and `elsewhere` counts bytes used from other files. `dropped` counts bytes by rule; `unused`
+    counts the elements of tensors among them.
     """
 
     tensors: int = 0
@@ -78,7 +77,10 @@ class Source:
 
 @dataclass
 class Proof:
-    """The balance of the sums. `recorded` says whether the plan is exactly the one that wrote the output."""
+    """The counts of both sides.
+
+    It is true if they balance. `recorded` says whether the rebuilt plan is the recorded one.
+    """
 
     source: Source
     target: Written
@@ -108,9 +110,9 @@ class Proof:
 
 
 def prove(plan: Plan, checkpoint: Checkpoint, on_count: OnCount = lambda done, count: None) -> Proof:
-    """Count what a plan does with `checkpoint`, which is its source as the reader finds it.
+    """Count what a plan does with `checkpoint`, its source as opened by the reader.
 
-    `on_count` receives the number of views compiled so far, and their total.
+    `on_count` is called with the number of compiled views and their total.
     """
     usage = Usage(plan, on_count)
     held = _Held(plan, checkpoint, usage)
@@ -121,9 +123,9 @@ def prove(plan: Plan, checkpoint: Checkpoint, on_count: OnCount = lambda done, c
 def prove_output(
     source: Path, output: Path, base: Path | None = None, on_step: OnStep = lambda step: None
 ) -> Proof:
-    """Plan again how `output` was made from `source`, with the options in its record, and prove that plan.
+    """Rebuild the plan that made `output` from `source`, with the recorded options, and count it.
 
-    Raises ReshardError if there is no such record, if the source is not the one that was read, or if the plan fails.
+    Raises ReshardError if there is no record, if the source has changed, or if planning fails.
     """
     record = read_record(output)
     options = options_of(record, output)
@@ -156,7 +158,7 @@ def _not_planned(source: Path, output: Path) -> Problem:
 
 
 def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each source whose size differs from the one that was read."""
+    """A problem for each source whose size differs from the recorded one."""
     told = defaultdict(list)
     for each in record.get("sources", ()):
         told[each["path"]].append(each["bytes"])  # two, if source and base have a file of the same name
@@ -174,7 +176,7 @@ def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _other_files(plan: Plan, record: Mapping[str, Any], output: Path) -> Iterator[Problem]:
-    """A problem for each file that the plan does not write as recorded."""
+    """A problem for each file that the plan would write differently from the record."""
     given = record.get("options", {}).get("beside", ())
     told = {name: int(each["bytes"]) for name, each in record[FILES].items() if name not in given}
     planned = {file.path: file.size for file in plan.files}
@@ -192,7 +194,7 @@ def _other_files(plan: Plan, record: Mapping[str, Any], output: Path) -> Iterato
 
 
 class _Part(NamedTuple):
-    """Bytes of a storage that need not be used, by a rule."""
+    """Bytes of a storage that a rule may drop."""
 
     rule: str
     held: Multiset
@@ -200,7 +202,7 @@ class _Part(NamedTuple):
 
 
 class _Held:
-    """The tensors of a source, by the storages that contain them, and what a plan uses of each."""
+    """The tensors of a source by storage, and how much of each a plan uses."""
 
     def __init__(self, plan: Plan, checkpoint: Checkpoint, usage: Usage) -> None:
         self.faults: list[Fault] = []
@@ -232,18 +234,18 @@ class _Held:
             self._stored[storage][name] = held
 
     def _unknown(self) -> list[Storage]:
-        """Storages that are used but are in no tensor of the source."""
+        """Storages that are used but belong to no tensor of the source."""
         return [each for each in self._usage.stored if each not in self._stored]
 
     def _add_copies(self) -> dict[Storage, list[_Part]]:
-        """Both sides of every pair that is compared before anything is written."""
+        """Replicas that are compared before anything is written: both sides of each."""
         found: dict[Storage, list[_Part]] = defaultdict(list)
         known = set(self._stored)
         for replica in self._plan.replicas:
             sides = (replica.first, replica.second)
             for side, other in (sides, sides[::-1]):
                 if not all(map(self._counts, storages_of(other.view))):
-                    continue  # then this side has to be used
+                    continue  # the other side is not counted, so this one must be used
                 pieces: dict[Storage, list[tuple[Cells, Piece]]] = defaultdict(list)
                 for cells, piece in stored_pieces(side.view):
                     pieces[cells.storage].append((cells, piece))
@@ -259,7 +261,7 @@ class _Held:
         return self._usage.used(storage).numel > 0
 
     def settled(self) -> Source:
-        """What becomes of all elements. Elements neither used once nor dropped by a rule become faults."""
+        """The counts of all elements. Elements that are neither used once nor dropped by a rule become faults."""
         plan, usage = self._plan, self._usage
         found = Source(len(self._tensors), dropped=dict(plan.dropped))
         unused: Counter[str] = Counter()
@@ -284,11 +286,11 @@ class _Held:
         return found
 
     def _whole(self, storage: Storage) -> Multiset:
-        """The bytes of a storage that belong to tensors, each counted once even if several tensors share it."""
+        """The bytes of a storage that belong to tensors. Bytes that several tensors share count once."""
         return total(set(self._stored[storage].values()))
 
     def _settled(self, storage: Storage) -> tuple[int, dict[str, int]]:
-        """The number of used bytes of a storage, and of unused bytes by rule."""
+        """How many bytes of a storage are used, and how many each rule drops."""
         used = self._usage.used(storage)
         rest = self._whole(storage).minus(used)
         taken = {} if rest == Multiset() else self._explained(storage, rest)
@@ -299,7 +301,7 @@ class _Held:
         return dtype.elements(nbytes // dtype.itemsize)
 
     def _explained(self, storage: Storage, rest: Multiset) -> dict[str, int] | None:
-        """The unused bytes by rule; None unless rules leave out exactly these."""
+        """The unused bytes by rule, if rules drop exactly these; else None."""
         taken: dict[str, int] = {}
         for part in self._parts(storage):
             if rest.numel >= part.held.numel and rest != Multiset():
@@ -308,7 +310,7 @@ class _Held:
         return taken if rest == Multiset() else None
 
     def _parts(self, storage: Storage) -> Iterator[_Part]:
-        """What rules leave out of a storage: rules that name a tensor first, then copies, then rules for any tensor."""
+        """What rules may drop from a storage: first by tensor name, then copies, then parts of any tensor."""
         there = {name: self._tensors[name] for name in self._stored[storage] if name in self._tensors}
         for name, tensor in there.items():
             rule = self._rule(name)
@@ -322,7 +324,7 @@ class _Held:
                 yield _part(rules, tensor.view, storage)
 
     def _rule(self, name: str) -> str | None:
-        """The rule that drops a complete tensor, if it names the tensor."""
+        """The rule that drops this complete tensor, if there is one."""
         checkpoint, dropped = self._checkpoint, self._plan.dropped
         if REPLACED in dropped and name in checkpoint.states.get(MASTERS, {}):
             return REPLACED
@@ -330,7 +332,7 @@ class _Held:
         return UNUSED if UNUSED in dropped and quantization and name in quantization.beside else None
 
     def _padding(self, tensor: Tensor) -> View | None:
-        """The last rows of a tensor, as many as are unused; None if it is not padded."""
+        """The unused last rows of a tensor: padding of the vocabulary."""
         if PADDING not in self._plan.dropped or len(tensor.shape) != 2:
             return None
         rows, columns = tensor.shape
@@ -339,7 +341,7 @@ class _Held:
         return None if rest or not 0 < kept < rows else tensor.view[kept:]
 
     def _swept(self, storage: Storage) -> tuple[int, dict[str, int]]:
-        """The same, by counting the uses of each byte; a byte that is never used, or more than once, is a fault."""
+        """Count how often each byte is used. Bytes that are never used, or more than once, are faults."""
         if storage.nbytes > LARGEST:
             names, whole = listed(sorted(self._stored[storage]), 3), self._whole(storage).numel
             told = f"{self._usage.used(storage).numel:,} uses of {whole:,} bytes"

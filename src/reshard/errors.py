@@ -1,7 +1,7 @@
 """One kind of error for everything that a user can fix.
 
-Whoever finds something wrong collects a `Problem` for each offender and raises them together, so that
-one run shows all there is to repair. Commands print them and exit with status 2.
+Code that finds problems collects a `Problem` for each offender and raises them together, so that one run shows
+everything that needs fixing. Commands print them and exit with status 2.
 """
 
 from __future__ import annotations
@@ -22,9 +22,27 @@ from reshard.shown import shown
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with one tensor or file, by which rule, and what to do about it.
+    """What is wrong with one tensor or file, and what to do about it.
 
-    `code` names the kind of problem and stays when its message is reworded: scripts and translations rely on it.
+    Attributes
+    ----------
+    code : str
+        Kind of problem, for example "tensor-missing". It stays the same when the message is reworded, so that scripts
+        and translations can rely on it.
+    message : str
+        What is wrong.
+    tensor, file : str, optional
+        Where.
+    rule : str, optional
+        Why it is wrong.
+    expected, found : str, optional
+        The expected and the actual value.
+    remedy : str, optional
+        What to do.
+    severity : str
+        "error" or "warning".
+    values : mapping
+        What a translation needs besides the other fields.
     """
 
     code: str
@@ -38,22 +56,21 @@ class Problem:
     remedy: str | None = None
     severity: str = "error"
     values: Mapping[str, object] = field(default_factory=dict, hash=False)
-    """What a translation needs besides the fields above."""
 
     def __str__(self) -> str:
-        """The message, and one line for each field that is set, whatever foreign text they quote."""
+        """The message, and one line for each field that is set."""
         fields = ("tensor", "file", "rule", "expected", "found", "remedy")
         lines = [f"  {name}: {shown(value)}" for name in fields if (value := getattr(self, name)) is not None]
         return "\n".join([shown(self.message), *lines])
 
     def as_dict(self) -> dict[str, str]:
-        """The fields that are set, for `--json`, without the values: the texts say them."""
+        """The fields that are set, for `--json`, without `values`."""
         names = (each.name for each in fields(Problem) if each.name != "values")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class ReshardError(Exception):
-    """The request cannot be carried out; `problems` lists every reason that was found."""
+    """The request cannot be carried out. `problems` lists every reason that was found."""
 
     @overload
     def __init__(self, problems: Problem | Iterable[Problem], /) -> None: ...
@@ -68,13 +85,13 @@ class ReshardError(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The problems and the cause survive the way from another process."""
+        """Pickle the problems and the cause, for errors from another process."""
         return type(self), (self.problems,), {"__cause__": self.__cause__}
 
 
 @contextmanager
 def along_with(problems: Sequence[Problem]) -> Iterator[None]:
-    """Raise ReshardError with what the block finds wrong and these `problems`, so that one run shows all of them."""
+    """Raise ReshardError with the problems of the block and these `problems`, so that one run shows all of them."""
     try:
         yield
     except ReshardError as error:
@@ -84,11 +101,11 @@ def along_with(problems: Sequence[Problem]) -> Iterator[None]:
 
 
 STACK = 9 << 20
-"""Bytes of address space that a thread takes by default."""
+"""Address space of a thread by default, in bytes."""
 
 
 def can_reserve(nbytes: int) -> bool:
-    """Whether the process may have so much more address space, which `ulimit -v` limits."""
+    """Whether the process can get this much more address space, which `ulimit -v` limits."""
     try:
         mmap.mmap(-1, nbytes).close()
     except (MemoryError, OSError):
@@ -97,10 +114,10 @@ def can_reserve(nbytes: int) -> bool:
 
 
 def is_no_memory(error: BaseException) -> bool:
-    """Whether an error says that the system gives no memory: to Python, to a call, to a library or a thread."""
+    """Whether an error means that the system has no memory left, for Python, a system call, a library or a thread."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    if isinstance(error, ImportError):  # of the loader, which numpy quotes
+    if isinstance(error, ImportError):  # an error of the dynamic loader, which numpy quotes
         return any(words in str(error) for words in ("failed to map segment", "cannot allocate memory"))
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return not can_reserve(STACK)
@@ -108,7 +125,7 @@ def is_no_memory(error: BaseException) -> bool:
 
 
 def no_memory(error: BaseException) -> Problem:
-    """What to say when the system refuses memory, wherever that is noticed."""
+    """The problem to report when the system has no memory left."""
     return Problem(
         "out-of-memory",
         "the system gives no more memory",
@@ -119,26 +136,24 @@ def no_memory(error: BaseException) -> Problem:
 
 
 class RunFailedError(ReshardError):
-    """What was begun has failed, and left something behind: no refusal of the request. Commands exit with status 1."""
+    """A run failed after it had started, and may have left files behind. Commands exit with status 1."""
 
 
 def said(error: Exception) -> str:
-    """The kind of an error and its words. What it was handed is shown in short: a list that holds another twice, and
-    that one the next, has no end.
-    """
+    """The type and message of an error. Arguments that are not strings are abbreviated, since they can be huge."""
     plain = all(isinstance(argument, str) for argument in error.args)
     return f"{type(error).__name__}: {error if plain else ', '.join(map(reprlib.repr, error.args))}"
 
 
 UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What values that are missing, or of another type or size than they should be, lead to."""
+"""Errors caused by values that are missing or have the wrong type or size."""
 
 
 @contextmanager
 def understood(file: Path) -> Iterator[None]:
-    """Raise ReshardError for a value that comes from `file`, or a file in it, and cannot be what its format has there.
+    """Raise ReshardError for a value of `file`, or of a file in it, that its format does not allow.
 
-    Readers say in better words what they look for. This is for all that a file could hold instead.
+    Readers report the mistakes that they expect in better words; this catches all others.
     """
     try:
         yield
@@ -154,12 +169,12 @@ def understood(file: Path) -> Iterator[None]:
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
-    """Names for people: the first ones, and how many more there are, if any."""
+    """The first names as text, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def size(nbytes: float) -> str:
-    """Bytes of files for people: 1.3 GB."""
+    """A file size as text: 1.3 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -168,7 +183,7 @@ def size(nbytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """Parameters for people: 30.5B."""
+    """A number of parameters as text: 30.5B."""
     for unit in ("", "k", "M"):
         if number < 1000:
             return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
@@ -177,11 +192,11 @@ def count(number: float) -> str:
 
 
 GIB = 1 << 30
-"""Bytes of memory that people count in."""
+"""Unit of memory sizes, in bytes."""
 
 
 def memory_size(nbytes: float) -> str:
-    """Bytes of memory for people, in the units that drivers and kernels count it in: 79.6 GiB."""
+    """An amount of memory as text, in the units of drivers and kernels: 79.6 GiB."""
     mib = 1024 * nbytes / GIB
     return f"{nbytes / GIB:.1f} GiB" if mib >= 100 else f"{mib:.1f} MiB"
 
@@ -190,10 +205,10 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def one_for_all(problems: Iterable[Problem], names: Iterable[str], file: str) -> list[Problem]:
-    """`problems`, with one in place of those that are the same for every layer and expert.
+    """`problems`, with those that are the same for every layer and expert merged into one.
 
-    A wrong size in a config makes a problem of every tensor that it shapes; `names` are all tensors there
-    are, of which `problems` name some, and `file` is where to look for all of them.
+    A wrong size in a config causes a problem in every tensor that depends on it. `names` are all tensors, and `file` is
+    where to look for them.
     """
     instances = Counter(_INDEX.sub("*", name) for name in names)
     groups: dict[Problem, list[Problem]] = {}
@@ -209,7 +224,7 @@ def one_for_all(problems: Iterable[Problem], names: Iterable[str], file: str) ->
 
 
 def one_for_each_file(problems: Iterable[Problem]) -> list[Problem]:
-    """`problems`, with one in place of those that one file has for many tensors."""
+    """`problems`, with those of one file and one code merged into one."""
     groups: dict[tuple[str, str | None], list[Problem]] = {}
     for problem in problems:
         groups.setdefault((problem.code, problem.file), []).append(problem)

@@ -1,9 +1,9 @@
-"""A guard for training code: one explained error before a known failure, and a diagnosis after one.
+"""A guard for running code: it raises an explained error before a known failure, and diagnoses others.
 
 import reshard.guard
 
-reshard.guard.check(model, optimizer)          # after preparing, before the first step
-with reshard.guard.explained():                # an exception inside comes with its cause and cure
+reshard.guard.check(model, optimizer)          # after wrapping the model, before the first step
+with reshard.guard.explained():                # adds cause and remedy to any exception inside
     trainer.train()
 trainer.add_callback(reshard.guard.callback()) # checks when training begins
 """
@@ -25,17 +25,16 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SHOWN = 5
-"""Most parameters named in a message; the rest are counted."""
+"""Parameters that a message names; others are only counted."""
 
 
 def check(
     model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | Iterable[Optimizer] | None = None
 ) -> None:
-    """Raise one ReshardError with everything that is wrong with a model that is about to be trained.
+    """Raise one ReshardError with everything that is wrong with a model before training.
 
-    `model` may be several parts of a model, as in pipeline stages, and `optimizer` several that share its
-    parameters. Checks only types, devices and identities, never values: its cost grows only with the number of
-    parameters, and is milliseconds for a thousand.
+    `model` can be a list of parts, as in pipeline stages, and `optimizer` a list of optimizers. Only types, devices and
+    identities are checked, never values, so a thousand parameters take milliseconds.
     """
     whole, optimizers = _given(model, optimizer)
     parameters = _parameters(whole)
@@ -113,10 +112,10 @@ def _parameters(model: nn.Module) -> list[_Parameter]:
 
 
 def _mixed(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
-    """Report plain parameters mixed with DTensors, unless that is intended.
+    """Plain parameters mixed with DTensors, unless that is intended.
 
-    Intended are: parameters that FSDP2 was told to ignore, frozen ones outside of it, and the norms of a
-    tensor-parallel model, whose sharded modules have hooks that convert inputs to DTensors and results back.
+    It is intended for parameters that FSDP2 was told to ignore, for frozen ones outside of FSDP2, and for the norms of
+    a tensor-parallel model, whose sharded modules have hooks that convert inputs to DTensors and results back.
     """
     sharded = [each for each in parameters if each.is_sharded]
     plain = [each for each in parameters if not each.is_sharded and each.value.requires_grad]
@@ -187,13 +186,13 @@ def _device_map(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Prob
 
 
 def _device_name(device: object) -> str:
-    """A device name in which 0, "cuda" and "cuda:0" are the same."""
+    """The name of a device. 0, "cuda" and "cuda:0" are the same."""
     name = f"cuda:{device}" if isinstance(device, int) else str(device)
     return f"{name}:0" if name == "cuda" else name
 
 
 def _world_size() -> int:
-    """The size of the process group, or the launcher's if there is no group yet."""
+    """Size of the process group, or of the launcher's if there is no group yet."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
@@ -218,7 +217,7 @@ def _ties(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     while (inner := model._modules.get("module")) is not None:
         model = inner  # DDP, DeepSpeed
     if getattr(model, "all_tied_weights_keys", None) == {}:
-        return  # a class that ties nothing, whatever its config's default
+        return  # this class ties nothing, whatever its config says
     config = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_input_embeddings"):
         return
@@ -253,11 +252,11 @@ def _nothing_trainable(model: nn.Module, parameters: list[_Parameter]) -> Iterat
 
 _RULES = (_mixed, _sharded_in_ddp, _device_map, _meta, _ties, _nothing_trainable)
 _OWN_COPIES = ("deepspeed", "megatron", "apex", "fairscale", "transformer_engine")
-"""Packages whose optimizers keep copies of the parameters, and copy them back themselves."""
+"""Packages whose optimizers keep copies of the parameters, and write them back themselves."""
 
 
 def _optimizer(parameters: list[_Parameter], optimizers: list[Any]) -> Iterator[Problem]:
-    """Report optimizer tensors that replaced the model's: all of them, or some of the same shape."""
+    """Optimizers that update other tensors than the model's: none of the model's, or others of the same shape."""
     held: dict[int, Any] = {}
     for optimizer in optimizers:
         chain = [optimizer]
@@ -286,14 +285,14 @@ def _optimizer(parameters: list[_Parameter], optimizers: list[Any]) -> Iterator[
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Attach the doctor's diagnosis to any exception raised inside. The exception itself stays the same."""
+    """Add the doctor's diagnosis as a note to any exception raised inside. The exception stays the same."""
     try:
         yield
     except ReshardError:
-        raise  # it explains itself
+        raise  # already explained
     except Exception as error:
         note = ""
-        with suppress(Exception):  # if the diagnosis fails, the exception of the run still counts
+        with suppress(Exception):  # a failing diagnosis must not hide the exception
             note = _diagnosis(error)
         if note and hasattr(error, "add_note"):
             error.add_note(note)
@@ -324,7 +323,7 @@ def callback() -> Any:
     from transformers import TrainerCallback
 
     class Guard(TrainerCallback):  # type: ignore[misc]
-        """Checks the model and optimizer that the Trainer has prepared."""
+        """Checks the model that the Trainer has prepared."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             check(given["model"], given.get("optimizer"))

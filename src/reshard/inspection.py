@@ -34,7 +34,7 @@ NO_TOKENIZER = "weights-without-tokenizer"
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """What `inspect` found. `problems` of severity "error" prevent a conversion."""
+    """The result of `inspect`. `problems` of severity "error" prevent a conversion."""
 
     checkpoint: Checkpoint
     family: str | None
@@ -44,11 +44,11 @@ class Inspection:
     hints: list[str] = field(default_factory=list)
     carried: dict[str, dict[str, int]] = field(default_factory=dict)
     model: Model | None = None
-    """The family at the sizes of the checkpoint, if known."""
+    """The family with the sizes of this checkpoint, if the family is known."""
 
     @property
     def whole(self) -> bool:
-        """Whether nothing prevents a conversion."""
+        """Whether the checkpoint is complete and can be converted."""
         return not any(problem.severity == "error" for problem in self.problems)
 
     def __repr__(self) -> str:
@@ -56,7 +56,7 @@ class Inspection:
         return f"<Inspection {self.family or 'family not known'}, {self.checkpoint!r}{wrong}>"
 
     def rows(self) -> dict[str, str]:
-        """What to show to users, by the name of each row; empty rows are left out."""
+        """The rows that `inspect` prints, by name. Empty rows are left out."""
         c = self.checkpoint
         carried = (
             f"{prefix}* {count(part['parameters'])} parameters in {part['tensors']} tensors"
@@ -84,7 +84,7 @@ class Inspection:
         return "\n".join([*lines, *([f"{'next':<10} {shown(self.next)}"] if self.next else [])])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
+        """The same as a table, for a notebook."""
         rows = [*self.rows().items(), *(("note", note) for note in (*self.notes, *self.hints))]
         rows += [(problem.severity, str(problem)) for problem in self.problems]
         return html_table([*rows, *([("next", self.next)] if self.next else [])])

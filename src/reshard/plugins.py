@@ -1,4 +1,4 @@
-"""Families and formats of other installed packages, from the entry points of their distributions.
+"""Families and formats that other installed packages provide, through entry points.
 
 [project.entry-points."reshard.formats"]
 mine = "my_package:FORMAT"
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class PluginWarning(UserWarning):
-    """A family or format of another package was skipped; `problem` says which and why."""
+    """A plugin was skipped; `problem` says which one and why."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -33,16 +33,16 @@ class PluginWarning(UserWarning):
 
 
 def leave_out(code: str, what: str, found: str, remedy: str, rule: str | None = None) -> None:
-    """Warn that a family or format of another package is skipped."""
+    """Warn that a plugin is skipped."""
     problem = Problem(code, what, rule=rule, found=found, remedy=remedy, severity="warning")
     warnings.warn(PluginWarning(problem), stacklevel=2)
 
 
 class Registry(UserDict[str, T]):
-    """Declarations by name: those of other packages, which know their own files best, before the `own`.
+    """Declarations by name: those of plugins first, then reshard's `own`.
 
-    Both are imported on first access, so they may import what they need of reshard. `names` returns all names that a
-    declaration takes. A declaration that cannot be loaded, is not of `kind`, or takes a name already taken is skipped
+    Both are imported on first access, so that plugins can import what they need of reshard. `names` returns all names
+    that a declaration uses. A plugin that cannot be loaded, has the wrong type, or uses a name that is taken is skipped
     with a warning.
     """
 
@@ -57,7 +57,7 @@ class Registry(UserDict[str, T]):
 
     @property
     def is_as_shipped(self) -> bool:
-        """Whether there are only the `own` declarations, not loaded yet."""
+        """Whether there are no plugins, and `own` has not been loaded."""
         return "data" not in vars(self) and not _entry_points(self._group)
 
     @cached_property
@@ -128,7 +128,10 @@ def _entry_points(group: str) -> Collection[EntryPoint]:
 
 @cache
 def _is_named() -> bool:
-    """Whether metadata of an installed package may name a group of ours: parsing all takes ten times as long."""
+    """Whether any installed package may have entry points for reshard.
+
+    Parsing all metadata would take ten times as long.
+    """
     if any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path):
         return True
     for folder in map(Path, sys.path):
@@ -145,5 +148,5 @@ def _names_us(info: Path) -> bool:
         return False
     try:
         return b"[reshard." in (info / "entry_points.txt").read_bytes()
-    except OSError:  # most packages have none
+    except OSError:  # most packages have no such file
         return False

@@ -1,4 +1,4 @@
-"""Verify: whether the weights of two checkpoints are equal, bit for bit, in any formats and layouts."""
+"""Verify: compare the weights of two checkpoints bit for bit, in any format and layout."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from reshard.transfer.sources import OnStep, Sources, noted
 from reshard.transfer.threads import together
 
 ROUNDED = "rounded"
-"""The kind of a difference that quantization explains."""
+"""Kind of a difference that quantization explains."""
 
 ROUNDED_SUM = "rounded sum"
-"""The kind of a difference explained by rounding a norm that the other side stores minus one."""
+"""Kind of a difference that rounding explains, in a norm that one side stores minus one."""
 
 SHOWN = 40
-"""Differences shown to users; `as_dict` contains all of them."""
+"""Differences to show; `as_dict` has all of them."""
 
 EXPLAINED = (ROUNDED, ROUNDED_SUM)
 
 
 class Row(NamedTuple):
-    """A tensor that differs between the sides. `largest` is the largest difference of two elements."""
+    """One tensor that differs. `largest` is the largest difference between two elements."""
 
     tensor: str
     kind: str
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 class Change(NamedTuple):
-    """How far a tensor moved: how many of its elements differ, Σ(a-b)² and Σa²."""
+    """How much a tensor changed: the number of elements that differ, Σ(a-b)² and Σa²."""
 
     tensor: str
     elements: int
@@ -68,17 +68,16 @@ class Change(NamedTuple):
 
     @property
     def relative(self) -> float:
-        """|a-b| / |a|, the norms over all elements; 0 if nothing moved, infinite if it moved from zeros."""
+        """‖a-b‖ / ‖a‖ over all elements; 0 if nothing changed, infinite if all elements of a are zero."""
         return sqrt(self.moved / self.norm) if self.norm else inf if self.moved else 0.0
 
 
 @dataclass(repr=False)
 class Comparison:
-    """The result of `verify`. Equal, and true, if there are no rows and the logits agree (if they were compared).
+    """The result of comparing two checkpoints. It is true if no tensor differs and, with `logits`, the logits agree.
 
-    `rounded` are tensors that are quantized on one side, and equal to those of the other side quantized in the same
-    way; and norms that one side stores minus one, which plus one and rounded to their dtype equal those of the other
-    side. `changes`, if measured, says how far each compared tensor moved.
+    `rows` are the tensors that differ. `rounded` are those that differ by rounding only: weights that one side stores
+    quantized, and norms that one side stores minus one. `changes` has the change of every tensor, if `html` was given.
     """
 
     tensors: int
@@ -91,6 +90,7 @@ class Comparison:
     changes: list[Change] = field(default_factory=list)
 
     def __bool__(self) -> bool:
+        """The same as `equal`."""
         return self.equal
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The result on one line."""
+        """The result in one line."""
         if self.rows:
             return f"{_tensors(len(self.rows))} different, {_tensors(self.tensors)} compared"
         if self.rounded:
@@ -119,6 +119,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
+        """Whether no tensor differs and, if they were compared, the logits agree."""
         return not self.rows and (self.logits is None or bool(self.logits["equal"]))
 
     def as_dict(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def _tensors(number: int) -> str:
 
 
 class Side(NamedTuple):
-    """One of the two compared checkpoints."""
+    """One of the two checkpoints."""
 
     checkpoint: Checkpoint
     model: Model | None
@@ -153,9 +154,9 @@ class Side(NamedTuple):
 def open_sides(
     a: Path, b: Path, base: Path | None = None, on_step: OnStep = lambda step: None
 ) -> tuple[Side, Side]:
-    """Open both checkpoints under logical names. A side without a config uses that of the other."""
+    """Open both checkpoints under logical names. A side without a config uses the other side's."""
     if base:
-        read_base(base)  # even if neither side needs it
+        read_base(base)  # check it even if neither side needs it
     with noted() as sources:
         with sources.counted(on_step):
             first, second = open_checkpoint(a), open_checkpoint(b)
@@ -164,7 +165,7 @@ def open_sides(
 
 
 def need_of(first: Side, second: Side) -> Need:
-    """The least memory for computing the tensors of two sides, and for quantizing one's as the other stores them."""
+    """The least memory for computing the tensors of both sides, including quantizing one side like the other."""
     needs = []
     for side, other in ((first, second), (second, first)):
         weights = {
@@ -179,10 +180,10 @@ def need_of(first: Side, second: Side) -> Need:
 
 
 def _comparable(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
-    """A quantized checkpoint to compare with a plain one, with its values in the dtype of the other's weights.
+    """The checkpoint as it is compared: dequantized to the dtype of the other's weights if only this one is quantized.
 
-    Two checkpoints quantized alike are compared as stored, two others by their values in float32 if both can be
-    computed. Raises ReshardError if a checkpoint compared with a plain one cannot be dequantized.
+    If both are quantized in the same way, they are compared as stored; otherwise by their float32 values, if those of
+    both can be computed. Raises ReshardError if a checkpoint cannot be dequantized for the comparison.
     """
     ours, theirs = checkpoint.quantization, other.quantization
     if checkpoint.problems or other.problems or ours is None:

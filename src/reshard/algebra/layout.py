@@ -1,4 +1,4 @@
-"""How tensors are sharded over ranks."""
+"""Parallel layouts: how tensors are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from reshard.errors import Problem, ReshardError
 class Layout:
     """Sizes of the tensor, pipeline, virtual pipeline, expert, expert-tensor, context and data parallel groups.
 
-    `stages` lists the number of decoder layers in each pipeline stage (per virtual chunk: chunk-major,
-    `vpp * pp` entries); empty means evenly. `cp` divides each sequence and `dp` multiplies the ranks; neither
-    changes which shard a rank stores, and checkpoints are planned without them.
+    `stages` lists the decoder layers of each pipeline stage, or is empty if they are even. With virtual chunks it has
+    `vpp * pp` entries, chunk by chunk. `cp` splits sequences and `dp` multiplies the ranks; neither changes which shard
+    a rank stores, and checkpoints are planned without them.
     """
 
     tp: int = 1
@@ -35,21 +35,21 @@ class Layout:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage: the smallest number that both the dense and the expert groups divide."""
+        """Ranks of one pipeline stage: the least common multiple of the dense and the expert group."""
         return lcm(self.tp * self.cp, self.ep * self.etp)
 
     @property
     def world_size(self) -> int:
-        """The number of ranks; with the default `dp`, the fewest that this layout runs on."""
+        """Number of ranks. With the default `dp` of 1, the smallest number that this layout runs on."""
         return self.stage_ranks * self.pp * self.dp
 
     def replicas(self, world_size: int) -> int:
-        """The data-parallel size of `world_size` ranks: how many of them see different data."""
+        """Number of data-parallel replicas on `world_size` ranks."""
         return world_size // (self.tp * self.pp * self.cp)
 
     @property
     def virtual(self) -> int | None:
-        """The virtual pipeline size as Megatron takes it: None unless there are several chunks per stage."""
+        """The virtual pipeline size in Megatron's terms: None unless a stage has several chunks."""
         return self.vpp if self.vpp > 1 else None
 
     def dense_rank(self, pp: int, tp: int) -> int:
@@ -61,9 +61,9 @@ class Layout:
         return pp * self.stage_ranks + ep * self.etp + etp
 
     def over(self, layers: int) -> Layout:
-        """This layout with the layers of each stage listed if they do not divide evenly.
+        """This layout with explicit `stages` if the layers do not divide evenly.
 
-        The first and the last stage then have fewer layers than those between them, as Megatron-LM's
+        The first and the last stage then get fewer layers than the others, as Megatron-LM's
         `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers` allow.
         """
         if self.stages or layers % (self.pp * self.vpp) == 0 or self.vpp > 1 or layers < self.pp:
@@ -75,9 +75,9 @@ class Layout:
         return replace(self, stages=(-(-ends // 2), *[middle] * (self.pp - 2), ends // 2))
 
     def chunks(self, layers: int) -> list[tuple[int, int, range]]:
-        """The decoder layers of each chunk: (stage, chunk, layers), in the order of the layers.
+        """The place of each decoder layer: (stage, chunk, layers), in the order of the layers.
 
-        Megatron-Core gives the first `pp` groups of layers to chunk 0 of each stage, the next to chunk 1.
+        Megatron-Core gives the first `pp` groups of layers to chunk 0 of each stage, and the next ones to chunk 1.
         Raises ReshardError if the layers do not divide.
         """
         parts = self.pp * self.vpp
@@ -104,7 +104,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class SavedLayout:
-    """The layout that a checkpoint was saved with. A size that the checkpoint does not record is None."""
+    """The layout in which a checkpoint was saved. Sizes that it does not record are None."""
 
     tp: int | None = None
     pp: int | None = None
@@ -114,11 +114,11 @@ class SavedLayout:
 
     @classmethod
     def of(cls, layout: Layout) -> SavedLayout:
-        """A layout with all sizes known."""
+        """The saved layout of which all sizes are known."""
         return cls(**layout.as_dict())
 
     def as_dict(self) -> dict[str, int | None] | None:
-        """The five sizes, for `--json`; None if no size is recorded."""
+        """The five sizes, for `--json`. None if none is recorded."""
         sizes = asdict(self)
         return sizes if any(sizes.values()) else None
 
@@ -132,7 +132,7 @@ class SavedLayout:
         return Layout(self.tp or 1, self.pp or 1, self.vpp or 1, self.ep or 1, self.etp or 1)
 
     def __str__(self) -> str:
-        """The recorded sizes worth showing; empty if there are none."""
+        """The recorded sizes, without uninteresting ones. Empty if none is recorded."""
         shown = {
             "TP": self.tp,
             "PP": self.pp,

@@ -1,4 +1,4 @@
-"""An open checkpoint: what it contains and where, without reading tensor data."""
+"""An opened checkpoint: which tensors it has and where their bytes are. No tensor has been read."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class States(Mapping[str, Mapping[str, Tensor]]):
 
 
 Iteration = int | str
-"""The step of a training run, or "release": Megatron-LM's name for weights that it did not train itself."""
+"""The step of a training run, or "release", Megatron-LM's name for weights that none of its runs wrote."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an Adam-type optimizer stores in addition to the states of its tensors.
+    """What an Adam optimizer stores besides the states of its tensors.
 
     `step` counts its updates. `settings` are those of its first parameter group under torch's names ("lr", "betas",
-    "eps", "weight_decay"). `native` is the format's own record of it, for an output in the same format.
+    "eps", "weight_decay"). `native` is the format's own form, for a target of the same format.
     """
 
     step: int | None = None
@@ -54,7 +54,7 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def settings_of(group: Any) -> dict[str, Any]:
-    """The Adam settings of a parameter group that are plain numbers: a schedule may have put tensors there."""
+    """Adam's settings in a parameter group, if they are numbers: a schedule may have put tensors there."""
     found = {key: group[key] for key in SETTINGS if isinstance(group, Mapping) and key in group}
     return {key: value for key, value in found.items() if _is_number(value, pairs=key == "betas")}
 
@@ -71,19 +71,55 @@ def _is_number(value: Any, *, pairs: bool) -> bool:
 
 @dataclass(repr=False)
 class Checkpoint:
-    """What a format's reader found.
+    """An opened checkpoint, as its format's reader found it.
 
-    `dialect` names the naming scheme of `tensors`: "hf" or an engine's (`Family.dialects`). `root` is the folder with
-    the config, `args` are Megatron-LM's arguments, `engine` is the Megatron-side engine that uses these names, `config`
-    is a config.json derived from another engine's own config, as far as that goes. `states` stores optimizer states by
-    kind ("exp_avg", "exp_avg_sq", "fp32": the masters) and tensor name; `--with-optimizer` converts them together with
-    `optimizer`. `dropped` counts the bytes that are not model weights, by rule ("random number states" …), including
-    "optimizer states". For a merged model, `changes` are the config values that differ from the config in `root`.
-    `beside` are folders whose tokenizer takes precedence over the one in `root`: that of an adapter, or of a
-    Megatron-Bridge iteration. If `flat` is true, the format stores no shapes: one-dimensional tensors represent tensors
-    of as many elements that the family declares, until `model.resolve` reshapes them. `quantization` says which tensors
-    are quantized weights; None if none are. Tensors in `spare` are left out if the family does not have them and they
-    are zeros.
+    Attributes
+    ----------
+    path : Path
+        Where it was found.
+    format : str
+        Name of the format.
+    dialect : str
+        Whose names the tensors have: "hf", or an engine's dialect (`Family.dialects`).
+    tensors : dict of str to Tensor
+        All weights.
+    root : Path
+        Folder with the config.
+    layout : SavedLayout
+        The recorded layout.
+    iteration : int or "release", optional
+        Step of a training run.
+    args : mapping, optional
+        Megatron-LM's arguments.
+    engine : str
+        Engine whose Megatron names the tensors have.
+    config : mapping, optional
+        Content of a config.json, as far as another engine's config determines it.
+    changes : mapping
+        For a merged model: where its config differs from the one in `root`.
+    beside : tuple of Path
+        Folders whose tokenizer takes precedence over the one in `root`: that of an adapter, or of a Megatron-Bridge
+        iteration.
+    states : mapping
+        Optimizer states ("exp_avg", "exp_avg_sq", and "fp32" for the masters), each a mapping from names to tensors.
+    optimizer : Optimizer, optional
+        What the optimizer stores besides these states.
+    dropped : Counter
+        Bytes that are not model weights, by rule ("random number states" …). States count as "optimizer states".
+    replicas : list of Replica
+        Tensors that are stored more than once.
+    problems : list of Problem
+        What was wrong with its metadata.
+    notes : list of str
+        What users should know.
+    variant : str
+        Which variant of the format it is, if there are several.
+    flat : bool
+        Whether the format stores no shapes. Tensors then have one axis until `model.resolve` reshapes them.
+    quantization : Quantization, optional
+        Which tensors are quantized weights.
+    spare : frozenset of str
+        Tensors that are dropped if the family does not have them and they are zeros.
     """
 
     path: Path
@@ -115,14 +151,16 @@ class Checkpoint:
 
     @property
     def amount(self) -> str:
-        """How much it stores, as text."""
+        """Parameters, tensors and bytes in one line of text."""
         tensors = len(self.tensors)
         named = "1 tensor" if tensors == 1 else f"{tensors:,} tensors"
         return f"{count(self.parameters)} parameters in {named}, {size(self.nbytes)}"
 
     @property
     def described_layout(self) -> str:
-        """The recorded layout, and which sizes are not recorded; empty for Hub names, which do not depend on ranks."""
+        """The recorded layout as text, with the sizes that are not recorded. Empty for Hugging Face names, which are
+        not sharded over ranks.
+        """
         if self.dialect == "hf":
             return ""
         recorded, unrecorded = str(self.layout), self.layout.unrecorded
@@ -132,18 +170,18 @@ class Checkpoint:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders with companions; if two have a file of the same name, the first folder's is used."""
+        """Folders with config and tokenizer files, in order of precedence."""
         return (*self.beside, self.root)
 
     @property
     def parameters(self) -> int:
-        """The number of elements of all weights. For quantized ones, neither packed items nor scales are counted."""
+        """Number of elements of all weights. For quantized weights, packed elements are counted and scales are not."""
         if self.quantization:
             return self.quantization.parameters(self.tensors)
         return sum(tensor.elements for tensor in self.tensors.values())
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of the weight called `name`; None if it does not exist, or is quantized with an unknown shape."""
+        """The shape of the weight `name`, or None if there is none or its quantized shape is unknown."""
         weight = self.quantization.weights.get(name) if self.quantization else None
         if weight:
             return weight.shape(self.tensors[weight.values])
@@ -151,9 +189,10 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
+        """Size of all tensors, in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def dtypes(self) -> dict[str, int]:
-        """The number of tensors of each dtype."""
+        """Number of tensors by dtype."""
         return dict(Counter(tensor.dtype.name for tensor in self.tensors.values()))

@@ -1,4 +1,4 @@
-"""`reshard.json`: the source and the content of the output, and a digest of each file, to verify it later."""
+"""`reshard.json`: how an output was made, and a digest of each file to check it later."""
 
 from __future__ import annotations
 
@@ -100,13 +100,17 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Integrity:
-    """Whether a folder is unchanged since it was written. `files` of `nbytes` bytes were read."""
+    """The result of checking an output against its `reshard.json`. It is true if there are no `faults`.
+
+    `files` is the number of files that were read, `nbytes` their size.
+    """
 
     files: int
     nbytes: int
     faults: list[Fault]
 
     def __bool__(self) -> bool:
+        """The same as `equal`."""
         return self.equal
 
     def __repr__(self) -> str:
@@ -114,6 +118,7 @@ class Integrity:
 
     @property
     def equal(self) -> bool:
+        """Whether all files are unchanged."""
         return not self.faults
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def check_record(
     on_total: Callable[[int], None] = lambda total: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Integrity:
-    """Compare the files in a folder with its `reshard.json`. Raises ReshardError if that has no digests."""
+    """Compare the files of a folder with its own `reshard.json`. Raises ReshardError if that has no digests."""
     files = read_record(folder)[FILES]
     written = {name: (told["bytes"], told["digest"]) for name, told in files.items()}
     foreign = [name for name in foreign_in(folder) if name not in OF_THE_HUB]

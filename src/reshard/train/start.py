@@ -32,7 +32,7 @@ class Outcome:
     """The job, if the run was submitted to Slurm."""
 
     def __bool__(self) -> bool:
-        """Whether the run, and every check of its output, succeeded."""
+        """Whether the run and every check of its output succeeded."""
         return self.status == 0
 
     def as_dict(self) -> dict[str, Any]:

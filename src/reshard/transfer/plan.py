@@ -1,8 +1,8 @@
-"""The plan: every byte of the output traced to a byte of the input, before any is read.
+"""The plan: the source of every byte of the output, known before any tensor is read.
 
 A plan is a list of output files. A file consists of literal bytes (headers, pickles, configs) and of blocks:
-boxes of planned tensors, contiguous in the file. The view of a block's elements is compiled when the block is
-executed, so the plan of a model with half a million shards fits in memory.
+boxes of planned tensors, contiguous in the file. The view behind a block is compiled when the block is written, so the
+plan of a model with half a million shards fits in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reshard.transfer.memory import Need
 from reshard.transfer.sources import Sources
 
 ZERO = Storage("", 0, 0)
-"""The source of elements that the input does not have: vocabulary padding."""
+"""The source of elements that no input has: vocabulary padding."""
 
 
 class Planned(NamedTuple):
@@ -41,9 +41,9 @@ class Planned(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A view of planned elements, contiguous from byte `offset` of a file.
+    """A view of planned elements, contiguous at byte `offset` of a file.
 
-    `crc_at` lists where the file stores the CRC32 of the block (little-endian, four bytes).
+    `crc_at` lists the offsets at which the file stores the CRC32 of the block (little-endian, four bytes).
     """
 
     name: str
@@ -65,9 +65,9 @@ class Block(NamedTuple):
 
 @dataclass
 class OutputFile:
-    """A file to write, relative to the destination. `literals` yields (offset, bytes) when called.
+    """A file to write, relative to the destination. `literals` yields (offset, bytes).
 
-    `blocks` may be iterated over more than once, and may be created anew each time.
+    `blocks` can be iterated over more than once, and may create its blocks each time.
     """
 
     path: str
@@ -77,12 +77,12 @@ class OutputFile:
 
     @staticmethod
     def of_bytes(path: str, content: bytes) -> OutputFile:
-        """A small file whose content is known."""
+        """A small file with this content."""
         return OutputFile(path, len(content), literals=lambda: iter([(0, content)]))
 
     @staticmethod
     def copy_of(path: str, source: Path) -> OutputFile:
-        """A file with the bytes of `source`, which are read when the file is written."""
+        """A copy of `source`, which is read when the copy is written."""
         size = source.stat().st_size
         cells = Cells(Storage(str(source), 0, size), BY_NAME["uint8"])
         return OutputFile(path, size, [Block(path, cells.dtype, (size,), lambda: View.of(cells, size), 0)])
@@ -92,10 +92,32 @@ class OutputFile:
 class Plan:
     """Everything that a conversion will do.
 
-    `dropped` maps the name of a rule to the bytes that it drops; `warnings` are what users should know although the
-    conversion can run; `facts` become `reshard.json`; `load_with` are flags with which Megatron-LM loads the output;
-    `need` is the least memory for computing its tensors; `sources` are all files that were read for the plan, including
-    those of the tensors; `outputs` are all tensors that the files contain.
+    Attributes
+    ----------
+    source, target : str
+        Formats of the source and the output.
+    files : list of OutputFile
+        All files of the output.
+    tensors, parameters : int
+        Number of tensors, and of their elements.
+    dropped : mapping of str to int
+        Bytes of the source that each rule drops.
+    replicas : list of Replica
+        Tensors that are stored more than once; they are compared before anything is written.
+    notes : list of str
+        What users should know.
+    warnings : list of Problem
+        Problems that do not prevent the conversion.
+    facts : dict
+        Content of `reshard.json`.
+    load_with : list of str
+        Flags with which Megatron-LM loads the output.
+    need : Need
+        Least memory that computing the tensors takes.
+    sources : Sources
+        All files that were read for the plan, and those of the tensors.
+    outputs : sequence of Planned
+        All tensors of the output.
     """
 
     source: str
@@ -119,15 +141,15 @@ class Plan:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the complete output."""
+        """Size of the output, in bytes."""
         return sum(file.size for file in self.files)
 
     def audit(self, tensors: Iterable[Planned]) -> None:
-        """Check that blocks fit their files without overlap, and that together they contain every tensor.
+        """Check that blocks fit into their files without overlap, and that together they contain every tensor.
 
-        Given that the rules are a bijection (`families.binding`), the names are complete (`logical`) and the chunks of
-        the source tile it (its reader), this proves that every element is copied exactly once. Raises ReshardError
-        listing every offender: a bug in a format, found before a byte is read.
+        The rules are a bijection (`families.binding`), the names are complete (`logical`), and the chunks of the source
+        tile it (its reader). With this check, every element is therefore converted exactly once. Raises ReshardError
+        listing every offender, which would be a mistake in a format.
         """
         problems = []
         written: Counter[str] = Counter()
@@ -140,7 +162,7 @@ class Plan:
                 end = block.offset + block.nbytes
                 written[block.name] += block.nbytes
         for tensor in tensors:
-            # A rank's own file repeats the tensors that ranks share; chunks of a shared checkpoint are never repeated.
+            # Rank files repeat what ranks share; chunks of a shared checkpoint never do.
             copies, rest = divmod(written[tensor.name], tensor.nbytes) if tensor.nbytes else (1, 0)
             if rest or not copies:
                 found = f"{written[tensor.name]} bytes"
