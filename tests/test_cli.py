@@ -277,7 +277,7 @@ def test_a_release_is_chosen_like_a_step(model: Path, megatron: Path, tmp_path: 
     assert reshard("verify", tmp_path / "hf", run).code == 1
     for wrong in ("latest", "-1", "1.5"):
         result = reshard("inspect", run, "--iteration", wrong)
-        assert result.code == 2 and "neither the number of a step nor release" in result.err
+        assert result.code == 2 and "neither a step number nor release" in result.err
 
 
 def test_convert_json_lists_what_was_written(model: Path, tmp_path: Path) -> None:

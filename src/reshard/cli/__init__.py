@@ -1,4 +1,4 @@
-"""The command line: one small module per command, imported when the command is called."""
+"""The command line: one thin file for each command, which is imported when the command is called."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from reshard.errors import Problem, ReshardError, can_reserve, is_no_memory, no_
 from reshard.version import __version__
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-"""Read by numpy on import. OpenBLAS threads would spin against the threads of reshard: the merge of an adapter took
-four times the processor time."""
+"""numpy reads this on import. reshard has its own threads, and OpenBLAS's would spin against them: merging an adapter
+took four times the processor time."""
 
 atexit.register(gc.freeze)
-"""Skip the garbage collection at exit, which took a tenth of the time of a large plan."""
+"""Python collects garbage once more at exit, which took a tenth of the time of a large plan."""
 
 NUMPY = 96 << 20
-"""Bytes of address space needed to load numpy. With less, its OpenBLAS ends the process."""
+"""Address space that numpy needs, in bytes. With less, its OpenBLAS aborts the process."""
 
 COMMANDS = {
     "inspect": "Show what a checkpoint is, whether it is complete, and what to type next.",
     "convert": "Convert a checkpoint to another format or parallel layout.",
     "verify": "Compare the weights of two checkpoints bit for bit.",
-    "train": "Fine-tune on many processes, and end with a Hugging Face folder.",
-    "report": "Draw training runs as one HTML page, several over each other.",
+    "train": "Fine-tune on many processes, and write a Hugging Face folder at the end.",
+    "report": "Draw one or several training runs on one HTML page.",
     "export": "Make a Hugging Face folder from a checkpoint that `train` saved.",
     "doctor": "Explain why a log, script, checkpoint or machine fails, and how to fix it.",
     "support": "List the formats and model families that are read and written.",
@@ -48,12 +48,12 @@ COMMANDS = {
 
 
 READER_GONE = 128 + signal.SIGPIPE
-"""The exit status after a broken pipe, as with `| head`: the same as if SIGPIPE had ended the program."""
+"""Exit status if the reader of a pipe has exited (`| head`), as for programs that SIGPIPE ends."""
 
 
 @contextmanager
 def _past_click() -> Iterator[None]:
-    """Exit on a broken pipe before click sees it, which would return the status of a failed check."""
+    """Keep broken pipes from click, which would exit with status 1, like a failed check."""
     try:
         yield
     except BrokenPipeError:
@@ -61,7 +61,7 @@ def _past_click() -> Iterator[None]:
 
 
 class LazyGroup(Group):
-    """Lists its commands by name and imports each on demand, so that `--help` stays fast."""
+    """A group that imports a command when it is called, so that `--help` stays fast."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _past_click():
@@ -83,7 +83,7 @@ class LazyGroup(Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-        """The names of the commands, without importing any."""
+        """Complete command names without importing the commands."""
         names = [
             CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)
         ]
@@ -134,10 +134,10 @@ def _run(words: list[str]) -> Any:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
-    except (click.ClickException, ReshardError) as error:  # before any command started
+    except (click.ClickException, ReshardError) as error:  # before a command started
         _refuse(error, as_json="--json" in words)
         sys.exit(2)
-    except click.Abort:  # Ctrl-C before any command started
+    except click.Abort:  # Ctrl-C before a command started
         sys.exit(130)
     except BrokenPipeError:
         raise
@@ -150,7 +150,7 @@ def _run(words: list[str]) -> Any:
 
 
 def _refuse(error: click.ClickException | ReshardError, *, as_json: bool) -> None:
-    """Print what is wrong with the command line, and where to read the correct usage."""
+    """Print what is wrong with the command line, and the usage."""
     from reshard.cli.console import print_json, print_problems, stderr
 
     problems = problems_of_usage(error)
@@ -163,7 +163,7 @@ def _refuse(error: click.ClickException | ReshardError, *, as_json: bool) -> Non
 
 
 def _last_words(error: Exception) -> Problem:
-    """The problem for an error that no command could report. It needs little memory."""
+    """The problem to print for an error that the command could not report itself. Needs little memory."""
     if is_no_memory(error):
         return no_memory(error)
     if not isinstance(error, OSError):
@@ -173,7 +173,7 @@ def _last_words(error: Exception) -> Problem:
 
 
 def _show(otherwise: Callable[..., None], message: Warning | str, *where: Any) -> None:
-    """Print a warning about another package in the format of all problems."""
+    """Print a PluginWarning like other problems."""
     if problem := getattr(message, "problem", None):
         from reshard.cli.console import print_problems
 
@@ -183,7 +183,7 @@ def _show(otherwise: Callable[..., None], message: Warning | str, *where: Any) -
 
 
 def _open_streams() -> None:
-    """Make streams printable: reopen those that are closed (`>&-`), and escape characters that an encoding lacks."""
+    """Make printing always work: also if a stream was closed (`>&-`), or its encoding lacks a character."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -193,6 +193,6 @@ def _open_streams() -> None:
 
 
 def _silence(stream: Any) -> None:
-    """Discard the buffer of `stream`, because Python would fail to flush it at exit."""
+    """Discard what is left in the buffer of `stream`; otherwise Python complains about it at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from reshard.transfer.leftovers import Unfinished
 
 SHOWN = 12
-"""How many offenders are printed in full; the rest are counted."""
+"""Problems that are printed; others are only counted."""
 
 
 PIPE_WIDTH = 200
-"""Table width in columns without a terminal: tensor names in logs are not broken."""
+"""Width of a table without a terminal, so that logs do not break tensor names."""
 
 
 def stdout() -> Console:
-    """The console for results. Rich follows NO_COLOR, and drops colour and wrapping for pipes."""
-    from rich.console import Console  # imported only when something is printed
+    """The console for results. Rich respects NO_COLOR, and disables colour and wrapping for pipes."""
+    from rich.console import Console  # imported only if something is printed
 
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(soft_wrap=True, highlight=False, width=width)
@@ -55,14 +55,14 @@ def stderr() -> Console:
 
 
 def print_json(content: Any) -> None:
-    """Print the single JSON value of `--json`."""
+    """Print the output of `--json`."""
     plain = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
     text = json.dumps(_strict(content), indent=2, ensure_ascii=plain, default=str, allow_nan=False)
     click.echo(shown_json(text))
 
 
 def _strict(content: Any) -> Any:
-    """The same content with NaN and infinities as strings: JSON has no numbers for them."""
+    """The same content with NaN and infinities as strings, because JSON has no such numbers."""
     if isinstance(content, Mapping):
         return {key: _strict(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -71,7 +71,7 @@ def _strict(content: Any) -> Any:
 
 
 def print_problems(problems: Sequence[Problem], console: Console | None = None) -> None:
-    """Print each offender with what was found and what to do, by default on stderr; beyond `SHOWN`, only count them."""
+    """Print problems, on stderr by default; at most `SHOWN` of them."""
     if not problems:
         return
     console = console or stderr()
@@ -93,7 +93,7 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except (BrokenPipeError, click.ClickException):
-            raise  # broken pipes are handled by `main`, and click shows the usage
+            raise  # the reader of a pipe exited, or click prints the usage
         except KeyboardInterrupt as error:
             stopped = error if isinstance(error, Interrupted) else Interrupted()
             with suppress(OSError):  # the terminal may be gone
@@ -274,11 +274,11 @@ def _bar(console: Console) -> Any:
 
 
 PATIENCE = 2.0
-"""Seconds before a log shows the current step."""
+"""Seconds after which a slow step is named in a log."""
 
 
 class Watch:
-    """What a command shows while it works: first its steps, then a progress bar; nothing if `quiet`."""
+    """Progress of a command: first its steps, then a bar of bytes; nothing if `quiet`."""
 
     def __init__(self, what: str, *, quiet: bool) -> None:
         self._what, self._quiet = what, quiet
@@ -294,7 +294,7 @@ class Watch:
         self.end()
 
     def begin(self, total: int, done: int = 0) -> None:
-        """End the steps and show progress over `total` bytes, with `done` of them already complete."""
+        """Replace the steps by a bar of `total` bytes, of which `done` are done already."""
         self.end()
         self.advance = self._shown.enter_context(progress(self._what, total, done, quiet=self._quiet))
 
@@ -308,13 +308,13 @@ class Watch:
             self._shown.enter_context(_steps(quiet=self._quiet))(what)
 
     def end(self) -> None:
-        """Remove the current display, so that something else can be printed."""
+        """Remove what is shown, so that something else can be printed."""
         self._shown.close()
 
 
 @contextmanager
 def _steps(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show the current step and the time it takes: a spinner on a terminal, plain lines elsewhere."""
+    """Show the current step and its duration: a spinner on a terminal, plain lines elsewhere."""
     if quiet:
         yield lambda step: None
     elif (console := stderr()).is_terminal and not console.is_dumb_terminal:
@@ -339,7 +339,7 @@ def _spinner(console: Console) -> Any:
 
 
 class _PlainSteps:
-    """Prints a line after `PATIENCE` and then regularly, for logs, even if a step itself reports nothing."""
+    """Lines for logs: the first after `PATIENCE` seconds, then one every `PLAIN_EVERY` seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._step = console, "starting"
@@ -366,7 +366,7 @@ class _PlainSteps:
 
 
 class _PlainProgress:
-    """Prints a line regularly, for logs; runs of a few seconds print none."""
+    """Lines for logs, one every `PLAIN_EVERY` seconds; short runs print none."""
 
     def __init__(self, what: str, total: int, done: int, console: Console) -> None:
         self._what, self._total, self._console = what, total, console

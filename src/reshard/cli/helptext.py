@@ -1,4 +1,4 @@
-"""Help that fits the terminal: if it is narrow, each text is below the name that it explains."""
+"""Help that fits the terminal. On a narrow one, each description is below its option."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Place(NamedTuple):
     startup: Path
     line: str
     enough: str
-    """Text in the startup file that makes the line unnecessary."""
+    """Text by which a startup file is known to need no line."""
 
 
 def _place(shell: str) -> Place:
@@ -45,7 +45,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def script(shell: str) -> str:
-    """The script that defines the completion of `reshard` in a shell."""
+    """The completion script of `reshard` for a shell."""
     from reshard.cli import cli
 
     kind = get_completion_class(shell)

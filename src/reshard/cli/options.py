@@ -13,7 +13,7 @@ from reshard.stores import source_path, typed_path
 
 
 class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no arguments
-    """A path or a URL, which shells complete as a path; `read` converts the text."""
+    """A path or URL, which shells complete as a path. `read` converts the text."""
 
     name = "path"
 
@@ -30,14 +30,14 @@ class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no
 
 
 SOURCE, OUTPUT = PathType(source_path), PathType(typed_path)
-"""Source: on this machine, in a store or on the hub. Output: on this machine or in a store."""
+"""Paths to read (local, in a store, or on the Hub), and paths to write."""
 
 
 def _iteration(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
     if value is None or value == "release":
         return value
     if not value.isdecimal() or len(value) > 18:
-        raise click.BadParameter(f"{value} is neither the number of a step nor release")
+        raise click.BadParameter(f"{value} is neither a step number nor release")
     return int(value)
 
 

@@ -19,20 +19,20 @@ from reshard.shown import escape
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The page. [default: RUN/report.html, or runs.html for several runs]",
+    help="Page to write. [default: RUN/report.html, or runs.html for several runs]",
 )
 @quiet_option()
 @common_options
 @handles_errors
 def command(runs: tuple[Path, ...], output: Path | None, quiet: bool, json_output: bool) -> None:
-    """Draw training runs as one HTML page, several over each other.
+    """Draw one or several training runs on one HTML page.
 
     \b
       reshard report out                        out/report.html
       reshard report out-1e-5 out-2e-5          runs.html
       reshard report out-* --output lr.html
 
-    RUN is the output of `reshard train`, of a run that goes on too. The page needs no network.
+    RUN is an output folder of `reshard train`; the run may still be going on. The page needs no network.
     """
     from reshard.train.show.comparison import draw
 

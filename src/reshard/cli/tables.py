@@ -1,4 +1,4 @@
-"""Rows of facts: a table on a terminal, records if it is narrow, plain columns in a pipe."""
+"""Tables: boxed on a terminal, as records on a narrow one, as plain columns in a pipe."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 POSITIVE, COUNT = click.IntRange(min=1), click.IntRange(min=0)
 PATH = click.Path(path_type=Path)
 SETTINGS = {"ignore_unknown_options": True, "token_normalize_func": lambda token: token.replace("_", "-")}
-"""Flags may have underscores, as engines' flags do."""
+"""Flags may contain underscores, like those of the engines."""
 
 
 @click.group("train", cls=Group)
 def command() -> None:
-    """Fine-tune a model on many processes, and end with a Hugging Face folder.
+    """Fine-tune a model on many processes, and write a Hugging Face folder at the end.
 
     \b
       reshard train sft  --model DIR --data FILE -o OUT
@@ -52,15 +52,15 @@ def command() -> None:
       reshard train dpo  --model DIR --data PAIRS -o OUT         (or kto, orpo, cpo, reward, gkd)
       reshard train grpo --model DIR --data PROMPTS -o OUT --reward rewards:score
 
-    Versions, data, tokenizer, batches and memory are checked before anything starts; --dry-run stops after that, and
-    with --gpus H100:8 plans for GPUs that are not here.
+    Package versions, data, tokenizer, batches and memory are checked before anything starts. --dry-run stops after the
+    checks; with --gpus H100:8, it plans for GPUs of another machine.
     """
 
 
 def _number(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     if value is None or value == "auto" or (value.isdecimal() and int(value) > 0):
         return value
-    raise click.BadParameter("give a number of processes, or auto for one on each GPU")
+    raise click.BadParameter("pass a number of processes, or auto for one per GPU")
 
 
 def _options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,14 +70,14 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _OPTIONS = [
-    click.option("--model", help="Hugging Face folder to start from, or a model of the hub: Org/Model."),
-    click.option("--model-revision", metavar="NAME", help="Branch, tag or commit of a model of the hub."),
+    click.option("--model", help="Hugging Face folder or Hub model (Org/Model) to start from."),
+    click.option("--model-revision", metavar="NAME", help="Branch, tag or commit of a Hub model."),
     click.option(
         "--data",
         multiple=True,
         metavar="PATH[:WEIGHT]",
-        help="JSONL or Parquet file, a folder of them, or a dataset of the hub: Org/Set; repeat it to mix several: "
-        "a.jsonl:0.7.",
+        help="JSONL or Parquet file, a folder of them, or a Hub dataset (Org/Set). Repeat the option to mix several by "
+        "weight, for example a.jsonl:0.7.",
     ),
     click.option(
         "--eval-data",
@@ -85,25 +85,31 @@ _OPTIONS = [
         metavar="PATH[:WEIGHT]",
         help="Data to evaluate the model on during training.",
     ),
-    click.option("--dataset-config", metavar="NAME", help="Configuration of a dataset of the hub."),
-    click.option("--dataset-train-split", metavar="NAME", help="Its split for --data; train."),
-    click.option("--dataset-test-split", metavar="NAME", help="Its split for --eval-data; test."),
+    click.option("--dataset-config", metavar="NAME", help="Configuration of a Hub dataset."),
+    click.option(
+        "--dataset-train-split", metavar="NAME", help="Split of a Hub dataset for --data. [default: train]"
+    ),
+    click.option(
+        "--dataset-test-split", metavar="NAME", help="Split of a Hub dataset for --eval-data. [default: test]"
+    ),
     click.option(
         "--data-shape",
         type=click.Choice(DATA_SHAPES),
-        help="What records are taken for that fit several shapes.",
+        help="How to read records that fit several shapes.",
     ),
-    click.option("--system", metavar="TEXT", help="System message of chats that have none."),
+    click.option("--system", metavar="TEXT", help="System message for chats that have none."),
     click.option(
         "--token-cache/--no-token-cache",
         default=None,
-        help="Keep the tokens of the data in ~/.cache/reshard for the next run (default).",
+        help="Cache the tokenized data in ~/.cache/reshard for the next run (default).",
     ),
-    click.option("-o", "--output", type=PATH, help="Output folder; OUT/final is the model."),
+    click.option("-o", "--output", type=PATH, help="Output folder. The trained model is in OUT/final."),
     click.option(
-        "--engine", type=click.Choice(tuple(MODULES)), help="trl (default), or megatron for TP, PP and EP."
+        "--engine",
+        type=click.Choice(tuple(MODULES)),
+        help="trl, or megatron for TP, PP and EP. [default: trl]",
     ),
-    click.option("--lora/--full", default=None, help="Train LoRA adapters, or all weights (default)."),
+    click.option("--lora/--full", default=None, help="Train LoRA adapters or all weights (default)."),
     click.option("--parallel", type=click.Choice(PARALLEL), help="How TRL shards the model. [default: ddp]"),
     click.option("--tp", type=POSITIVE, metavar="N", help="Tensor-parallel size."),
     click.option("--pp", type=POSITIVE, metavar="N", help="Pipeline-parallel size (megatron)."),
@@ -118,7 +124,7 @@ _OPTIONS = [
         "--nodes",
         type=POSITIVE,
         metavar="N",
-        help="Number of nodes; run the same command on each.",
+        help="Number of nodes. Run the same command on each.",
     ),
     click.option("--node-rank", type=COUNT, metavar="R", help="Rank of this node, from 0."),
     click.option("--rendezvous", metavar="HOST:PORT", help="Address of the first node."),
@@ -126,10 +132,10 @@ _OPTIONS = [
         "--reward",
         multiple=True,
         metavar="FILE.py:NAME[:WEIGHT]",
-        help="Reward function for GRPO, or MODULE:NAME; repeat to add several.",
+        help="Reward function for GRPO, also as MODULE:NAME. Repeat the option to add several.",
     ),
     click.option(
-        "--merge/--no-merge", default=None, help="With --lora: write the merged model too (default)."
+        "--merge/--no-merge", default=None, help="With --lora, also write the merged model (default)."
     ),
     click.option(
         "--nan-steps",
@@ -141,26 +147,31 @@ _OPTIONS = [
         "--save-on-signal",
         type=COUNT,
         metavar="SECONDS",
-        help="Time to finish and save the step after SIGTERM, SIGUSR1 or Ctrl-C; 0 saves nothing. [default: 600]",
+        help="Time to finish and save the current step after SIGTERM, SIGUSR1 or Ctrl-C. With 0, nothing is saved. "
+        "[default: 600]",
     ),
     click.option(
         "--slurm",
         metavar="NAME=VALUE,…",
-        help="Submit to Slurm instead: partition=gpu,nodes=2,gpus_per_node=8,time=720 (minutes).",
+        help="Submit the run to Slurm, for example partition=gpu,nodes=2,gpus_per_node=8,time=720 (minutes).",
     ),
     click.option(
         "--max-restarts", type=COUNT, metavar="N", help="Restart failed ranks up to N times. [default: 0]"
     ),
     click.option("--resume", is_flag=True, default=None, help="Continue from the last checkpoint in OUT."),
-    click.option("--config", type=PATH, help="YAML file with any of these options or those of the engine."),
+    click.option(
+        "--config",
+        type=PATH,
+        help="YAML file with options of this command or of the engine. The command line takes precedence.",
+    ),
     click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop."),
     click.option(
         "--gpus",
         metavar="N|NAME:N",
-        help="With --dry-run: plan for N GPUs per node that are not here, for example H100:8.",
+        help="With --dry-run, plan for N GPUs per node of another machine, for example H100:8.",
     ),
-    click.option("--gpu-memory", metavar="SIZE", help="With --gpus N: memory of each GPU, for example 80GB."),
-    click.option("--overwrite", is_flag=True, help="Replace the output of an earlier run in OUT."),
+    click.option("--gpu-memory", metavar="SIZE", help="With --gpus N, memory of each GPU, for example 80GB."),
+    click.option("--overwrite", is_flag=True, help="Replace the files of an earlier run in OUT."),
     click.option("--options", "list_options", is_flag=True, help="List the options of the engine."),
     quiet_option(),
 ]
@@ -226,18 +237,17 @@ def _method(name: str, help_text: str) -> None:
 
 _REST = """
 
-Options of the engine keep their own names, with dashes or underscores, for example --learning_rate 1e-5. --options
+Options of the engine keep their own names, with dashes or underscores, for example --learning_rate 1e-5; --options
 lists them.
 
-Exit status: 0 done, 1 the run failed or its result is not what was trained, 2 it was refused before it started,
-128 + N if signal N ended it.
+Exit status: 0 done, 1 the run or a check of its output failed, 2 refused before the start, 128 + N ended by signal N.
 """
 for _name, _one in METHODS.items():
     _method(_name, _one.help)
 
 
 OF_ALL_PLANS = ("model", "data", "evaluate", "lengths")
-"""Rows of a dry run that are the same for all plans."""
+"""Rows of a dry run that are the same for every plan."""
 
 
 def _print_plans(plans: Plans) -> None:
@@ -256,24 +266,24 @@ def _print_plans(plans: Plans) -> None:
     ]
     console = stdout()
     console.print(f"[bold]plans that fit on {escape(str(plans.machine))}[/], the fastest first")
-    print_table(console, ("", "plan", "memory of a GPU", "samples a step", "tokens a second"), rows)
+    print_table(console, ("", "plan", "memory per GPU", "samples per step", "tokens per second"), rows)
     console.print(f"Speed is an estimate, to compare plans: {plans.made_of}.")
     for number, plan in enumerate(plans.fitting, 1):
         console.print(f"[bold]{number}[/] {escape(shlex.join(plan.command))}")
     if plans.machine.nodes > 1:
         console.print(
-            "Type it on each node, with its own --node-rank, and --rendezvous the name of the first."
+            "Run the command on each node, with its own --node-rank and the first node's address as --rendezvous."
         )
 
 
 def _print_preflight(found: Preflight, *, quiet: bool, starts: bool) -> None:
-    """Print the plan and its warnings; its errors are raised afterwards."""
+    """The plan and its warnings. Errors are raised afterwards."""
     print_problems(found.warnings)
     if not quiet:
         console = stderr()
         for row, value in found.rows():
             if row == "command" and starts:
-                continue  # printed at the start of the run
+                continue  # printed when it starts
             if not found.plans or row in OF_ALL_PLANS:
                 console.print(f"[bold]{row:<8}[/] {escape(value)}")
     if found.plans:
@@ -293,7 +303,7 @@ def _print_finished(run: Run, finished: Finished) -> None:
 
 
 def _print_submitted(run: Run, submitted: Submitted) -> None:
-    """Print the job number, and where to follow the job."""
+    """The job, and where its log and report are."""
     console = stdout()
     console.print(f"submitted job [bold]{escape(submitted.number)}[/]")
     console.print(f"log: {escape(str(submitted.log))}")
@@ -301,7 +311,7 @@ def _print_submitted(run: Run, submitted: Submitted) -> None:
 
 
 def _print_options(method: str, engine: str) -> None:
-    """Print the options of an engine, which are passed to it under these names."""
+    """List the options of an engine, which are passed through under these names."""
     rows = [
         (f"--{each.name}", each.kind, each.default, each.help)
         for each in engine_named(engine).known_options(method)

@@ -1,4 +1,4 @@
-"""Parsing of command lines: report all errors at once, with suggestions."""
+"""Parsing of a command line: all mistakes at once, with suggestions."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ METHODS = {
         ),
         Method(
             "cpo",
-            "Contrastive preference optimization, and SimPO: pairs, without a reference model.",
+            "Contrastive preference optimization or SimPO: pairs, without a reference model.",
             _PAIRS,
             _PREFERENCES,
         ),
@@ -85,10 +85,10 @@ METHODS = {
             _PAIRS,
             (Measure("accuracy", "accuracy"), Measure("margin", "margin"), LOSS),
         ),
-        Method("gkd", "Distillation: chats, and a teacher whose probabilities are learned.", _CHATS),
+        Method("gkd", "Generalized knowledge distillation: chats, and a teacher model.", _CHATS),
         Method(
             "grpo",
-            "Group relative policy optimization: prompts, and a reward for what the model answers.",
+            "Group relative policy optimization: prompts, and rewards for the model's answers.",
             ("prompts",),
             (Measure("reward", "reward"), Measure("kl", "KL divergence")),
             rewarded=True,
@@ -124,8 +124,8 @@ COMMON = (
     Measure("grad_norm", "gradient norm"),
     Measure("speed", "tokens per second"),
     Measure("memory", "memory"),
-    Measure("reward_std", "spread of the reward"),
-    Measure("completions/mean_length", "tokens of a completion"),
+    Measure("reward_std", "standard deviation of the reward"),
+    Measure("completions/mean_length", "tokens per completion"),
     TOKEN_ACCURACY,
 )
 """Measures of several methods."""
