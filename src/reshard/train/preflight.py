@@ -92,7 +92,9 @@ class _Looking:
             room = int(room * (1 - engine.estimates.reserved(run)))
             result = self._sized(result, options, tokenizer, room, on_cpu, indexed)
         self._take(self._tried(evaluation.held_out(run)))
-        command = None if self.machine or missing or self._placed() else self._try(lambda: launch.command(run))
+        command = (
+            None if self.machine or missing or self._placed() else self._try(lambda: launch.command(run))
+        )
         unique = list(dict.fromkeys(self.found))
         return replace(
             result,
