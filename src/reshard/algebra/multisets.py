@@ -3,8 +3,8 @@
 A multiset of positions x is represented by its size and by the sum of r^x modulo a prime, for one random r. Two
 different multisets of positions below n have the same sum for fewer than n of the 2^127 possible r (a polynomial of
 degree n has no more roots), so equal sums prove equal multisets, with an error probability below 2^-70. The sum of a
-strided piece is a product of geometric series: one costs as much for one element as for a billion, and no more is
-stored of it.
+strided piece is a product of geometric series: one costs as much for one element as for a billion, and nothing else
+is stored.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class Ledger:
         return wrong
 
     def complete(self, files: Files, sizes: Mapping[str, int]) -> None:
-        """Read the rest of each file of which little is missing. `sizes` are those of the files, in bytes."""
+        """Read the rest of each file if little is missing. `sizes` are those of the files, in bytes."""
         for path, size in sizes.items():
             ranges = self.passed.get(path, Ranges())
             if not ranges.lost and 0 < size - ranges.nbytes <= max(LITTLE, size // SHARE):

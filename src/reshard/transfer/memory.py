@@ -220,7 +220,7 @@ def _mebibytes(nbytes: int) -> str:
 
 
 def resident() -> tuple[int, int]:
-    """Resident bytes of the process now, and their peak. If the system reports only the peak, it stands for both."""
+    """Resident bytes of the process now, and their peak. If the system reports only the peak, it is both."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         found = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM")))

@@ -206,7 +206,7 @@ def noted(*named: Path) -> Iterator[Sources]:
 
 
 def open_source(path: str | Path) -> File:
-    """A source, open for reading, of which more will be read later.
+    """A source opened to read more of it later.
 
     Raises OSError, and ReshardError for anything but a regular file.
     """
