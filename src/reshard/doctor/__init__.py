@@ -1,4 +1,4 @@
-"""Why a launch, a script, a checkpoint or a log failed, and the cure."""
+"""Diagnoses why a launch, a script, a checkpoint or a log failed, and how to fix it."""
 
 from __future__ import annotations
 

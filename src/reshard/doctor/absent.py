@@ -1,4 +1,4 @@
-"""Which rank never came: to the rendezvous, to a barrier, or to a collective that the others waited in."""
+"""Which rank was missing: at the rendezvous, at a barrier, or in a collective in which the others waited."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _WORLD = re.compile(
 _NCCL = re.compile(
     r"(?:(?P<host>[A-Za-z][\w.-]*):)?\d+:\d+ \[\d+\] NCCL INFO [^\n]{0,200}?\brank (?P<rank>\d+) nranks"
 )
-"""A line of NCCL. Its host may have been taken for the prefix that names the stream."""
+"""A line of NCCL. Its host may have been removed as the prefix of the stream."""
 _SUMMARY = re.compile(r"\bhost\s*: (?P<host>\S+)\s+rank\s*: (?P<rank>\d+)")
 _LOCAL = re.compile(r"(?:nproc[-_]per[-_]node|local_world_size|NPROC_PER_NODE)['\"]?[ =:]{1,3}(?P<count>\d+)")
 MOST = 4096
-"""Ranks of a run, at most: a larger number is no world size."""
+"""Maximum number of ranks: a larger number is not a world size."""
 
 
 def evidence(root: Traceback, log: Log) -> list[Text]:
-    """Which ranks are absent, with their machines, as far as a log tells; nothing if it tells nothing."""
+    """The absent ranks with their hosts, as far as a log shows them; empty if it does not."""
     if named := _NAMED.search(root.said):
         ranks = [int(rank) for rank in named["ranks"].split(", ")]
         return [words("absent-named", absent=_listed(ranks, log))]
@@ -55,7 +55,7 @@ def evidence(root: Traceback, log: Log) -> list[Text]:
 
 
 def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
-    """The finding for a failure of which nothing is known but who was absent."""
+    """The finding for a failure about which only the absent ranks are known."""
     texts = evidence(root, log)
     if not texts:
         return None
@@ -75,21 +75,21 @@ def _of_count(came: int, every: int, heard: set[int], log: Log) -> Text:
 
 
 def _heard(log: Log, text: str) -> set[int]:
-    """The ranks that say anything in a log."""
+    """The ranks that appear in a log."""
     streams = {line.stream.rpartition("/")[2] for line in log.lines}
     heard = {int(stream) for stream in streams if stream.isdecimal()}
     return heard | {int(match["rank"] or match["nccl"]) for match in _SPEAKS.finditer(text)}
 
 
 def _world(log: Log, text: str) -> int:
-    """How many ranks there are, as a log tells; 0 if it does not."""
+    """The world size according to a log; 0 if unknown."""
     found = _WORLD.search(text)
     size = int(found["nranks"] or found["size"]) if found else int(log.facts.get("world size", 0))
     return size if size <= MOST else 0
 
 
 def _listed(ranks: list[int], log: Log) -> str:
-    """Ranks with the machines that the log names for them, or that they are on by their number."""
+    """Ranks with their hosts, from the log or derived from the rank."""
     hosts = {int(match["rank"]): match["host"] for match in _SUMMARY.finditer(log.text)}
     for line in log.lines:
         if "NCCL INFO" in line.text and (match := _NCCL.match(line.text)):
@@ -101,7 +101,7 @@ def _listed(ranks: list[int], log: Log) -> str:
 
 
 def _short(ranks: Iterable[int]) -> str:
-    """Numbers with those that follow each other as ranges: 0-3, 5."""
+    """Numbers with consecutive ones as ranges: 0-3, 5."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:

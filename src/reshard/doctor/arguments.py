@@ -1,4 +1,4 @@
-"""Arguments and keys that a program says it does not know, and the ones that are probably meant."""
+"""Arguments and keys that a program rejects as unknown, and the ones that were probably meant."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _USAGE = re.compile(r"--[a-z][\w-]+")
 _FULL = re.compile(r"full_key: (?P<key>[\w.]+)")
 PROGRAMS = {tool: tool for tool in ("trl", "llamafactory", "axolotl", "accelerate")} | {"swift": "ms-swift"}
-"""Programs whose keys are known from their releases, by the tools of settings.yaml."""
+"""Programs whose keys are known from their releases, and their tools in settings.yaml."""
 ALIKE = 0.75
 
 
 def evidence(root: Traceback, log: Log) -> list[Text]:
-    """For each argument that is not known the nearest that is; nothing if a message names none."""
+    """For each unknown argument the nearest known one; empty if a message names none."""
     unknown = list(dict.fromkeys(_unknown(root.said)))
     if "HfArgumentParser" in root.said:
         if of_training := _of_training(unknown):
@@ -46,11 +46,11 @@ def evidence(root: Traceback, log: Log) -> list[Text]:
 
 
 MANY = 5
-"""Keys of training that are unknown at once: the command does not train."""
+"""Number of unknown training keys at once from which the command is assumed not to train."""
 
 
 def _of_training(unknown: list[str]) -> Text | None:
-    """That most of the keys are those of a training run, given to a command that runs none."""
+    """A text if most of the keys are those of a training run, passed to a command that does not train."""
     trains = table("transformers")
     known = trains.ever("TrainingArguments.__init__") if trains else set()
     if len(unknown) < MANY or sum(name in known for name in unknown) < len(unknown) * 0.6:
@@ -59,7 +59,7 @@ def _of_training(unknown: list[str]) -> Text | None:
 
 
 def _of_releases(unknown: list[str]) -> list[Text]:
-    """For each key the releases of LLaMA-Factory that take it, if each of these names is a key of some of them."""
+    """For each key the releases of LLaMA-Factory that accept it, if every name is a key of some release."""
     keys = Keys("llamafactory", Versions())
     spans = {name: span for name in unknown if (span := keys.span(name))}
     if keys.table is None or len(spans) < len(unknown):
@@ -72,7 +72,7 @@ def _of_releases(unknown: list[str]) -> list[Text]:
 
 
 def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
-    """The finding for a key that no entry of the catalogue knows of."""
+    """The finding for a key that no catalogue entry covers."""
     texts = evidence(root, log)
     if not texts:
         return None
@@ -94,7 +94,7 @@ def _unknown(said: str) -> Iterator[str]:
 
 
 def _known(said: str, log: Log) -> set[str]:
-    """What the program takes: by its usage, if the log shows it, or by its releases."""
+    """The program's arguments: from its usage, if the log shows it, or from its releases."""
     usage = Usage()
     usage.see(log.text)
     of_usage = (
@@ -107,14 +107,14 @@ def _known(said: str, log: Log) -> set[str]:
     program = named or next((PROGRAMS[tool] for tool in usage.tools if tool in PROGRAMS), None)
     if program is not None:
         return shown | Keys(program, Versions()).known
-    if "is not in struct" in said or "Could not override" in said:  # Hydra, which verl is configured by
+    if "is not in struct" in said or "Could not override" in said:  # Hydra, which verl uses
         return shown | {key.rpartition(".")[2] for key in keys_of("verl")}
     trains = table("transformers")
     return shown | (trains.ever("Seq2SeqTrainingArguments.__init__") if trains else set())
 
 
 def _near(name: str, known: set[str]) -> Text:
-    """An unknown name with the one that it is probably meant for. Dashes and underscores are alike."""
+    """An unknown name and the one that was probably meant. Dashes and underscores are equivalent."""
     plain = {each.replace("-", "_"): each for each in known}
     prefix, dot, last = name.replace("-", "_").rpartition(".")
     if last in plain and not dot:

@@ -1,4 +1,4 @@
-"""Checkpoints of one kind given to what takes another: by the names in a message, a listing, a command line."""
+"""Checkpoints of one kind passed to code for another: by names in a message, a listing, a command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.doctor.words import words
 
 
 class Kind(NamedTuple):
-    """A kind of checkpoint, what its paths look like, and the phrase of the way out."""
+    """A kind of checkpoint, the pattern of its paths, and the phrase of the remedy."""
 
     name: str
     pattern: re.Pattern[str]
@@ -47,18 +47,18 @@ _LOADS_FOLDERS = re.compile(
     r" (?:from_pretrained|_from_pretrained|cached_files?|get_config_dict|_get_config_dict|validate_repo_id|_inner_fn"
     r"|load_adapter|get_peft_model_state_dict|_get_checkpoint_shard_files|find_adapter_config_file|get_config)\b"
 )
-"""Functions that take a folder of the hub, by the frames of a traceback."""
+"""Functions that take a Hugging Face folder, by the frames of a traceback."""
 _PATH = re.compile(r"""(?<![\w/])(?:[~.]{0,2}/)?[\w.+=@-]+(?:/[\w.+=@-]+)*/?""")
 _QUOTED = re.compile(r"""['"`‘“]([^'"`’”\n]{2,300})['"`’”]|\bin (\S+)\. """)
 
 VETOED = frozenset(
     {"hf-no-config", "hf-path-taken-for-repo", "hf-no-weights", "hf-trainer-checkpoint-sharded"}
 )
-"""Entries that take such a path for a folder of the hub that lacks something."""
+"""Entries that treat such a path as an incomplete Hugging Face folder."""
 
 
 def mixed_up(root: Traceback, place: Place) -> Finding | None:
-    """What a failure shows of a checkpoint that was given to what takes another kind; None if it shows nothing."""
+    """The finding if a checkpoint was passed to code for another kind; None otherwise."""
     if not any(_LOADS_FOLDERS.search(frame) for frame in root.frames):
         return None
     for path in _paths(root.said):
@@ -71,7 +71,7 @@ def mixed_up(root: Traceback, place: Place) -> Finding | None:
 
 
 def _paths(said: str) -> Iterator[str]:
-    """What a message quotes, or names after "in", that looks like a path."""
+    """Paths that a message quotes, or names after "in"."""
     for match in _QUOTED.finditer(said):
         if _PATH.fullmatch(path := (match[1] or match[2]).strip()):
             yield path

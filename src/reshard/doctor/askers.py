@@ -1,4 +1,4 @@
-"""Whose fault a failure is, by who asks whom: another package, the user's own code, the interpreter."""
+"""Whose fault a failure is, by the caller: another package, the user's own code, the interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z_]\w*)")
 
 
 def of_wrong_type(root: Traceback, log: Log) -> Finding | None:
-    """That a package was given a plain Python value where it expects another, and by whom; None for one's own code."""
+    """The finding that a package got a plain Python value of a wrong type, and from whom; None for user code."""
     match = next((hit for pattern in _PATTERNS if (hit := pattern.search(root.said))), None)
     if match is None or not is_of_package(root):
         return None
@@ -60,7 +60,7 @@ _OF_PYTHON = re.compile(
 
 
 def of_python(root: Traceback, log: Log) -> Finding | None:
-    """That the interpreter is too old or too new for a name of its own library."""
+    """The finding that the interpreter is too old or too new for a name of its standard library."""
     match = _OF_PYTHON.search(root.said)
     if match is None or match["module"] not in sys.stdlib_module_names:
         return None
@@ -76,11 +76,11 @@ def of_python(root: Traceback, log: Log) -> Finding | None:
 
 
 _PYTHON_2 = re.compile(r"ImportError: No module named (?P<module>[A-Za-z_][\w.]*)\s*$", re.MULTILINE)
-"""Python 3 raises ModuleNotFoundError here, and puts the name in quotes."""
+"""Python 3 raises ModuleNotFoundError here, with quotes around the name."""
 
 
 def of_python_2(root: Traceback, log: Log) -> Finding | None:
-    """That the interpreter is a Python 2, by its words for a module that it does not find."""
+    """The finding that the interpreter is Python 2, by its message for a missing module."""
     match = _PYTHON_2.search(root.said)
     if match is None:
         return None
@@ -89,7 +89,7 @@ def of_python_2(root: Traceback, log: Log) -> Finding | None:
 
 
 def owner(frame: str) -> str | None:
-    """The package that a frame's file lies in; None for a script."""
+    """The package of a frame's file; None for a script."""
     match = _INSTALLED.search(frame)
     found = match["name"] if match else package_of(frame)
     return found.partition("/")[0] if found else None

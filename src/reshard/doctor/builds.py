@@ -1,6 +1,6 @@
-"""What compilers, linkers, shells and the system say is missing: a program, a header file, a symbol, a host.
+"""What compilers, linkers, shells and the system report as missing: a program, a header, a symbol, a host.
 
-Such lines name the thing itself. Which package brings it, or was built for another one, follows from its name.
+Such lines name the missing thing. The package that provides it, or was built for another one, follows from the name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.doctor.rules import told
 from reshard.doctor.words import words
 
 Told = tuple[str, dict[str, object]]
-"""The id of a rule, and what fills its braces."""
+"""The id of a rule, and the values for its braces."""
 
 _BUILDING = re.compile(
     r"Error building extension|CalledProcessError|subcommand failed|subprocess-exited-with-error|CompilationError"
@@ -28,11 +28,11 @@ _BUILDING = re.compile(
     r"|\b(?:gcc|g\+\+|nvcc|make|ninja)\b|exit(?:ed)?(?: with)?(?: exit)? (?:code|status)|fatal error:"
 )
 ABOVE = 400
-"""Lines before a failed build in which the compiler says why."""
+"""Lines before a failed build in which the compiler reports the reason."""
 
 
 def of_build(root: Traceback, log: Log) -> Finding | None:
-    """What a failure, or the compiler before it, names as missing; None if neither does."""
+    """The finding for what a failure, or the compiler output before it, reports as missing; None if nothing."""
     for ask in _ASKED:
         for text, number in _texts(root, log):
             if found := ask(text, log):
@@ -42,7 +42,7 @@ def of_build(root: Traceback, log: Log) -> Finding | None:
 
 
 def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
-    """What the failure says, then, where something was built, what stands above it; with the numbers of lines."""
+    """The message of the failure, then, if something was built, the lines above it; with line numbers."""
     failure: Traceback | None = root
     while failure is not None:
         yield failure.said, failure.last
@@ -59,7 +59,7 @@ _SYMBOL = re.compile(
     r"(?<![\w./+@~-])(?P<file>[\w./+@~-]{1,400}?\.so[\w.]{0,80}):\s{1,3}undefined\s{1,3}symbol:\s{1,3}(?P<symbol>\w{1,300})"
 )
 _OF_TORCH = re.compile(r"^_Z\w{0,8}?(?:3c10|2at|5torch|6caffe2)(?=\d|[A-Z])|^(?:aoti_)?torch_|^THP")
-"""Mangled names of C++ in the namespaces of torch, and of its C interfaces."""
+"""Mangled C++ names in torch's namespaces, and names of its C interfaces."""
 _OF_CUDA = re.compile(r"^_*(?:nvJitLink|cu(?:blas|sparse|solver|fft|rand|dnn)|nccl|nvrtc|cu[A-Z])")
 _NAMED_OTHERWISE = {
     "amp_C": "apex",
@@ -68,11 +68,11 @@ _NAMED_OTHERWISE = {
     "selective_scan_cuda": "mamba-ssm",
     "transformer_engine_torch": "transformer-engine",
 }
-"""Packages by the names of their extensions, where these lie beside the package's folder."""
+"""Packages by the names of their extensions, if these are outside of the package's folder."""
 _FOR_ONE_TORCH = frozenset(
     ("vllm", "torchvision", "torchaudio", "xformers", "torchao", "sglang", "sgl-kernel")
 )
-"""Packages with wheels for one release of torch, which they require."""
+"""Packages whose wheels are built for one release of torch, which they require."""
 
 
 def _undefined(text: str, log: Log) -> Told | None:
@@ -99,7 +99,7 @@ _FOR_CPU = re.compile(r"_cpu\.so")
 
 
 def _package_of(file: str) -> str:
-    """The package of an extension, by its own name or by its folder."""
+    """The package of an extension, by its file name or its folder."""
     name = file.rpartition("/")[2].partition(".")[0]
     folder = re.search(r"(?:site|dist)-packages/(\w+)/", file)
     own = re.sub(r"_(?:cuda|C|ext|lib|torch|extensions)$", "", name)
@@ -235,7 +235,7 @@ _SOCKET = re.compile(
 
 
 def _unreachable(text: str, log: Log) -> Told | None:
-    """A host that another one does not reach, by the words of the system."""
+    """A host that cannot be reached, by the system's messages."""
     if match := _SOCKET.search(text):
         why = words("store-silent" if "timed out" in match["why"] else "store-refuses")
         return "store-unreachable", {"host": match["host"], "port": match["port"], "why": why}

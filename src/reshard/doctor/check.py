@@ -1,8 +1,7 @@
 """Check entries of the catalogue: `python -m reshard.doctor.check [FILE …]`.
 
-Every file against `catalogue.schema.json`, and what a schema cannot say: that an entry is named like its file, is
-recognised by its own excerpt, and refers to entries that exist. Needs the jsonschema package; nothing else of
-reshard does.
+Every file is checked against `catalogue.schema.json`; in addition, an entry must be named like its file, be recognised
+by its own excerpt, and refer to existing entries. Needs the jsonschema package, which nothing else in reshard does.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SCHEMA = FOLDER.with_name("catalogue.schema.json")
 
 
 def problems(path: Path) -> list[str]:
-    """What is wrong with one entry, each as a line that says where; nothing if it is sound."""
+    """The problems of one entry, each as a line with its place; empty if there are none."""
     try:
         entry = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -56,7 +55,7 @@ def _beyond_schema(path: Path, entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _unrecognised(entry: dict[str, Any]) -> Iterator[str]:
-    """Why an entry's own excerpt would not be taken for it: any of `patterns`, all `needs` and no `unless` show."""
+    """Why an entry's own excerpt does not match it: it needs any of `patterns`, all `needs` and no `unless`."""
 
     def shows(regex: str) -> bool:
         return re.search(regex, entry["excerpt"], re.MULTILINE) is not None
@@ -72,7 +71,7 @@ def _unrecognised(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def main(names: Sequence[str]) -> int:
-    """Print what is wrong with the files named, or with all entries. Returns the exit status."""
+    """Print the problems of the given files, or of all entries. Returns the exit status."""
     if find_spec("jsonschema") is None:
         print("this check needs the jsonschema package: pip install jsonschema", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Diagnose a checkpoint: what `inspect` finds, and whether it would load and train."""
+"""Diagnose a checkpoint: the findings of `inspect`, and whether it would load and train."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ MARKS = (
         "global_step*",
     ),
 )
-"""What shows that a checkpoint was meant to be somewhere, even if it cannot be opened."""
+"""Files that show that a checkpoint was intended, even if it cannot be opened."""
 
 
 def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
-    """What is wrong with the checkpoint at `path`, and the command to type next ("" if there is none).
+    """The findings about the checkpoint at `path`, and the command to run next ("" if there is none).
 
-    Raises ReshardError if there is no checkpoint: one that is damaged or not whole is a finding.
+    Raises ReshardError if there is no checkpoint: a damaged or incomplete one is a finding.
     """
     try:
         inspection = inspect_checkpoint(_tracked(path))
@@ -58,7 +58,7 @@ def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
     findings += _missing(inspection, _tracked(path))
     try:
         findings += [*_tokenizer(checkpoint), *remote_code(checkpoint.root), *trainability(checkpoint)]
-    except ReshardError as error:  # a config or a tokenizer that is no JSON
+    except ReshardError as error:  # a config or a tokenizer that is not JSON
         findings += [
             _damage(problem, path) for problem in error.problems if problem not in inspection.problems
         ]
@@ -66,9 +66,9 @@ def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
 
 
 def of_pair(first: Path, second: Path) -> list[Finding]:
-    """Whether a checkpoint and a folder of the hub belong together, as `convert --base` takes them.
+    """Whether a checkpoint and a Hugging Face folder belong together, as with `convert --base`.
 
-    The base is the second, unless only the first has a config.json. Raises nothing: what does not fit is a finding.
+    The base is the second, unless only the first has a config.json. Raises nothing: misfits are findings.
     """
     checkpoint, base = (second, first) if _has_config(first) and not _has_config(second) else (first, second)
     try:
@@ -104,13 +104,13 @@ def _unknown(path: Path) -> ReshardError:
 
 
 def _tracked(path: Path) -> Path:
-    """The path itself; where it is a Megatron run without a tracker file, its last iteration."""
+    """The path; for a Megatron run without a tracker file, its last iteration."""
     steps = iterations.found_in(path)
     return path if not steps or (path / iterations.TRACKER).exists() else list(steps.values())[-1]
 
 
 def is_meant(path: Path) -> bool:
-    """Whether a path was meant to be a checkpoint: a file of weights, or a folder with a part of one."""
+    """Whether a path was intended as a checkpoint: a weight file, or a folder with part of one."""
     if path.is_file():
         return _begins_as_weights(path)
     folders = [path, *(child for child in path.glob("*") if child.is_dir())]
@@ -118,7 +118,7 @@ def is_meant(path: Path) -> bool:
 
 
 def _begins_as_weights(path: Path) -> bool:
-    """Whether a file begins as safetensors, zip archives, pickles or pointers of Git LFS do, or holds only zeros."""
+    """Whether a file begins like safetensors, a zip archive, a pickle or a Git LFS pointer, or has only zeros."""
     with path.open("rb") as file:
         begin = file.read(64)
     starts = (
@@ -134,7 +134,7 @@ def _begins_as_weights(path: Path) -> bool:
 
 
 def _damage(problem: Problem, path: Path) -> Finding:
-    """Why a checkpoint cannot be opened."""
+    """The finding why a checkpoint cannot be opened."""
     values = {
         "message": translated(problem, "message"),
         "shows": _lines(_said(problem, "tensor", "rule", "expected", "found")),
@@ -145,30 +145,30 @@ def _damage(problem: Problem, path: Path) -> Finding:
 
 
 def _said(problem: Problem, *fields: str) -> Iterator[Text]:
-    """Fields of a problem that are set, one line each."""
+    """The fields of a problem that are set, one line each."""
     for field in fields:
         if value := getattr(problem, field):
             yield words(f"problem-{field}", value=value if field == "tensor" else translated(problem, field))
 
 
 def _said_or(problem: Problem, field: str, phrase: str) -> Text:
-    """A field of a problem, or a phrase where it is not set."""
+    """A field of a problem, or a phrase if it is not set."""
     return translated(problem, field) if getattr(problem, field) else words(phrase)
 
 
 def _lines(texts: Iterable[Text]) -> Text:
-    """Texts one below the other."""
+    """Texts on separate lines."""
     given = list(texts)
     return Text("\n".join(text.en for text in given), "\n".join(text.zh for text in given))
 
 
 def _lacks(problem: Problem) -> bool:
-    """Whether a problem is one of those that `_missing` puts into one."""
+    """Whether a problem is among those that `_missing` combines into one."""
     return problem.code in (NO_CONFIG, NO_TOKENIZER)
 
 
 class Part(NamedTuple):
-    """What should be beside the weights, and the flags that stand in for it."""
+    """A file that should be next to the weights, and the flags that replace it."""
 
     name: Text
     is_missing: bool
@@ -176,7 +176,7 @@ class Part(NamedTuple):
 
 
 def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
-    """Which of weights, config, tokenizer and tracker are there, and what supplies the others."""
+    """Which of weights, config, tokenizer and tracker are there, and how to supply the others."""
     checkpoint = inspection.checkpoint
     parts = list(_parts(inspection, iterations.root_of(path)))
     lost = [part.name for part in parts if part.is_missing]
@@ -226,7 +226,7 @@ def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Whether the tokenizer fits the embedding, chats, and opens in transformers 4."""
+    """Whether the tokenizer fits the embedding, has a chat template, and opens in transformers 4."""
     companions = find_companions(*checkpoint.folders)
     names = EMBEDDINGS.get(checkpoint.dialect, ())
     table = next((t for name in names if (t := checkpoint.tensors.get(name))), None)
@@ -246,7 +246,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def remote_code(folder: Path) -> Iterator[Finding]:
-    """The old checkpointing method in modeling files, and a config that switches the cache off."""
+    """The old checkpointing method in modeling files, and a config that disables the cache."""
     for path in sorted(folder.glob("modeling*.py")):
         try:
             tree = ast.parse(read_source(path, CODE_MOST).decode("utf-8"))

@@ -1,4 +1,4 @@
-"""What ranks waited for when their watchdog ended them: the same collective, or different ones."""
+"""The collectives that ranks waited for when their watchdog ended them: the same one, or different ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _WORK = re.compile(
 
 
 def compared(log: Log) -> list[Text]:
-    """What comparing SeqNum, OpType and NumelIn over the ranks tells; nothing if fewer than two ranks show them."""
-    works: dict[int, tuple[int, str, str]] = {}  # NumelIn is "" where the log does not say it
+    """What SeqNum, OpType and NumelIn of the ranks show in comparison; empty if fewer than two ranks have them."""
+    works: dict[int, tuple[int, str, str]] = {}  # NumelIn is "" if the log does not have it
     for match in _WORK.finditer(log.text):
         works.setdefault(int(match["rank"]), (int(match["seq"]), match["op"], match["numel"] or ""))
     if len(works) < 2:

@@ -18,22 +18,22 @@ from reshard.doctor.rules import told
 from reshard.doctor.spread import SPREAD
 
 RUN = {"learning_rate", "per_device_train_batch_size", "num_train_epochs", "output_dir", "model_name_or_path"}
-"""Keys by which a config of a run is known."""
+"""Keys that identify the config of a run."""
 FOREIGN = {"base_model", "model", "rlhf_type", "train_type", "tuner_type", "teacher_model", "adapter"}
-"""Keys of Axolotl and ms-swift, which have arguments of their own."""
+"""Keys of Axolotl and ms-swift, which have their own arguments."""
 OF_SWIFT = {"rlhf_type", "train_type", "tuner_type", "teacher_model"}
 OF_ACCELERATE = {"distributed_type", "compute_environment", "fsdp_config", "deepspeed_config"}
 
 
 def diagnose_config(path: str) -> list[Finding]:
-    """What will go wrong with a config. Raises ReshardError if it cannot be read."""
+    """The findings about a config. Raises ReshardError if it cannot be read."""
     config = read_config(path)
     rules = (_text, _accelerate, _deepspeed, _llamafactory, _trl, _keys)
     return [finding for rule in rules for finding in rule(config)]
 
 
 def _text(config: ConfigText) -> Iterator[Finding]:
-    """What readers of YAML and JSON do not agree about."""
+    """Syntax on which readers of YAML and JSON disagree."""
     if config.repeated:
         places = [config.place(key) for key in config.repeated]
         yield told("config-repeated-key", places, {"keys": ", ".join(config.repeated)})
@@ -49,7 +49,7 @@ OF_FSDP1 = (
     "fsdp_use_orig_params",
     "fsdp_sync_module_states",
 )
-"""FSDP2 has none of these (accelerate 1.15, FullyShardedDataParallelPlugin); forward prefetching it refuses."""
+"""FSDP2 has none of these (accelerate 1.15, FullyShardedDataParallelPlugin); it refuses forward prefetching."""
 
 
 def _accelerate(config: ConfigText) -> Iterator[Finding]:
@@ -75,7 +75,7 @@ def _accelerate(config: ConfigText) -> Iterator[Finding]:
 
 
 def _fsdp(config: ConfigText) -> Iterator[Finding]:
-    """Options of FSDP 1 and 2 that do not go together."""
+    """Options of FSDP 1 and 2 that do not work together."""
     version = config.get("fsdp_config.fsdp_version") or 1
     given = config.content["fsdp_config"]
     if version == 2:
@@ -124,7 +124,7 @@ FILLED = {
         for key in ("device", "nvme_path")
     ),
 }
-"""Keys whose "auto" transformers or accelerate fill; so they do all of `optimizer` and `scheduler`."""
+"""Keys whose "auto" transformers or accelerate replace; they also replace all in `optimizer` and `scheduler`."""
 
 
 def _deepspeed(config: ConfigText) -> Iterator[Finding]:
@@ -160,7 +160,7 @@ def _deepspeed(config: ConfigText) -> Iterator[Finding]:
 
 
 def _switched_on(value: object) -> bool:
-    """Whether an option does something: templates carry those of stage 3 along with "auto" and "none"."""
+    """Whether an option is effective: templates contain those of stage 3 with "auto" and "none"."""
     device = value.get("device") if isinstance(value, Mapping) else None
     return device in ("cpu", "nvme") if isinstance(value, Mapping) else value is True
 
@@ -200,7 +200,7 @@ def _is_llamafactory(config: ConfigText) -> bool:
 
 
 def _llamafactory(config: ConfigText) -> Iterator[Finding]:
-    """What `llamafactory-cli` refuses after it has parsed everything (hparams/parser.py), and keys it does not know."""
+    """What `llamafactory-cli` refuses after parsing everything (hparams/parser.py), and unknown keys."""
     if not _is_llamafactory(config):
         return
     given = config.content
@@ -221,7 +221,7 @@ def _llamafactory(config: ConfigText) -> Iterator[Finding]:
 
 
 def _clashes(given: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """A key that is refused, and those that are the reason; an empty list if there is none."""
+    """A refused key, and the keys that are the reason; an empty list if there is none."""
     zero3 = (
         ["deepspeed"] if any(word in str(given.get("deepspeed")).lower() for word in ("z3", "zero3")) else []
     )
@@ -270,7 +270,7 @@ def _trl(config: ConfigText) -> Iterator[Finding]:
 
 
 def _keys(config: ConfigText) -> Iterator[Finding]:
-    """Keys that the program does not read: of another release, or a slip of the pen."""
+    """Keys that the program does not read: of another release, or misspelled."""
     program = _program(config)
     if program is None:
         return
@@ -309,7 +309,7 @@ def _of_other_release(
 
 
 def _program(config: ConfigText) -> str | None:
-    """Which program reads a config, as far as its keys tell."""
+    """The program that reads a config, as far as its keys show."""
     given = config.content
     if isinstance(given.get("zero_optimization"), Mapping):
         return "deepspeed"
@@ -325,7 +325,7 @@ def _program(config: ConfigText) -> str | None:
 
 
 def _asked(config: ConfigText, program: str) -> list[str]:
-    """The keys of a config that are looked up: those that the program reads itself."""
+    """The keys of a config to look up: those that the program reads itself."""
     if program == "deepspeed":
         free = ("optimizer.params.", "scheduler.params.")
         return [key for key in config.spots if not key.startswith(free)]

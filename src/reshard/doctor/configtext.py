@@ -22,18 +22,18 @@ from reshard.transfer.sources import read_source
 
 
 class _Loader(Yaml):
-    """Reads tags that programs define for themselves (`!function`) as nothing."""
+    """Reads programs' own tags (`!function`) as null."""
 
 
 _Loader.add_multi_constructor("", lambda loader, suffix, node: None)
-_Loader.add_implicit_resolver(  # YAML 1.2 and OmegaConf take 1e-5 as a number, PyYAML does not
+_Loader.add_implicit_resolver(  # YAML 1.2 and OmegaConf read 1e-5 as a number, PyYAML does not
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
 )
 
 
 @dataclass(frozen=True)
 class _Spot:
-    """Where a key and its value stand: lines and columns from 0."""
+    """The position of a key and its value: lines and columns from 0."""
 
     line: int
     key: tuple[int, int]
@@ -42,7 +42,7 @@ class _Spot:
 
 @dataclass
 class ConfigText:
-    """A config that was read. Keys of nested mappings are joined by dots."""
+    """A parsed config. Keys of nested mappings are joined by dots."""
 
     path: str
     lines: list[str]
@@ -53,14 +53,14 @@ class ConfigText:
     """Whether it is JSON with comments or trailing commas."""
 
     def get(self, key: str) -> Any:
-        """The value of a key, None if it is not there."""
+        """The value of a key, None if it is missing."""
         value = self.content
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
     def place(self, key: str) -> Place:
-        """The line of a key; the file, if the key is not there."""
+        """The line of a key; the file, if the key is missing."""
         spot = self.spots.get(key)
         return (
             Place(self.path, spot.line + 1, self.lines[spot.line].strip())
@@ -84,7 +84,7 @@ class ConfigText:
         return self._fixed(spot, spot.key, json.dumps(name) if self.path.endswith(".json") else name)
 
     def dropped(self, key: str) -> Place:
-        """The line of a key made a comment; JSON has none, so there only the line."""
+        """The line of a key as a comment; for JSON, which has no comments, the line itself."""
         place = self.place(key)
         whole = key in self.spots and self.spots[key].value is not None
         if self.path.endswith(".json") or not whole:
@@ -92,7 +92,7 @@ class ConfigText:
         return Place(place.target, place.line, place.text, f"# {place.text}")
 
     def with_sibling(self, key: str, name: str, value: object) -> Place:
-        """The line of a key with another key beside it, in the notation of JSON."""
+        """The line of a key with another key added after it, in JSON."""
         place = self.place(key)
         if not self.path.endswith(".json"):
             return place
@@ -107,7 +107,7 @@ class ConfigText:
 
 
 def read_config(path: str) -> ConfigText:
-    """Parse a config: JSON by its suffix, else YAML. Raises ReshardError with the line of the mistake."""
+    """Parse a config: as JSON by its suffix, else as YAML. Raises ReshardError with the line of the error."""
     lenient = False
     try:
         text = decoded(read_source(as_path(path), JSON_MOST)).removeprefix("\ufeff")
@@ -141,7 +141,7 @@ def read_config(path: str) -> ConfigText:
     try:
         root = yaml.compose(plain.replace("\t", " "), Loader=_Loader)
     except yaml.YAMLError:
-        root = None  # JSON that is no YAML
+        root = None  # JSON that is not YAML
     every = list(_spots(root, ""))
     repeated = [name for name, count in Counter(name for name, _ in every).items() if count > 1]
     spots = {**dict(_merged(root, "")), **dict(every)}
@@ -153,7 +153,7 @@ _TRAILING = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?P<comma>,)(?=\s*[}\]])')
 
 
 def _json(text: str) -> tuple[Any, bool]:
-    """The content of JSON, and whether only a reader that forgives takes it: with comments or trailing commas."""
+    """The content of JSON, and whether only a lenient parser accepts it: with comments or trailing commas."""
     try:
         return json.loads(text), False
     except ValueError:
@@ -164,12 +164,12 @@ def _json(text: str) -> tuple[Any, bool]:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Spaces in place of a comment, so that all else stays where it stands."""
+    """Spaces that replace a comment, so that positions do not change."""
     return re.sub(r"[^\n]", " ", match[0]) if match["comment"] else match[0]
 
 
 def _merged(node: Any, prefix: str) -> Iterator[tuple[str, _Spot]]:
-    """Keys that an alias brings (`<<: *base`), where the anchor has them."""
+    """Keys that come from an alias (`<<: *base`), at the position of the anchor."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if key.value == "<<":
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:

@@ -1,4 +1,4 @@
-"""Diagnose: what each target is, what is wrong with it, and which of all findings is the cause of the others."""
+"""Diagnose targets: what each one is, what is wrong with it, and which finding is the cause of the others."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ class _Seen:
     problems: list[Problem] = field(default_factory=list)
     """Why targets cannot be read."""
     usage: Usage = field(default_factory=Usage)
-    """What was run, by all targets."""
+    """What was run, according to all targets."""
 
     def of_usage(self, target: str) -> None:
-        """Take in what a script or a config shows of what was run: logs are read later, once."""
+        """Record what a script or a config shows about the run; logs are read later, only once."""
         path = as_path(target)
         if target == STDIN or not path.exists():
             return
@@ -147,7 +147,7 @@ class _Seen:
         return findings
 
     def _of_folder(self, folder: Path) -> Sequence[Finding]:
-        """The findings of a checkpoint, or of the folder of a run: its logs and configs as well."""
+        """The findings of a checkpoint, or of the folder of a run with its logs and configs."""
         logs, configs = logs_in(folder), configs_in(folder)
         try:
             found = list(self._of_weights(folder))
@@ -164,7 +164,7 @@ class _Seen:
 
 
 LONGEST_LIST = 1 << 20
-"""Bytes of the beginning of a file that show whether it is a list of packages, and what was run."""
+"""Bytes at the beginning of a file that show whether it is a list of packages, and what was run."""
 
 
 def _first_lines(path: Path) -> list[str]:
@@ -173,7 +173,7 @@ def _first_lines(path: Path) -> list[str]:
 
 
 def bytes_of_logs(*targets: str) -> int:
-    """How much `on_bytes` will be told of; what comes on standard input is not known before."""
+    """The total that `on_bytes` will report; the size of standard input is unknown."""
     paths = [Path(target) for target in targets if target != STDIN]
     files = [path for path in paths if path.is_file() and _kind(path) is diagnose_log]
     files += [log for path in paths if path.is_dir() for log in logs_in(path)]
@@ -181,7 +181,7 @@ def bytes_of_logs(*targets: str) -> int:
 
 
 def is_checkpoint(target: str) -> bool:
-    """Whether a target is a folder, or a file of weights."""
+    """Whether a target is a folder, or a weight file."""
     path = as_path(target)
     if target == STDIN or path.is_dir():
         return target != STDIN
@@ -189,7 +189,7 @@ def is_checkpoint(target: str) -> bool:
 
 
 def kind_of(target: str) -> Callable[[str], list[Finding]]:
-    """What diagnoses a target that is no checkpoint. Raises ReshardError if there is nothing."""
+    """The function that diagnoses a target other than a checkpoint. Raises ReshardError if it does not exist."""
     path = as_path(target)
     if target == STDIN:
         return diagnose_log
@@ -213,7 +213,7 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
 
 
 def _kind(path: Path) -> Callable[[str], list[Finding]]:
-    """What diagnoses a file, by its suffix."""
+    """The function that diagnoses a file, by its suffix."""
     if path.suffix == ".py":
         return diagnose_script
     if path.suffix == ".ipynb":
@@ -224,7 +224,7 @@ def _kind(path: Path) -> Callable[[str], list[Finding]]:
 
 
 def _readable(path: Path) -> None:
-    """Refuse what nothing can be said of: an empty file, and one that is no text."""
+    """Raise ReshardError for an empty file, and for one that is not text."""
     with path.open("rb") as file:
         begin = file.read(BEGIN)
     if not begin or encoding_of(begin) is None:
@@ -241,7 +241,7 @@ _CONVERT = re.compile(r"^reshard convert .+ --to huggingface.*$", re.MULTILINE)
 
 
 def typed(finding: Finding, commands: Sequence[str]) -> Finding:
-    """A finding whose cure names the one checkpoint that was given, where it says how to convert one."""
+    """A finding whose remedy names the given checkpoint where it explains how to convert one, if there is only one."""
     if len(commands) != 1 or not commands[0] or "--to" in commands[0].split():
         return finding
     cure = (
@@ -251,7 +251,7 @@ def typed(finding: Finding, commands: Sequence[str]) -> Finding:
 
 
 def combined(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for one cause: what a script or an environment breaks explains what a log shows of it."""
+    """One finding per cause: what a script or an environment breaks explains what a log shows of it."""
     by_id: dict[str, list[Finding]] = {}
     for finding in findings:
         by_id.setdefault(finding.code, []).append(finding)

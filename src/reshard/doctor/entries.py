@@ -1,7 +1,7 @@
-"""The catalogue of failures: one YAML file for each, so that a person adds one without touching Python.
+"""The catalogue of failures: one YAML file for each, so that entries can be added without Python.
 
-`catalogue/<id>.yaml`, validated by `catalogue.schema.json`. An entry says by which text a failure shows, what tells it
-apart from others with the same text, why it happens, and what to do.
+`catalogue/<id>.yaml` is validated by `catalogue.schema.json`. An entry has the text by which a failure is recognised,
+what distinguishes it from others with the same text, its cause, and its remedy.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ KINDS = ("error", "hang", "silent", "warning", "symptom")
 class Entry:
     """One failure. `patterns`, `needs`, `unless` and `hints` are searched in a log without colours and prefixes.
 
-    Any of `patterns` makes the entry a candidate; all of `needs` and none of `unless` have to show as well; each of
-    `hints` makes it surer, up to `certainty`. `versions` are the affected ones, as PEP 440 specifiers by package.
+    Any of `patterns` makes the entry a candidate; all of `needs` and none of `unless` must match as well; each of
+    `hints` increases its certainty, up to `certainty`. `versions` are the affected ones, as PEP 440 specifiers by
+    package.
     """
 
     id: str
@@ -55,7 +56,7 @@ def catalogue() -> dict[str, Entry]:
 
 
 def find(identifier: str) -> Entry:
-    """One entry. Raises ReshardError naming the nearest ids if there is none."""
+    """One entry. Raises ReshardError naming the nearest ids if it does not exist."""
     entries = catalogue()
     if identifier not in entries:
         near = _near(identifier, entries)
@@ -70,7 +71,7 @@ def find(identifier: str) -> Entry:
 
 
 def _near(identifier: str, entries: dict[str, Entry]) -> list[str]:
-    """Ids of rules and entries like this one; of entries, too, whose text has these words."""
+    """Ids of rules and entries similar to this one; or of entries whose text contains these words."""
     from reshard.doctor.rules import rules
 
     asked = identifier.lower().replace("_", "-")
@@ -125,9 +126,9 @@ _PARTS = re.compile(r"(?P<kept>\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<quote>['\"])|
 
 
 def _with_any_quotes(pattern: str) -> str:
-    """A pattern that other quotation marks match too, and that no backtick is needed for.
+    """A pattern that also matches other quotation marks, and missing backticks.
 
-    Versions of a message differ in them, and pasting into a page turns or swallows them.
+    Versions of a message differ in these, and pasting into a page changes or removes them.
     """
     return _PARTS.sub(
         lambda part: part["kept"] or (f"{_QUOTES}?" if part["tick"] else _QUOTES),

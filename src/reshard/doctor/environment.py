@@ -1,4 +1,4 @@
-"""Diagnose the environment: which rules the versions break together, and stray settings."""
+"""Diagnose the environment: rules that the versions break together, and stray settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rule(function: Rule) -> Rule:
 
 
 def diagnose_environment(environment: Environment | None = None) -> list[Finding]:
-    """What the environment breaks, errors first."""
+    """Findings about the environment, errors first."""
     place = environment or look_around()
     found = [finding for each in RULES for finding in each(place)]
     return sorted(found, key=lambda finding: finding.severity != "error")
@@ -40,7 +40,7 @@ def _found(
 
 @rule
 def device_map_becomes_tensor_parallelism(env: Environment) -> Iterator[Finding]:
-    """transformers 4.50.3 to 4.53.3, which WORLD_SIZE turns."""
+    """transformers 4.50.3 to 4.53.3 become tensor parallel if WORLD_SIZE is set."""
     if env.has("transformers", ">=4.50.3,<4.54"):
         is_set = env.world_size is not None
         shows = f"transformers {env.versions['transformers']}" + (f", WORLD_SIZE={env.world_size}" * is_set)
@@ -66,12 +66,12 @@ def accelerate_before_1_15(env: Environment) -> Iterator[Finding]:
 
 
 UNDECLARED = (("trl", "<0.20", "transformers", ">=5"),)
-"""Versions that cannot be together although no metadata says so: TRL before 0.20 does not know transformers 5."""
+"""Incompatible versions that no metadata declares: TRL before 0.20 does not support transformers 5."""
 
 
 @rule
 def requirements(env: Environment) -> Iterator[Finding]:
-    """What an installed package requires of another one, in its own metadata; and TRL's imports of transformers."""
+    """Requirements in installed packages' metadata that are not met; and TRL's imports of transformers."""
     for package, needs in unmet(env):
         installed = env.versions[needs.name]
         phrase = {
@@ -93,7 +93,7 @@ def requirements(env: Environment) -> Iterator[Finding]:
 
 @rule
 def stale_world_size(env: Environment) -> Iterator[Finding]:
-    """WORLD_SIZE without a rank comes from no launcher."""
+    """WORLD_SIZE without a rank does not come from a launcher."""
     launched = env.variables.keys() & {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
     if env.world_size is not None and not launched:
         yield _found("env-stale-world-size", f"WORLD_SIZE={env.world_size}, RANK=–")
@@ -101,7 +101,7 @@ def stale_world_size(env: Environment) -> Iterator[Finding]:
 
 @rule
 def more_processes_than_gpus(env: Environment) -> Iterator[Finding]:
-    """LOCAL_WORLD_SIZE against the GPUs that are visible."""
+    """LOCAL_WORLD_SIZE compared with the number of visible GPUs."""
     local = env.variables.get("LOCAL_WORLD_SIZE", "")
     visible = env.variables.get("CUDA_VISIBLE_DEVICES")
     count = len(env.gpus) if visible is None else len([each for each in visible.split(",") if each.strip()])
@@ -112,7 +112,7 @@ def more_processes_than_gpus(env: Environment) -> Iterator[Finding]:
 
 @rule
 def stray_accelerate_config(env: Environment) -> Iterator[Finding]:
-    """`accelerate launch` without --config_file takes the default one, whatever it says."""
+    """`accelerate launch` without --config_file silently uses the default config."""
     cache = env.variables.get("HF_HOME") or str(env.home / ".cache/huggingface")
     path = Path(cache) / "accelerate/default_config.yaml"
     if not path.is_file():
@@ -127,7 +127,7 @@ def stray_accelerate_config(env: Environment) -> Iterator[Finding]:
 
 
 def _choices(content: Any) -> str:
-    """What a config of accelerate switches on."""
+    """What a config of accelerate enables."""
     if not isinstance(content, dict):
         raise ValueError(f"found {type(content).__name__}, expected keys with values")
     keys = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
@@ -135,16 +135,16 @@ def _choices(content: Any) -> str:
 
 
 DRIVERS = {11: 450, 12: 525, 13: 580}
-"""The least driver by major version of CUDA (NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1)."""
+"""The minimum driver by major version of CUDA (NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1)."""
 CAPABILITIES = {8.0: (11, 0), 8.6: (11, 1), 8.9: (11, 8), 9.0: (11, 8), 10.0: (12, 8), 12.0: (12, 8)}
 """The first CUDA that compiles for a compute capability (NVIDIA, CUDA release notes)."""
 DROPPED = {13: 7.5}
-"""The least compute capability that a major version of CUDA compiles for (CUDA 13.0 release notes)."""
+"""The lowest compute capability that a major version of CUDA compiles for (CUDA 13.0 release notes)."""
 
 
 @rule
 def cuda_against_driver_and_gpus(env: Environment) -> Iterator[Finding]:
-    """The CUDA of torch against the driver, and against the GPUs."""
+    """torch's CUDA version compared with the driver and the GPUs."""
     if not env.cuda or not (match := re.match(r"(\d+)\.(\d+)", env.cuda)):
         return
     built = (int(match[1]), int(match[2]))
@@ -169,7 +169,7 @@ def cuda_against_driver_and_gpus(env: Environment) -> Iterator[Finding]:
 
 @rule
 def torch_without_cuda(env: Environment) -> Iterator[Finding]:
-    """A CPU build of torch beside GPUs."""
+    """A CPU build of torch although there are GPUs."""
     if env.gpus and (env.cuda == "" or env.versions.get("torch", "").endswith("+cpu")):
         yield _found("env-torch-without-cuda", f"torch {env.versions.get('torch')}, GPU × {len(env.gpus)}")
 
@@ -179,14 +179,14 @@ LEAST_SHM = 256 << 20
 
 @rule
 def small_shared_memory(env: Environment) -> Iterator[Finding]:
-    """Docker gives 64 MiB of /dev/shm; NCCL and the workers of data loaders exchange tensors through it."""
+    """Docker provides 64 MiB of /dev/shm; NCCL and the workers of data loaders exchange tensors through it."""
     if env.shm is not None and env.shm < LEAST_SHM:
         yield _found("env-small-shm", f"/dev/shm: {env.shm >> 20} MiB", {"size": env.shm >> 20})
 
 
 @rule
 def flash_attention_of_another_torch(env: Environment) -> Iterator[Finding]:
-    """The wheel of flash-attn says in its version for which torch it was compiled."""
+    """The version of a flash-attn wheel names the torch for which it was compiled."""
     built = re.search(r"torch(\d+\.\d+)", env.versions.get("flash-attn", ""))
     torch = env.versions.get("torch", "")
     if built and torch and not torch.startswith(f"{built[1]}."):

@@ -1,4 +1,4 @@
-"""Traps of scripts that export: a model that becomes tensor-parallel by itself, and ranks that nobody merges."""
+"""Failures of export scripts: a model that silently becomes tensor parallel, and ranks that are not merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER_RANKS = re.compile(r"model_tp(?:\{|\*|%|\\d|[1-9])|mp_rank_(?:\{|\*|%|\\d
 
 
 def export_device_map(source: Source) -> Iterator[Finding]:
-    """device_map='auto' in a script that sets WORLD_SIZE itself, and gives the model to no trainer."""
+    """device_map='auto' in a script that sets WORLD_SIZE itself, and passes the model to no trainer."""
     if not _SETS_WORLD_SIZE.search(source.text) or any(device_map_findings(source)):
         return
     maps = [keyword.value for call in source.calls if (keyword := call.keyword("device_map"))]
@@ -27,12 +27,12 @@ def export_device_map(source: Source) -> Iterator[Finding]:
 
 
 def first_rank_only(source: Source) -> Iterator[Finding]:
-    """The files of tensor-parallel rank 0 alone: InternLM's `model_tp0_pp*`, Megatron's `mp_rank_00`."""
+    """Only the files of tensor-parallel rank 0 are read: InternLM's `model_tp0_pp*`, Megatron's `mp_rank_00`."""
     if not source.find("load_state_dict") or _OTHER_RANKS.search(source.text):
         return
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
             continue
-        if _RANK_0.search(node.value) and "\n" not in node.value:  # a docstring may speak of it
+        if _RANK_0.search(node.value) and "\n" not in node.value:  # a docstring may mention it
             yield told("script-first-rank-only", [source.place(node.lineno)])
             return

@@ -1,8 +1,8 @@
-"""Failures that a log shows without a whole traceback: an exception alone, a logger's error, an exit status.
+"""Failures in a log without a complete traceback: a lone exception, a logged error, an exit status.
 
-Of such lines one counts only if the run did not go on after it. What shows that it went on is a line of metrics, a
-progress bar at 100 % (but of loading), or the word that something was saved or finished. So an error that a program
-told of and got over, in the middle of a run that ended well, is none. (A traceback that is whole is always told of.)
+Such a line counts only if the run did not continue after it. Signs that it continued are a line of metrics, a progress
+bar at 100 % (except for loading), or a message that something was saved or finished. So an error that a program logged
+and recovered from, in the middle of a run that ended well, is not a failure. (A complete traceback is always reported.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAID_DONE = r"""\b(?i:successfully
       | \(success\)"""
 _WENT_ON = re.compile(f"{_MEASURED} | {_SAID_DONE}", re.VERBOSE)
 _WORKED_ON = re.compile(_MEASURED, re.VERBOSE)
-"""What a program prints only while it works, and no shell script after it died."""
+"""What only a working program prints, and not the shell script around it after it died."""
 _NAME = (
     r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]|nccl[A-Z])\w*"
     r"(?:Error|Exception|Interrupt|Exit|Invalid|Mismatch|Failure|CompilerFailed|NotFound|Timeout|Iteration|Impossible|Unavailable)"
@@ -40,7 +40,7 @@ _EXCEPTION = re.compile(
     rf"[\s^]*(?P<name>{_NAME})\^*\s?: ?\^?(?P<message>.*\S)"
     r"|\s*(?P<bare>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Iteration)):?$"
 )
-"""At the beginning of a line; the carets are what is left of colours."""
+"""At the beginning of a line; the carets are remains of colour codes."""
 _WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
 _NAMED = re.compile(rf"(?<![\w.])(?P<name>{_NAME}): (?P<message>.*\S)")
 _QUIET = re.compile(
@@ -77,9 +77,9 @@ _EXIT = re.compile(
     re.VERBOSE,
 )
 EXIT = "exit"
-"""What stands for the exception of a failure that only an exit status tells of."""
+"""The exception of a failure of which only an exit status is known."""
 CUT_OFF = "cut off"
-"""The same of a traceback whose exception the log lacks."""
+"""The exception of a traceback whose end is missing from the log."""
 _LAUNCHER = re.compile(
     r"failed \(exitcode|exitcode\s*:|sigkill_handler|closing signal|Root Cause|ChildFailedError|CalledProcessError"
 )
@@ -87,7 +87,7 @@ _LAUNCHER = re.compile(
 
 _STARTS_WORKERS = r"\S{0,300}(?:python|torchrun|accelerate|deepspeed|/bash|/sh\b)"
 _WORKER = rf"CalledProcessError(?!: Command ['\"]?\[?['\"](?!{_STARTS_WORKERS}))"
-"""Of a command that starts workers, not of a compiler or another tool."""
+"""For a command that starts workers, not for a compiler or another tool."""
 _STEP = r"^\w+: [^\n]{0,60}exited with non-zero status \d"
 _CONSEQUENCE = re.compile(
     rf"ChildFailedError|ProcessRaisedException|ProcessExitedException|SignalException|{_WORKER}|KeyboardInterrupt"
@@ -97,21 +97,21 @@ _CONSEQUENCE = re.compile(
 
 
 def is_consequence(failure: Traceback) -> bool:
-    """Whether a process died of another one's death."""
+    """Whether a process died because another one did."""
     return bool(_CONSEQUENCE.search(failure.said))
 
 
 def is_launchers(failure: Traceback) -> bool:
-    """Whether it says no more than that another process failed."""
+    """Whether it only says that another process failed."""
     return failure.exception == EXIT or bool(re.search(f"ChildFailedError|{_WORKER}|{_STEP}", failure.said))
 
 
 def loose_failure(lines: Sequence[Line]) -> Traceback | None:
-    """The failure that lines tell of without a traceback that is whole; None if there is none.
+    """The failure in lines without a complete traceback; None if there is none.
 
-    Exceptions go before failed assertions of a device, these before errors of loggers, addresses that are not found,
-    tracebacks that are cut off, and exit statuses; among several alike the first. Of what processes say that lost
-    another one, none counts.
+    Exceptions come before failed device assertions, these before logged errors, addresses that are not found, cut-off
+    tracebacks, and exit statuses; among equals the first counts. Messages of processes that lost another one do not
+    count.
     """
     found = _loose(_after_progress(lines))
     return found and _with_frames(found, lines)
@@ -122,7 +122,7 @@ def _loose(after: Sequence[Line]) -> Traceback | None:
     for search in (_exception, _within, _assertion, _logged, _address):
         for at, line in enumerate(after):
             if at > ended and search in (_logged, _address):
-                break  # who started the launcher tells of its end
+                break  # the launcher's parent reports its end
             if not _CONSEQUENCE.search(line.text) and (found := search(line)):
                 return _failure(after, at, *found)
     quoted = next(((at, found) for at, line in enumerate(after) if (found := _quoted(line))), None)
@@ -144,24 +144,24 @@ def _with_frames(failure: Traceback, lines: Sequence[Line]) -> Traceback:
 
 
 def _after_progress(lines: Sequence[Line]) -> Sequence[Line]:
-    """What stands after the last line that shows that the run went on, which may itself end in an error."""
+    """The lines after the last sign that the run continued, where that line may itself end in an error."""
     last = max((at for at, line in enumerate(lines) if _went_on(line)), default=-1)
     return lines[last + 1 :]
 
 
 def progress(lines: Sequence[Line], measured: bool = False) -> dict[str, int]:
-    """The number of the last line of each stream that shows that its process went on; by its measurements alone."""
+    """The number of the last line in each stream that shows that its process continued; `measured`: by metrics only."""
     pattern = _WORKED_ON if measured else _WENT_ON
     return {line.stream: line.number for line in lines if _went_on(line, pattern)}
 
 
 def _went_on(line: Line, pattern: re.Pattern[str] = _WENT_ON) -> bool:
-    """Whether a line shows it. One that is very long holds data, in which any word may stand."""
+    """Whether a line shows progress. Very long lines are data, which may contain any word."""
     return len(line.text) < DATA and bool(pattern.search(line.text)) and not _is_error(line.text)
 
 
 DATA = 2000
-"""Characters from which on a line is taken for data."""
+"""Length in characters from which a line is considered data."""
 
 
 def _is_error(text: str) -> bool:
@@ -188,7 +188,7 @@ def _within(line: Line) -> tuple[str, str] | None:
 
 
 def _quoted(line: Line) -> tuple[str, str] | None:
-    """An exception in somebody's own sentence, up to the mark that ends the quotation."""
+    """An exception in a user's own sentence, up to the closing quotation mark."""
     match = None if _QUIET.search(line.text) else _NAMED.search(line.text)
     if match is None or _CONSEQUENCE.search(line.text):
         return None
@@ -219,13 +219,13 @@ def _address(line: Line) -> tuple[str, str] | None:
 
 
 def _failure(lines: Sequence[Line], at: int, name: str, message: str) -> Traceback:
-    """A failure in one line, with the frames before it in its stream and the rest of an exception's message."""
+    """A failure in one line, with the frames before it in its stream and the rest of the message."""
     before = [line for line in lines[:at] if line.stream == lines[at].stream]
     first = len(before)
     while first and (
         before[first - 1].text[:1] in (" ", "", "^")
         or _NUMBERED.match(before[first - 1].text)
-        or any(frame_of(line.text) for line in before[max(0, first - 2) : first])  # with its code, not set in
+        or any(frame_of(line.text) for line in before[max(0, first - 2) : first])  # or its code, not indented
     ):
         first -= 1
     frames = [frame for line in before[first:] if (frame := frame_of(line.text))]
@@ -240,11 +240,11 @@ def _failure(lines: Sequence[Line], at: int, name: str, message: str) -> Traceba
 
 
 _NUMBERED = re.compile(r"-{1,}> ?\d+ |\d+ |\[?(?:File )?/?[\w./<>-]+\]?(?:\.py|>|:\d+)\S{0,40},? in ")
-"""Lines of code in the traceback of a notebook, and its frames."""
+"""Lines of code in a notebook's traceback, and its frames."""
 
 
 def _cut_off(lines: Sequence[Line]) -> Traceback | None:
-    """A traceback that the log ends in. That of a launcher is none: it tells of a worker's death only."""
+    """A traceback cut off by the end of the log. A launcher's does not count: it only reports a worker's death."""
     told = [line for line in lines if line.text.strip()]
     if not told or any(_LAUNCHER.search(line.text) for line in told):
         return None
@@ -294,11 +294,11 @@ _PYTHONS_OWN = {
         r"(?<![A-Za-z0-9_])assert [\w.\[\]'\"()]{1,80} (?:is(?: not)?|==|!=|<=?|>=?|(?:not )?in) [\w.'\"\[\]()]{1,60}"
     ),
 }
-"""What Python itself says, by the exceptions that people leave out."""
+"""Python's own messages, by the exceptions whose names people omit."""
 
 
 def _unnamed(lines: Sequence[Line]) -> Traceback | None:
-    """An exception of Python's own without its name, as people write it into a title."""
+    """A Python exception without its name, as people write it in a title."""
     for line in lines[:FEW] if len(lines) <= FEW else ():
         for name, pattern in _PYTHONS_OWN.items():
             match = None if _QUIET.search(line.text) or _FINE.search(line.text) else pattern.search(line.text)
@@ -309,11 +309,11 @@ def _unnamed(lines: Sequence[Line]) -> Traceback | None:
 
 
 FEW = 30
-"""Lines up to which a text is taken for what somebody quotes of a log."""
+"""Number of lines up to which a text is considered a quotation from a log."""
 
 
 def _begun(lines: Sequence[Line]) -> Traceback | None:
-    """A traceback that nothing can be made of: its lines were joined, or it was cut in the middle of one."""
+    """A traceback that cannot be parsed: its lines were joined, or it was cut in the middle of one."""
     line = next(
         (line for line in lines if START in line.text and not line.text.lstrip().startswith("#")), None
     )
@@ -324,9 +324,9 @@ def _begun(lines: Sequence[Line]) -> Traceback | None:
 
 
 LAST = 3
-"""Lines at the end of a log in which a failure is taken for one in whatever words."""
+"""Lines at the end of a log in which any wording of a failure counts."""
 PASTED = 6
-"""Lines of a text that is no log but a message alone."""
+"""Maximum lines of a text that is only a message, not a log."""
 _FAILS = re.compile(
     r"""\b(?i:errors?|failed|failure|failing|fatal|abort(?:ed|ing)|crash(?:ed)?|denied|refused|unrecognized
         |giving\ up|cannot|can['’]?t|could\ not|couldn['’]?t|unable\ to|not\ found|no\ such|not\ supported
@@ -342,19 +342,19 @@ _FINE = re.compile(
       | \bharmless""",
     re.VERBOSE,
 )
-"""What a program says that helps itself, or that all is well."""
+"""Messages that a program recovers, or that nothing is wrong."""
 _CALM = re.compile(r"\b(?:INFO|DEBUG)\b|^\[?[ID]\d{3,4}\b|: warning: |\bHTTP/\d")
-"""Lines of a level that tells of no failure, of a compiler that goes on, of a server that answers."""
+"""Log levels without failures, compiler warnings, and a server's answers."""
 _QUOTES = re.compile(r"\((?:\w+\.)*\w+(?:Error|Exception): |errno: 97\b")
-"""A warning that says why something optional is missing, or that the next address is tried."""
+"""A warning about a missing optional package, or about trying the next address."""
 
 
 def _last_words(lines: Sequence[Line]) -> Traceback | None:
-    """What a log ends in, where that tells of a failure in words that nothing else here knows."""
+    """The end of a log, if it reports a failure in words that no other rule covers."""
     told = [line for line in lines if line.text.strip()]
     told = told if len(told) <= PASTED else told[-LAST:]
     if any("(ignored)" in line.text for line in told):
-        return None  # make went on
+        return None  # make continued
     fails = (
         each
         for each in told

@@ -1,4 +1,4 @@
-"""What the doctor says: a problem in both languages, with what it rests on."""
+"""Findings of the doctor: problems in both languages, with their evidence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CERTAINTIES = ("sure", "likely", "possible")
 
 
 class Text(str):
-    """A sentence, and the same in Chinese (`zh`)."""
+    """A sentence, with its Chinese version (`zh`)."""
 
     zh: str
 
@@ -22,21 +22,21 @@ class Text(str):
         return text
 
     def __reduce__(self) -> tuple[type[Text], tuple[str, str]]:
-        """What a copy is made of."""
+        """For pickling and copying."""
         return Text, (self.en, self.zh)
 
     @property
     def en(self) -> str:
-        """The sentence itself, without the other language."""
+        """The English sentence."""
         return str(self)
 
     def of(self, language: str) -> str:
-        """The words in one of `LANGUAGES`."""
+        """The text in one of `LANGUAGES`."""
         return self.zh if language == "zh" else self.en
 
     @staticmethod
     def same(text: str) -> Text:
-        """What reads alike in both: code, names, numbers."""
+        """A text that is the same in both languages: code, names, numbers."""
         return Text(text, text)
 
 
@@ -57,8 +57,8 @@ class Place:
 class Finding(Problem):
     """A problem that the doctor found: what happened (`message`), why (`rule`), and what to do (`remedy`).
 
-    `code` is that of a catalogue entry, a rule or another problem, `certainty` one of `CERTAINTIES`. `evidence` says
-    what the certainty rests on; `sources` are upstream threads, and `also` the codes of what is only a consequence.
+    `code` is that of a catalogue entry, a rule or another problem, `certainty` one of `CERTAINTIES`. `evidence` is the
+    basis of the certainty; `sources` are upstream threads, and `also` the codes of mere consequences.
     """
 
     message: Text
@@ -71,7 +71,7 @@ class Finding(Problem):
     also: tuple[str, ...] = ()
 
     def told(self, language: str | None = None) -> dict[str, Any]:
-        """For `doctor --json`: both languages, or the words of one. Evidence is always in one: English by default."""
+        """For `doctor --json`: both languages, or only one. Evidence is always in one: English by default."""
         texts = {"title": self.message, "cause": self.rule, "cure": self.remedy}
         return {
             "id": self.code,

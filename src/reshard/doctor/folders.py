@@ -1,7 +1,7 @@
-"""The folder of a training run: the logs and configs in it, beside its checkpoints.
+"""The folder of a training run: its logs and configs, next to its checkpoints.
 
-`reshard train`, Trainer, ms-swift, LLaMA-Factory, verl, torchrun (`--log-dir`) and Slurm name these files as they
-please. What they have in common are a few patterns.
+`reshard train`, Trainer, ms-swift, LLaMA-Factory, verl, torchrun (`--log-dir`) and Slurm name these files differently.
+A few patterns cover them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ LOGS = ("*.log", "*.out", "*.err", "log*.txt", "*log.txt", "std*.txt")
 CONFIGS = ("*.yaml", "*.yml", "ds*.json", "*deepspeed*.json", "zero*.json")
 CHECKPOINTS = ("checkpoint-*", "iter_*", "global_step*", "epoch_*", "*.distcp", "huggingface")
 ARGUMENTS = ("args.json", "run.json")
-"""Files in which ms-swift and `reshard train` keep what they were given."""
+"""Files in which ms-swift and `reshard train` record their arguments."""
 DEPTH = 4
-"""Levels of folders that are looked into: torchrun puts logs three below the one that it was given."""
+"""Levels of folders that are searched: torchrun puts logs three levels below the given folder."""
 MOST = 8
-"""Logs that are read, the last written ones."""
+"""Maximum number of logs that are read, the last written ones."""
 
 
 def logs_in(folder: Path) -> list[Path]:
@@ -27,7 +27,7 @@ def logs_in(folder: Path) -> list[Path]:
 
 
 def configs_in(folder: Path) -> list[Path]:
-    """The configs that lie in the folder itself, and in those that tools make for them."""
+    """The configs in the folder itself, and in the subfolders that tools create for them."""
     places = [
         folder,
         *(folder / name for name in ("config", "configs", ".hydra") if (folder / name).is_dir()),

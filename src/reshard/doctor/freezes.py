@@ -1,4 +1,4 @@
-"""Diagnose what `pip freeze`, `pip list`, `uv pip list` and `conda list` print: versions alone, of any machine."""
+"""Diagnose the output of `pip freeze`, `pip list`, `uv pip list` and `conda list`: only versions, of any machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from reshard.doctor.finding import Finding
 from reshard.doctor.machine import Environment
 
 FEWEST = 3
-"""Packages that make a list."""
+"""Minimum number of packages in a list."""
 MOST_OTHER = 0.1
-"""The share of lines in a list that name no package: headings, editable installs."""
+"""Maximum share of lines in a list that name no package: headings, editable installs."""
 
 _PACKAGE = re.compile(
     r"(?P<name>[A-Za-z][\w.-]*)(?:\[[\w,-]+\])?(?:\s*===?\s*|\s+)v?(?P<version>\d[\w.+!-]*)(?:\s+[\w./:@+~-]+){0,2}\s*$"
@@ -26,7 +26,7 @@ _OTHER = re.compile(r"\s*(?:#.*|-e\s.*|-+(?:\s+-+)*|Package\s+Version.*|[\w.-]+\
 
 
 def versions_in(lines: Iterable[str]) -> dict[str, str]:
-    """Versions by package, if lines are a list of packages; else {}."""
+    """Versions by package, if the lines are a list of packages; else {}."""
     found: dict[str, str] = {}
     other = 0
     for line in lines:
@@ -38,7 +38,7 @@ def versions_in(lines: Iterable[str]) -> dict[str, str]:
 
 
 def diagnose_freeze(name: str, versions: dict[str, str]) -> list[Finding]:
-    """What versions break together, as on a machine of which nothing else is known."""
+    """Findings about versions alone, as on a machine about which nothing else is known."""
     nowhere = Environment(versions, gpus=[], driver=None, variables={}, home=Path(os.devnull))
     return [
         replace(finding, places=tuple(replace(place, target=name) for place in finding.places))

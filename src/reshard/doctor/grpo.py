@@ -1,4 +1,4 @@
-"""The batch arithmetic of GRPO, as TRL's GRPOConfig checks it (`__post_init__`, TRL 1.16)."""
+"""The batch sizes of GRPO, as TRL's GRPOConfig checks them (`__post_init__`, TRL 1.16)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, 
 KEYS = (*DEFAULTS, "generation_batch_size", "steps_per_generation")
 PROCESSES = range(1, 129)
 Spot = Callable[[str, "int | None"], Place]
-"""Where a key stands, and the line with another value of it."""
+"""The place of a key, and its line with another value."""
 
 
 def fits(numbers: Mapping[str, int], processes: int) -> bool:
-    """Whether the batch of a generation step holds whole groups. What `numbers` lacks has TRL's default."""
+    """Whether a generation batch consists of complete groups. For missing `numbers`, TRL's defaults apply."""
     batch, steps, group = (numbers.get(key, default) for key, default in DEFAULTS.items())
     total = numbers.get("generation_batch_size")
     if total is None:
@@ -27,7 +27,7 @@ def fits(numbers: Mapping[str, int], processes: int) -> bool:
 
 
 def grpo_arithmetic(given: Mapping[str, object], spot: Spot) -> Iterator[Finding]:
-    """Numbers that GRPOConfig refuses for some numbers of processes, or for all. What is no number is not known."""
+    """Numbers that GRPOConfig refuses for some or all numbers of processes. Values that are not numbers are unknown."""
     if any(value is not None and not isinstance(value, int) for key, value in given.items() if key in KEYS):
         return
     numbers = {key: value for key in KEYS if isinstance(value := given.get(key), int) and value > 0}

@@ -1,4 +1,4 @@
-"""Entries that know the kind of an exception only: what the log tells of packages and interpreter."""
+"""Entries that depend only on the kind of an exception, completed with packages and interpreter from the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BY_KIND = frozenset(
         "unknown-argument",
     }
 )
-"""They explain the first failure where no other entry does, and never surely."""
+"""They explain the first failure if no other entry does, and never with certainty."""
 
 _INTERPRETER = re.compile(r"(?<![\w./~+-])(?:[\w./~+-]*/bin/python[\d.]*)(?![\w/])")
 _ENVIRONMENT = re.compile(r"(?<![\w./~+-])([\w./~+-]*)/lib/python[\d.]+/(?:site|dist)-packages/")
@@ -27,7 +27,7 @@ _INSTALLED = re.compile(r"(?:site|dist)-packages/(\w+)")
 
 
 def filled_in(cure: Text, root: Traceback, log: Log) -> Text:
-    """A cure with the packages and the interpreter of the log in place of general words."""
+    """A remedy with the packages and the interpreter of the log instead of placeholders."""
     given: dict[str, str] = {}
     if asked := _ASKED.search(root.message.partition(" (")[0].split("import name")[-1]):
         given |= {"NAME": asked[1], "IMPORTED": asked[1]}
@@ -41,14 +41,14 @@ def filled_in(cure: Text, root: Traceback, log: Log) -> Text:
 
 
 def _interpreter(text: str) -> str | None:
-    """The interpreter that a log names last: the launcher tells which one the workers had."""
+    """The last interpreter in a log: the launcher prints the one of the workers."""
     named = _INTERPRETER.findall(text) or [f"{prefix}/bin/python" for prefix in _ENVIRONMENT.findall(text)]
-    named = [each for each in named if "/.local/" not in each]  # packages of a user, with no interpreter
+    named = [each for each in named if "/.local/" not in each]  # a user's packages, without an interpreter
     return named[-1] if named else None
 
 
 def told_of(root: Traceback, log: Log) -> list[Text]:
-    """Who asks for what is missing, and which versions the log names."""
+    """The code that requested what is missing, and the versions in the log."""
     importer = [words("asked-by", frame=root.frames[-1])] if root.frames else []
     versions = ", ".join(f"{name} {version}" for name, version in log.versions.items())
     return [*importer, *([words("log-names", versions=versions)] if versions else [])]

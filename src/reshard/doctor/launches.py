@@ -1,4 +1,4 @@
-"""Diagnose a shell script that launches a training run: each line of a launcher against the variables around it."""
+"""Diagnose a shell script that launches a training run: each launcher's command against the variables around it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VARIABLE = re.compile(
 
 
 def diagnose_launch(path: str) -> list[Finding]:
-    """What is wrong with the launches of a shell script. Raises ReshardError if it is no text."""
+    """The findings about the launches of a shell script. Raises ReshardError if it is not text."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
@@ -47,7 +47,7 @@ def diagnose_launch(path: str) -> list[Finding]:
 
 
 def processes_of(path: str) -> tuple[Place, int] | None:
-    """The first command of a shell script that starts several processes, and how many on each machine."""
+    """The first command of a shell script that starts several processes, and their number per machine."""
     if not path.endswith(SHELL) or not Path(path).is_file():
         return None
     text = Path(path).read_text(encoding="utf-8", errors="replace")
@@ -61,7 +61,7 @@ def processes_of(path: str) -> tuple[Place, int] | None:
 
 
 def under_launch(finding: Finding, place: Place, count: int) -> Finding:
-    """A finding about a script, now that a launch of several processes was seen beside it."""
+    """A finding about a script, now that it is launched with several processes."""
     if finding.code != "script-device-map" or finding.severity == "error":
         return finding
     seen = words("launch-starts", place=place, count=count)
@@ -69,7 +69,7 @@ def under_launch(finding: Finding, place: Place, count: int) -> Finding:
 
 
 def _commands(text: str) -> Iterator[tuple[int, str]]:
-    """Commands of launchers with the number of their first line; lines that a backslash continues are one."""
+    """Commands of launchers with the number of their first line; backslash continuations are joined."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -107,7 +107,7 @@ def _launch(path: str, line: int, command: str, text: str, numbers: dict[str, st
 
 
 def _number(match: re.Match[str] | None, numbers: dict[str, str], group: int = 1) -> int | None:
-    """A number that is written out, or a variable that the script sets to one."""
+    """A number in digits, or a variable that the script sets to one."""
     if match is None:
         return None
     word = match[group].strip("\"'{}$")

@@ -1,7 +1,7 @@
-"""Logs of many ranks, taken apart: streams without colours and prefixes, tracebacks, and what else they tell.
+"""Parse logs of many ranks: streams without colours and prefixes, tracebacks, versions and facts.
 
-Launchers put something before each line, and ranks talk at once. A line belongs to the stream that its prefix names;
-within a stream a traceback is whole again.
+Launchers add a prefix to each line, and the lines of ranks interleave. A line belongs to the stream that its prefix
+names; within a stream a traceback is contiguous again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Line", "Log", "Traceback", "read_log"]
 
 @dataclass
 class Log:
-    """A log taken apart. `versions` and `facts` are what it tells of packages and of the launch."""
+    """A parsed log. `versions` are those of packages, `facts` are about the launch."""
 
     name: str
     lines: list[Line]
@@ -30,7 +30,7 @@ class Log:
 
     @property
     def text(self) -> str:
-        """Stream by stream, so that what one rank said stands together."""
+        """The text, stream by stream, so that the lines of a rank are contiguous."""
         return "\n".join(line.text for line in self.ordered)
 
     @property
@@ -43,9 +43,9 @@ class Log:
 
 
 def read_log(name: str, content: str | Iterable[str]) -> Log:
-    """Take a log apart: its text, or its lines as they come.
+    """Parse a log, given as text, or as an iterable of lines.
 
-    Of a long log, lines that only repeat are left out; of a long line, its middle.
+    Repeated lines of a long log are dropped, and the middle of a long line.
     """
     raw = content.split("\n") if isinstance(content, str) else content
     lines = [line for each in thinned(map(shortened, raw)) for line in _unescaped(Line(*each))]
@@ -62,7 +62,7 @@ _ERROR = re.compile(r"\s*(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
 
 
 def _begun_elsewhere(lines: list[Line]) -> list[Line]:
-    """Lines of which the first, pasted from behind its prefix, belongs to the stream that goes on with it.
+    """Assign a first line that was pasted without its prefix to the stream that continues it.
 
     That is an exception (with its traceback) directly before the first line that has a prefix.
     """
@@ -80,7 +80,7 @@ _ESCAPED_FRAME = re.compile(r'File \\+"[^"]+\\", line \d+')
 
 
 def _unescaped(line: Line) -> list[Line]:
-    """The lines inside a line of JSON that holds a traceback, as the error files of torchelastic do."""
+    """The lines inside a line of JSON that contains a traceback, as in torchelastic's error files."""
     if not _ESCAPED_FRAME.search(line.text):
         return [line]
     parts = re.split(r'(?<!\\)\\+n|(?<!\\)(?="[,}\]])', line.text)
@@ -109,7 +109,7 @@ _VERSION = re.compile(
 
 
 def _versions(text: str) -> dict[str, str]:
-    """Versions of packages that the log tells, the first of each."""
+    """Versions of packages in the log, the first of each."""
     found: dict[str, str] = {}
     for match in _VERSION.finditer(text):
         name = match["name"].lower()

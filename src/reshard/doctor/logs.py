@@ -1,4 +1,4 @@
-"""Diagnose a log: what the catalogue knows of it, or the first failure and what comes near."""
+"""Diagnose a log: with the catalogue's entries, or as the first failure with the nearest entries."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ CHECKS = (
     "ImportError",
     "Exception",
 )
-"""Exceptions that a check of settings raises; others are Python's own word on values."""
+"""Exceptions of checks of settings; others are Python's own about values."""
 SHAPES = "shapes-differ"
 WORKER_UNSEEN = "worker-traceback-missing"
 LARGEST = 64 << 20
-"""Bytes that are reasonable to hold as one text; a file is read line by line, however long it is."""
+"""Maximum bytes to keep as one text; files of any size are read line by line."""
 BEGIN = 4096
 """Bytes that show what a file is."""
 
@@ -76,8 +76,8 @@ def diagnose_log(
 ) -> list[Finding]:
     """The findings of one log, the first cause first. `target` is a path, or "-" for standard input.
 
-    `on_bytes` is told of bytes as they are read, `on_lines` of lines, `usage` of what was run. Raises ReshardError if
-    there is nothing that can be read.
+    `on_bytes` receives numbers of bytes as they are read, `on_lines` of lines, `usage` what was run. Raises
+    ReshardError if nothing can be read.
     """
     try:
         with nullcontext(sys.stdin.buffer) if target == STDIN else as_path(target).open("rb") as file:
@@ -97,9 +97,9 @@ def diagnose_log(
 
 
 def diagnose_text(name: str, content: str | Iterable[str], usage: Usage | None = None) -> list[Finding]:
-    """The findings of a log that is at hand, as text or as its lines; `name` is what it is called.
+    """The findings of a log given as text or as its lines, under a name.
 
-    `usage` takes in what the log shows of what was run, beside what is known already.
+    `usage` is extended by what the log shows about the run.
     """
     log = read_log(name, content)
     usage = usage or Usage()
@@ -134,7 +134,7 @@ def _diagnosed(log: Log) -> list[Finding]:
         if any(match.line.number == root.last for match in matches):
             return [
                 _finding(match, log, ()) for match in matches
-            ]  # what it says is known: a warning, a symptom
+            ]  # its message is known: a warning, a symptom
         if is_launchers(root):
             if symptoms and not causes:
                 return [_finding(match, log, ()) for match in matches]
@@ -152,14 +152,14 @@ GUESSED = {
         ("hf-unknown-architecture", "vllm-unknown-architecture", "peft-config-newer"), "api-came-later"
     ),
 }
-"""Entries that guess which side is too old, and what the history calls it where they are right."""
+"""Entries that guess which side is too old, and the history's name for the case in which they are right."""
 
 
 def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding] | None:
-    """What the history of releases says of the first failure, and the rest of the log.
+    """The history's finding for the first failure, and the rest of the log.
 
-    It goes before entries that know the kind of the exception only, or guess otherwise. Other entries that explain the
-    failure keep their word, with the history's before it.
+    It takes precedence over entries that only depend on the kind of the exception, or guess otherwise. Other entries
+    that explain the failure are kept after it.
     """
     found = of_failure(root, log)
     if found is None:
@@ -182,7 +182,7 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
 
 
 def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
-    """What follows from the words of a failure that no entry explains, or one only that knows its kind."""
+    """The finding from a failure's message, if no entry explains it, or only one that depends on its kind."""
     at_root = [match for match in causes if match.at_root or match.line.number in (root.last, root.root.last)]
     if found := of_no_transformers(root, log):
         return replace(found, also=tuple(match.entry.id for match in at_root))
@@ -231,13 +231,13 @@ def _counted_out(root: Traceback, log: Log, matches: list[Match]) -> list[Findin
 
 
 LONGEST_SAID = 2000
-"""Characters of a message that are shown as the cause."""
+"""Maximum characters of a message that are shown as the cause."""
 SHOWN = 300
-"""Characters of a line that are shown: some messages list every model there is."""
+"""Maximum characters of a line that are shown: some messages list every model."""
 NEAR = 12
-"""Lines between two that belong to one message."""
+"""Maximum lines between two that belong to one message."""
 WARNINGS = ("warning", "silent")
-"""Kinds of entries that no run dies of."""
+"""Kinds of entries that end no run."""
 
 
 def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
@@ -257,7 +257,7 @@ def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
 
 
 def _told_by(match: Match, log: Log) -> list[Text]:
-    """What an entry's own look at the log adds to its evidence."""
+    """Evidence that an entry's own analysis of the log adds."""
     root = first_sign(log)
     if match.entry.id == "hang-nccl":
         return [*compared(log), *(absent.evidence(root, log) if root else ())]
@@ -281,7 +281,7 @@ TABLE = 60
 
 
 def _with_table(root: Traceback, log: Log) -> str:
-    """What a failure said, and the lines around it in which shapes are told."""
+    """The message of a failure, and the lines before it that contain shapes."""
     near = (
         line.text for line in log.lines if line.stream == root.stream and 0 <= root.last - line.number < TABLE
     )
@@ -297,20 +297,20 @@ def _cure(match: Match, log: Log) -> Text:
 
 
 def _last_line(root: Traceback, log: Log) -> Place:
-    """Where a failure stands, with the first line of what it said."""
+    """The place of a failure, with the first line of its message."""
     said = (root.message if root.exception in (CUT_OFF, EXIT) else root.said).split("\n")[0]
     return Place(log.name, root.last, clipped(said, SHOWN))
 
 
 def _unseen(root: Traceback, log: Log) -> Finding:
-    """A log that has the launcher's word only that a worker failed."""
+    """The finding for a log in which only the launcher reports that a worker failed."""
     who = log.facts.get("first rank to die")
     evidence = [words("first-to-die", who=who)] if who else []
     return told(WORKER_UNSEEN, [_last_line(root, log)], certainty="likely", evidence=evidence)
 
 
 def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
-    """A failure that no entry explains: said to be unknown, with its traceback and what comes nearest."""
+    """The finding for a failure that no entry explains: with its traceback and the nearest entries."""
     near = nearest(root.said, catalogue().values())
     first = root.root
     said = words("cut-off") if first.exception == CUT_OFF else Text.same(_quoted(first.said))
@@ -354,13 +354,13 @@ _CONDITION = re.compile(
 
 
 def _asserted(failure: Traceback) -> str:
-    """The condition of the assertion that failed with words that do not state it; "" if its line is not shown."""
+    """The condition of a failed assertion whose message does not state it; "" if its line is not in the log."""
     match = _CONDITION.match(failure.source) if failure.exception == "AssertionError" else None
     return match["condition"] if match else ""
 
 
 def _quoted(said: str) -> str:
-    """What a log says, set in as frames are, so that no line is taken for one of ours."""
+    """Text from a log, indented like frames, to distinguish it from the doctor's own lines."""
     return "\n".join(f"  {line}" for line in clipped(shown_lines(said), LONGEST_SAID).split("\n"))
 
 
@@ -368,7 +368,7 @@ _WORD = re.compile(r"[A-Za-z_][A-Za-z_.]{2,}")
 FEWEST = 5
 """Words of a failure from which on entries are compared with it: fewer are in any message."""
 LIKE = 0.3
-"""The share of a failure's words, rare ones counting more, that an entry has to have to come near it."""
+"""The share of a failure's words, weighted by rarity, that a near entry must contain."""
 
 
 def nearest(text: str, entries: Iterable[Entry], count: int = 3) -> list[str]:

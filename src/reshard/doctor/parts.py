@@ -1,5 +1,4 @@
-"""Which part of a run failed, by its frames, where nothing else is known of it: what it does, and the"
-" way around it."""
+"""Which part of a run failed, by its frames, if nothing else is known: what it does, and how to avoid it."""
 
 from __future__ import annotations
 

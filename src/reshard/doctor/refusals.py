@@ -1,5 +1,4 @@
-"""Values and requests that something refuses in words of its own: a schema, a parser, the hub, torch on"
-" dtypes, pip."""
+"""Values and requests that something refuses in its own words: a schema, a parser, the Hub, torch (dtypes), pip."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Remedies in the language of the program that somebody ran: `<<micro-batch>>` is `--per_device_train_batch_size 1` to
-ms-swift, `micro_batch_size: 1` to Axolotl, an override to verl (`settings.yaml`)."""
+"""Spells the settings in remedies for the program that was run.
+
+For example, `<<micro-batch>>` is `--per_device_train_batch_size 1` for ms-swift, `micro_batch_size: 1` for Axolotl, an
+override for verl (`settings.yaml`).
+"""
 
 from __future__ import annotations
 

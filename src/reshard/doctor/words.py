@@ -1,5 +1,5 @@
-"""What the doctor says in passing, in both languages: phrases by name (`words.yaml`), and problems of
-checkpoints by code (`problems.yaml`)."""
+"""Phrases of the doctor in both languages, by name (`words.yaml`), and problems of checkpoints by code
+(`problems.yaml`)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which release of the field's packages brought, moved or dropped a name, a parameter or an attribute."""
+"""Which release of common packages added, moved or removed a name, a parameter or an attribute."""

@@ -1,4 +1,4 @@
-"""Whether a version of a class or function takes a parameter, those of its bases in other packages included."""
+"""Whether a version of a class or function accepts a parameter, including bases in other packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.doctor.history.versions import Versions
 
 @dataclass(frozen=True)
 class Refused:
-    """A parameter that is not taken. `bounds` are those of the releases that take it, None if none of them ever did."""
+    """A parameter that is not accepted. `bounds` are the releases that accept it, None if none ever did."""
 
     table: Table
     bounds: Bounds | None
@@ -19,7 +19,7 @@ class Refused:
 
 
 def refused(found: Table, function: str, name: str, versions: Versions) -> Refused | None:
-    """Why a call with this keyword ends in a TypeError; None if it does not, or nobody can tell."""
+    """Why a call with this keyword raises a TypeError; None if it does not, or if this is unknown."""
     known = parameters(found, function, versions)
     if known is None or name in known:
         return None
@@ -33,7 +33,7 @@ def refused(found: Table, function: str, name: str, versions: Versions) -> Refus
 
 
 def parameters(found: Table, function: str, versions: Versions) -> set[str] | None:
-    """All that a function takes; None if that cannot be told."""
+    """All parameters of a function; None if they are unknown."""
     own = found.parameters(function, versions.assumed(found))
     if own is None:
         return None
@@ -59,7 +59,7 @@ def base_of(marked: str) -> tuple[Table, str] | None:
 
 
 def _with_bases(found: Table, function: str) -> Iterator[tuple[Table, str]]:
-    """A function, then what constructs the bases that it has or had in other packages."""
+    """A function, then the constructors of its present and past bases in other packages."""
     yield found, function
     for marked in found.marked(function):
         if base := base_of(marked):

@@ -1,4 +1,4 @@
-"""Classes of the user's own that derive from known ones: whose attributes they lack, and of which releases."""
+"""The user's classes derived from known ones: the class whose attributes they lack, and in which releases."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from reshard.doctor.words import words
 
 _PARTS = re.compile(r"[A-Z]{1,12}(?=[A-Z][a-z]|$)|[A-Z][a-z0-9]{1,30}")
 DERIVED_FROM = ("trl", "transformers", "accelerate", "peft")
-"""Packages whose classes people derive from."""
+"""Packages from whose classes users derive."""
 
 
 def of_derived(root: Traceback, log: Log) -> Finding | None:
-    """That an attribute is another class's of the same family: of the base of this one, or of one derived from it."""
+    """The finding that an attribute belongs to a related class: to the base of this one, or to a derived class."""
     match = MEMBER.search(root.said)
     if match is None:
         return None
@@ -33,7 +33,7 @@ def of_derived(root: Traceback, log: Log) -> Finding | None:
 def _of_base(
     kind: str, name: str, base: str, presence: Presence, root: Traceback, log: Log
 ) -> Finding | None:
-    """That a class of no package lacks what the class that it is named after has in some releases only."""
+    """The finding that a user's class lacks what the class it is named after has only in some releases."""
     own, there = presence.table, presence.there
     if len(there) == len(own.versions):
         return None
@@ -55,7 +55,7 @@ def _of_base(
 
 
 def _of_heirs(kind: str, name: str, root: Traceback, log: Log) -> Finding | None:
-    """That a class was passed where one that derives from it is needed, which has the attribute."""
+    """The finding that a class was passed where a derived class with the attribute is needed."""
     if any(own.attribute(kind, name).there for own in tables(ROOTS)):
         return None
     for own in tables(DERIVED_FROM):
@@ -87,7 +87,7 @@ def _place(root: Traceback, log: Log) -> Place:
 
 
 def _base_of(kind: str, name: str) -> tuple[str, Presence] | None:
-    """The class with the attribute whose words are all in another one's name, in their order; the longest of them."""
+    """The class with the attribute whose name's words are all in the other name, in order; the longest such class."""
     found: dict[str, Presence] = {}
     for own in tables(DERIVED_FROM):
         for base in own.raw["attributes"]:

@@ -1,4 +1,4 @@
-"""The keys that programs take in their configs, from the classes that read them; and what is wrong with a key."""
+"""The keys that programs accept in their configs, from the classes that read them; and problems of a key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from reshard.suggest import closest
 
 @dataclass(frozen=True)
 class Schema:
-    """Which classes of a package read a program's config, by modules and names; whether the words of its modules count,
-    and whether it takes what transformers takes, too."""
+    """The classes of a package that read a program's config, by patterns of modules and names.
+
+    `words` adds the words of its modules, `trains` also the arguments of transformers.
+    """
 
     program: str
     package: str
@@ -37,7 +39,7 @@ _TRAINS = "@transformers:Seq2SeqTrainingArguments"
 
 
 class Keys:
-    """What a program takes, in the version that is installed or the newest, and what it took in others."""
+    """What a program accepts in the installed or newest version, and what it accepted in others."""
 
     def __init__(self, program: str, versions: Versions) -> None:
         self.schema = SCHEMAS[program]
@@ -49,7 +51,7 @@ class Keys:
         self.known = self._known() if self.table else set()
 
     def span(self, name: str) -> tuple[str, str] | None:
-        """The first and the last release that was read in which the program takes a key; None if none does."""
+        """The first and the last known release in which the program accepts a key; None if none does."""
         own = (
             found.own_parameter(function, name) for found, function in self.functions if found is self.table
         )
@@ -66,11 +68,11 @@ class Keys:
             and self.versions.of(self.schema.package) is None
             and (base := base_of(_TRAINS))
         ):
-            found |= base[0].ever(base[1])  # of which transformers it would have is not known
+            found |= base[0].ever(base[1])  # it is unknown which transformers is used
         return found | (self.table.words() if self.schema.words else set())
 
     def _taken(self, own: Table, function: str, depth: int = 0) -> set[str]:
-        """What a class takes in the version that counts, or ever, if that version does not have the class."""
+        """What a class accepts in the relevant version, or in any if that version does not have the class."""
         found: set[str] = set()
         modules = self.schema.modules if own is self.table else ".*"
         for each in own.parameters(function, self.versions.assumed(own), modules) or ():
@@ -79,14 +81,14 @@ class Keys:
         return found
 
     def near(self, key: str) -> str | None:
-        """The key that an unknown one is probably meant for."""
+        """The key that was probably meant instead of an unknown one."""
         if not self.known or key in self.known or self.gone(key):
             return None
         near = closest(key, self.known, cutoff=0.85)
         return near[0] if near else None
 
     def gone(self, key: str) -> Refused | None:
-        """When a key came or went, if other versions take it."""
+        """When a key was added or removed, if other versions accept it."""
         if not self.table or key in self.known:
             return None
         seen: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""What a log's failure says is missing, looked up: which release brought it, which dropped it, where it went."""
+"""What a log's failure reports as missing: which release added it, which removed it, where it moved."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _SITE = re.compile(r"(?:site|dist)-packages[/\\](?P<root>\w+)[/\\]")
 
 
 def of_failure(root: Traceback, log: Log) -> Finding | None:
-    """The finding of a failure whose direction the history knows; None if it says nothing."""
+    """The finding of a failure according to the history of releases; None if it has nothing."""
     failure: Traceback | None = root
-    while failure is not None:  # an exception, then the one that it says came before
+    while failure is not None:  # an exception, then the earlier one in its chain
         if match := _CLASH.search(failure.said):
             return _clash(match["name"], failure, log)
         own = _package_of(asker(failure))
@@ -62,7 +62,7 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
 
 
 def _before_all(found: Missing, failure: Traceback, log: Log) -> Finding | None:
-    """That the installed release is older than any that was read: all of these have the name."""
+    """The finding that the installed release is older than any known one: all of these have the name."""
     if "partially initialized" in failure.said or "unknown location" in failure.said:
         return None
     python = re.search(r"/python(3\.\d+)/", failure.said)
@@ -77,7 +77,7 @@ def _before_all(found: Missing, failure: Traceback, log: Log) -> Finding | None:
 
 
 def of_one_package(root: Traceback, log: Log) -> Finding | None:
-    """That who asks and who is asked belong to one package, none of whose releases has what is asked for."""
+    """The finding that caller and called code belong to one package, none of whose releases has the name."""
     said, importer = root.said, _package_of(asker(root))
     own = table(importer) if importer else None
     match = ATTRIBUTE.search(said) or MEMBER.search(said) or IMPORT.search(said)
@@ -113,7 +113,7 @@ def of_one_package(root: Traceback, log: Log) -> Finding | None:
 
 
 def _is_in_all(own: Table, name: str) -> bool:
-    """Whether some class of a package has an attribute in every release that was read."""
+    """Whether some class of a package has an attribute in every known release."""
     every = len(own.versions)
     return any(len(own.attribute(kind, name).there) == every for kind in own.raw["attributes"])
 
@@ -136,11 +136,11 @@ def of_no_transformers(root: Traceback, log: Log) -> Finding | None:
 
 
 OWNERS = ("transformers", "peft", "torch", "accelerate", "datasets")
-"""Packages whose names others export, too."""
+"""Packages whose names others also export."""
 FIRST_READ = Version("0.5")
-"""The oldest release that was read is not the first that there was, if it is as late as this one."""
+"""If the oldest known release is at least this one, it was not the package's first."""
 NEAR = 0.75
-"""How alike a name has to be to one that was asked for."""
+"""Minimum similarity of a suggested name."""
 
 
 _NOWHERE = re.compile(
@@ -149,7 +149,7 @@ _NOWHERE = re.compile(
 
 
 def of_shadow(root: Traceback, log: Log) -> Finding | None:
-    """That a folder without `__init__.py` stands for a package: Python says "unknown location" of such a one."""
+    """The finding that a folder without `__init__.py` shadows a package: Python then reports "unknown location"."""
     match = _NOWHERE.search(root.said)
     own = next(table_of(match["module"]), None) if match else None
     return (
@@ -160,7 +160,7 @@ def of_shadow(root: Traceback, log: Log) -> Finding | None:
 
 
 def of_older_release(root: Traceback, log: Log) -> Finding | None:
-    """That an attribute of a module is in none of the releases that were read: the code was written before them."""
+    """The finding that no known release has an attribute of a module: the code was written for older ones."""
     if module := _gone_module(root, log):
         return module
     match = ATTRIBUTE.search(root.said)
@@ -175,7 +175,7 @@ def of_older_release(root: Traceback, log: Log) -> Finding | None:
 
 
 def _gone_module(root: Traceback, log: Log) -> Finding | None:
-    """The same of a module of a package: `transformers.modeling_bert` is none of any release since 4."""
+    """The same for a module of a package: `transformers.modeling_bert` is in no release since 4."""
     match = MODULE.search(root.said)
     own = next(table_of(match["module"]), None) if match and "." in match["module"] else None
     if match is None or own is None or own.module(match["module"]).there:
@@ -189,20 +189,20 @@ def _gone_module(root: Traceback, log: Log) -> Finding | None:
 
 
 def _in_checkout(root: Traceback, own: Table) -> bool:
-    """Whether who asks lies in a checkout of the package that is asked."""
+    """Whether the caller is in a checkout of the package itself."""
     path = asker(root).replace("\\", "/")
     return f"/{own.raw['root']}/" in path and not _SITE.search(path)
 
 
 def _asking(root: Traceback, own: Table) -> Text:
-    """Whom to update: the package that asks, if the frames show one."""
+    """What to update: the calling package, if the frames show one."""
     found = (hit["root"] for frame in root.frames[::-1] if (hit := _SITE.search(frame)))
     asking = next((each for each in found if each != own.raw["root"]), None)
     return words("update-asker", package=asking.replace("_", "-")) if asking else words("update-both")
 
 
 def of_no_release(root: Traceback, log: Log) -> Finding | None:
-    """That an imported name is in no release that was read, with the one that is most like it."""
+    """The finding that an imported name is in no known release, with the most similar one."""
     match = IMPORT.search(root.said)
     own = next(table_of(match["module"]), None) if match else None
     if (
@@ -234,7 +234,7 @@ def of_no_release(root: Traceback, log: Log) -> Finding | None:
 
 
 def version_of(package: str, root: Traceback, log: Log) -> Version | None:
-    """The version that a log shows, or that is installed here, if the failure's files lie here."""
+    """The version in a log, or the one installed here if the failure's files are here."""
     here = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     told = log.versions.get(package)
     if told is None and any(frame.startswith(here) for frame in root.frames):
@@ -278,7 +278,7 @@ def _finding(
 
 
 def _clash(name: str, failure: Traceback, log: Log) -> Finding | None:
-    """A type of model that transformers has itself now, and another package registers once more."""
+    """A model type that transformers now has itself, and another package registers again."""
     found = table("transformers")
     presence = found.key(name) if found else None
     if found is None or presence is None or not presence.there or min(presence.there) == 0:
@@ -306,7 +306,7 @@ def _told(
 
 
 def read_from(found: Table) -> Text:
-    """Which releases the table was made of, and when."""
+    """The releases from which the table was made, and when."""
     return words(
         "history-read",
         package=found.package,
@@ -317,7 +317,7 @@ def read_from(found: Table) -> Text:
 
 
 def _instead(found: Missing, failure: Traceback) -> Text:
-    """What to write, or which package to update, in place of going back to an old release."""
+    """What to write, or which package to update, instead of returning to an old release."""
     importer = _package_of(asker(failure)) if failure.frames else _who_dropped(found)
     if importer not in (None, found.table.package) and importer:
         own = table(importer)
@@ -333,12 +333,12 @@ def _instead(found: Missing, failure: Traceback) -> Text:
 
 
 def _who_dropped(found: Missing) -> str | None:
-    """The one package that imported a name and does not any more, where a log does not say who asks."""
+    """The only package that imported a name and no longer does, if a log does not show the caller."""
     asking = [own.package for own in tables(ROOTS) if found.target and own.dropped(found.target)]
     return asking[0] if len(asking) == 1 else None
 
 
 def _package_of(frame: str) -> str | None:
-    """The package of the history that a frame's file lies in."""
+    """The package in the history to which a frame's file belongs."""
     match = _SITE.search(frame)
     return PACKAGES.get(match["root"]) if match else None

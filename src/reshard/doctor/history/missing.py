@@ -1,4 +1,4 @@
-"""What the words of a failure say is missing, and what the history of releases knows of it."""
+"""What a failure's message reports as missing, and what the history of releases knows about it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ARCHITECTURE = re.compile(
 
 @dataclass(frozen=True)
 class Missing:
-    """What is missing where it was looked for: a name as people write it, and when its package has it."""
+    """A missing name, in the form that people write, and when its package has it."""
 
     name: str | Text
     presence: Presence
@@ -56,12 +56,12 @@ class Missing:
     target: str = ""
     """`module:name` as another package would import it."""
     of_object: bool = False
-    """Whether it is an attribute of a class by this name, which may be another class."""
+    """Whether it is an attribute of a class of this name, which may be another class."""
     wider: Presence | None = None
-    """When it may have been taken, decorators and `**` included."""
+    """When it may have been accepted, counting decorators and `**`."""
 
     def bounds(self, version: Version | None) -> Bounds | None:
-        """Which releases have it, seen from one that has not."""
+        """The releases that have it, relative to one that does not."""
         known = self.wider.bounds(version) if self.wider and version else None
         return known or self.presence.bounds(version)
 
@@ -71,7 +71,7 @@ class Missing:
 
     @property
     def everywhere(self) -> bool:
-        """Whether every release that was read has it."""
+        """Whether every known release has it."""
         return len(self.presence.there) == len(self.table.versions)
 
 
@@ -95,7 +95,7 @@ def _name(found: Table, module: str, name: str, shown: str) -> Missing:
 
 
 def _moved(presence: Presence, name: str, module: str) -> str | None:
-    """Where a name is found after the last release that has it at its place."""
+    """Where a name is after the last release that has it in this module."""
     after = max(presence.there, default=presence.table.last) + 1
     if after > presence.table.last:
         return None
@@ -112,7 +112,7 @@ def _module(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
 
 
 def _module_moved(presence: Presence, module: str) -> str | None:
-    """A module of the same last name after the last release that has it; None if there are several."""
+    """A module with the same last name after the last release that has it; None if there are several."""
     after = max(presence.there) + 1
     last = f".{module.rpartition('.')[2]}"
     every = presence.table.modules.items()
@@ -134,7 +134,7 @@ def _member(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
 
 
 def _inherited(kind: str, name: str) -> Iterator[Missing]:
-    """An attribute of a class that has it from a base in another package."""
+    """An attribute that a class inherits from a base in another package."""
     bases = {base for own in tables(ROOTS) for base in own.ancestors(kind)}
     bases |= {
         last[0] for last in [re.search(r"(?<=[a-z0-9A-Z])[A-Z][a-z]+$", kind)] if last
@@ -155,7 +155,7 @@ def _keyword(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
 
 
 def _taken(found: Table, function: str, name: str) -> Missing:
-    """A parameter of a function, or of the bases of its class in other packages."""
+    """A parameter of a function, or of its class's bases in other packages."""
     presence, renames = found.own_parameter(function, name), dict(found.renames)
     wider = found.parameter(function, name)
     for base in map(base_of, found.marked(function)):
@@ -191,7 +191,7 @@ def _counted(shown: Text, function: str, more: int, found: Table) -> Missing:
 
 
 def _functions(function: str, root: Traceback, log: Log) -> list[str]:
-    """The qualified names that a message may mean: Python 3.9 writes `__init__()` for that of any class."""
+    """The qualified names that a message may mean: Python 3.9 writes `__init__()` for any class's."""
     if function != "__init__":
         return [function]
     source = next((line.text for line in log.lines if line.number == root.last - 1), "")
@@ -223,9 +223,9 @@ OF_NAMES = (imported, _attribute, _member)
 def _wherever(
     root: Traceback, log: Log, ask: Callable[[Table], Missing], kind: str = ""
 ) -> Iterator[Missing]:
-    """What one package alone knows: of those that the failure mentions, or of all, where none of these knows it.
+    """What only one package has: among those that the failure mentions, or among all if none of these has it.
 
-    Of several that have a class of one name, the one counts from whose root it is imported.
+    If several have a class of the same name, the one from whose root it is imported counts.
     """
     mentioned = _mentioned(root, log)
     known = [each for each in map(ask, tables(mentioned)) if each.presence.there]
@@ -239,7 +239,7 @@ def _wherever(
 
 
 def checkout_of(path: str | None, module: str) -> str:
-    """The folder of a checkout of a package, by the path of one of its modules; "" for an installed one."""
+    """The folder of a checkout of a package, by the path of one of its modules; "" for an installed package."""
     whole = module.replace(".", "/")
     if not path or "." not in module or not is_shadowed(path):
         return ""
@@ -248,7 +248,7 @@ def checkout_of(path: str | None, module: str) -> str:
 
 
 def is_shadowed(path: str | None) -> bool:
-    """Whether a module was read from elsewhere than where packages are installed."""
+    """Whether a module was loaded from outside of the folders for installed packages."""
     return path is not None and not re.search(r"(?:site|dist)-packages|/\.local/", path)
 
 
@@ -257,7 +257,7 @@ def table_of(module: str) -> Iterator[Table]:
 
 
 def _mentioned(root: Traceback, log: Log) -> list[str]:
-    """Packages whose files or names the failure's own lines show."""
+    """Packages whose files or names appear in the failure's own lines."""
     shown = "\n".join(line.text for line in log.lines if root.first <= line.number <= root.end)
     text = "\n".join([*root.frames, root.said, shown])
     return [package for package, name in ROOTS.items() if re.search(rf"(?<![\w-]){name}(?![\w-])", text)]

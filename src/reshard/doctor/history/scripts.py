@@ -1,4 +1,4 @@
-"""Names and keywords of a script that the versions it will meet do not have, looked up without running it."""
+"""Names and keywords in a script that its package versions do not have, looked up without running it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from reshard.doctor.words import words
 from reshard.suggest import closest
 
 COMMON = ("trl", "transformers", "peft", "accelerate")
-"""Where a class comes from that a script uses without an import, as a cell of a notebook does."""
+"""Packages of classes that a script uses without importing them, as a notebook cell does."""
 
 
 def history_findings(source: Source) -> Iterator[Finding]:
-    """What the history knows against a script: imports, attributes of modules, keywords."""
+    """Findings of the history about a script: imports, attributes of modules, keywords."""
     names = _imports(source.tree)
     if not names and not source.calls:
         return
@@ -39,7 +39,7 @@ def history_findings(source: Source) -> Iterator[Finding]:
 
 
 def _asked(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, str | None]]:
-    """Each import that happens whenever its block runs: the statement, the module, and the name."""
+    """Each unconditional import: the statement, the module, and the name."""
     for node in _unconditional(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for each in node.names:
@@ -51,7 +51,7 @@ def _asked(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, str | None]]:
 
 
 def _unconditional(node: ast.AST) -> Iterator[ast.stmt]:
-    """Statements that no `if` and no `try` stands around: who asks for a version first is prepared for others."""
+    """Statements outside of `if` and `try`: code that checks a version first supports several."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If | ast.Try):
             continue
@@ -61,7 +61,7 @@ def _unconditional(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _imports(tree: ast.Module) -> dict[str, str]:
-    """What each imported name stands for: a module, or `module:name`, of the packages that the history knows."""
+    """The meaning of each imported name: a module, or `module:name`, for packages in the history."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -79,7 +79,7 @@ def _root(target: str) -> str:
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """Names that the script gives a meaning of its own."""
+    """Names that the script defines itself."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     own = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
     stored = {
@@ -95,7 +95,7 @@ def _defined(tree: ast.Module) -> set[str]:
 
 
 def _attributes(tree: ast.Module, names: dict[str, str]) -> Iterator[tuple[ast.expr, str, str]]:
-    """Attributes that are read of imported modules: `transformers.AdamW`."""
+    """Attributes of imported modules that are read: `transformers.AdamW`."""
     seen: set[int] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or id(node) in seen or not isinstance(node.ctx, ast.Load):
@@ -123,7 +123,7 @@ def _attributes(tree: ast.Module, names: dict[str, str]) -> Iterator[tuple[ast.e
 def _missing(
     source: Source, node: ast.stmt | ast.expr, module: str, name: str | None, versions: Versions
 ) -> Iterator[Finding]:
-    """A name, or a module, that is in other releases than those that the script will meet."""
+    """A name or module that only releases other than the script's have."""
     for found in tables([PACKAGES[_root(module)]] if _root(module) in PACKAGES else []):
         version = versions.assumed(found)
         lost = found.module(module)
@@ -191,7 +191,7 @@ def _function(call: Call, names: dict[str, str], defined: set[str]) -> Iterator[
 
 
 def _known(found: Table, name: str, owner: str) -> Iterator[tuple[Table, str]]:
-    """A class by what constructs it, a function, or a method of a class."""
+    """The constructor of a class, a function, or a method of a class."""
     candidates = (f"{owner}.{name}",) if owner else (f"{name}.__init__", name)
     yield from ((found, each) for each in candidates if each in found.raw["functions"])
 
@@ -237,7 +237,7 @@ def _keywords(
 
 
 def wording(name: str, old: str, new: str | None, package: str, specifier: str) -> dict[str, object]:
-    """What the rule says of an old keyword or key: renamed, or gone."""
+    """What the rule says about an old keyword or key: renamed, or removed."""
     return {
         "name": name,
         "old": old,

@@ -1,4 +1,4 @@
-"""The tables of the history: one for each package, read when it is asked for. Made by `python -m tools.api_history`."""
+"""The tables of the history: one per package, read on first use. Made by `python -m tools.api_history`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROOTS = {
     "vllm": "vllm",
     "xformers": "xformers",
 }
-"""The folder that is imported, by the name that is installed."""
+"""The imported folder, by the installed name."""
 PACKAGES = {root: package for package, root in ROOTS.items()}
 Span = frozenset[int]
 NOWHERE: Span = frozenset()
@@ -46,16 +46,16 @@ NOWHERE: Span = frozenset()
 
 @dataclass(frozen=True)
 class Presence:
-    """In which releases of a table something is there, of those that have what it belongs to."""
+    """The releases of a table in which something exists, among those that have what it belongs to."""
 
     table: Table
     there: Span
     among: Span
     maybe: bool = False
-    """Whether what had it may still have it, in a way that its text does not show."""
+    """Whether releases after the last known one may still have it, invisibly in their source."""
 
     def at(self, version: Version) -> bool | None:
-        """Whether it is there in a version; None if the releases around that one differ, or lack what it belongs to."""
+        """Whether it exists in a version; None if the releases around it differ, or lack what it belongs to."""
         before, exact = self.table.place(version)
         around = {before} if exact else {before, min(before + 1, self.table.last)}
         if not around <= self.among:
@@ -63,9 +63,9 @@ class Presence:
         return None if len({at in self.there for at in around}) > 1 else before in self.there
 
     def bounds(self, version: Version | None) -> Bounds | None:
-        """Which releases have it, seen from one that has not; None where the table does not say so.
+        """The releases that have it, relative to one that does not; None if the table does not show them.
 
-        Without a version: only if all that lack it are older, or all newer, or it is there between two releases.
+        Without a version: only if all that lack it are older, or all newer, or if it exists between two releases.
         """
         if not self.there:
             return None
@@ -82,13 +82,13 @@ class Presence:
         last = max(self.there)
         until = self._next(last)
         if until is None or Version(until) > version:
-            until = str(version)  # a release between two that were read
+            until = str(version)  # a release between two known ones
         return Bounds(None, until, self.table.versions[last])
 
     def _around(self, first: int, last: int) -> Bounds | None:
         inside = {at for at in self.among if first <= at <= last}
         if inside - self.there:
-            return None  # it came and went more than once
+            return None  # it was added and removed more than once
         since = self.table.versions[first] if min(self.among) < first else None
         until = self._next(last) if max(self.among) > last else None
         return Bounds(since, until, self.table.versions[last], self._is_patch(first))
@@ -101,7 +101,7 @@ class Presence:
         return Bounds(self.table.versions[first], until, self.table.versions[last], self._is_patch(first))
 
     def _is_patch(self, at: int) -> bool:
-        """Whether a release is of the same minor version as the one that was read before it."""
+        """Whether a release has the same minor version as the one before it."""
         versions = self.table.versions
         return at > 0 and versions[at].split(".")[:2] == versions[at - 1].split(".")[:2]
 
@@ -111,7 +111,7 @@ class Presence:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The first release with something after one without it, the first one without it again, the last one with it."""
+    """The first release that has something after one that lacks it, the next that lacks it, the last that has it."""
 
     since: str | None
     until: str | None
@@ -123,19 +123,19 @@ class Bounds:
 
     @property
     def shown(self) -> str:
-        """`since` as far as it is known: of 0.8.5 it is 0.8, where 0.8.0 lacks it and 0.8.1 was not read."""
+        """`since` as far as it is known: 0.8 for 0.8.5, if 0.8.0 lacks it and 0.8.1 is not in the table."""
         return ".".join(self.since.split(".")[:2]) if self.since and self.is_patch else self.since or ""
 
     @property
     def specifier(self) -> str:
-        """For pip, by PEP 440."""
+        """A specifier for pip, by PEP 440."""
         parts = [f">={self.since}"] * bool(self.since) + [f"<{self.until}"] * bool(self.until)
         return ",".join(parts) or f"<={self.last}"
 
 
 @dataclass
 class Table:
-    """What the releases of one package have, as `tools/api_history/table.py` wrote it down."""
+    """What the releases of one package have, as written by `tools/api_history/table.py`."""
 
     package: str
     raw: Mapping[str, Any]
@@ -143,7 +143,7 @@ class Table:
 
     @cached_property
     def versions(self) -> list[str]:
-        """Releases that were read, the oldest first."""
+        """The releases in the table, oldest first."""
         return list(self.raw["versions"])
 
     @cached_property
@@ -156,7 +156,7 @@ class Table:
 
     @property
     def date(self) -> str:
-        """The day on which the table was made."""
+        """The date on which the table was made."""
         return str(self.raw["date"])
 
     @property
@@ -164,13 +164,13 @@ class Table:
         return self.span("0-")
 
     def place(self, version: Version) -> tuple[int, bool]:
-        """The last release that is not newer than a version, -1 if all are; and whether it is that version."""
+        """The index of the last release not newer than a version, -1 if all are newer; and whether it is the same."""
         plain = Version(version.public)
         at = bisect_right(self._parsed, plain) - 1
         return at, at >= 0 and self._parsed[at] == plain
 
     def span(self, text: str) -> Span:
-        """The places that a span's text means: `"3-7,9-"`."""
+        """The indices in a span's text: `"3-7,9-"`."""
         if text not in self._spans:
             found: set[int] = set()
             for part in text.split(","):
@@ -182,14 +182,14 @@ class Table:
         return self._spans[text]
 
     def _of(self, groups: Mapping[str, str], name: str) -> Span:
-        """When a thing is there, of things that are grouped by span."""
+        """When something exists, from names grouped by span."""
         return next((self.span(span) for span, names in groups.items() if name in names.split(" ")), NOWHERE)
 
     # ------------------------------------------------------------------------------------ what is asked
 
     @cached_property
     def modules(self) -> dict[str, Span]:
-        """When each module is there."""
+        """When each module exists."""
         return {
             name: self.span(span) for span, names in self.raw["modules"].items() for name in names.split(" ")
         }
@@ -206,15 +206,15 @@ class Table:
         return Presence(self, there, self.modules.get(module, NOWHERE) | there, maybe)
 
     def is_open(self, module: str, version: Version) -> bool:
-        """Whether a module may have names in a version that nobody can list."""
+        """Whether a module may have names in a version that cannot be listed."""
         return self.place(version)[0] in self._opened(module)
 
     def _opened(self, module: str) -> Span:
-        """Releases in which a module may have more than its text shows; `*` stands for all modules of the package."""
+        """Releases in which a module may have more names than its source shows; `*` means the whole package."""
         return self._of(self.raw["open"], module) | self._of(self.raw["open"], "*")
 
     def elsewhere(self, name: str, module: str, version: str) -> str | None:
-        """The module that a name moved to: one that has it in a release; the shortest public one."""
+        """The module to which a name moved: the shortest public one that has it in a release."""
         at = self.versions.index(version)
         found = [
             other
@@ -222,25 +222,25 @@ class Table:
             if other != module
             and "._" not in other
             and at in (there := self._of(groups, name))
-            and (at - 1 not in there or name != name.lower())  # a plain word is a name of many things
+            and (at - 1 not in there or name != name.lower())  # a plain word names many things
         ]
         return min(found, key=lambda other: (other.count("."), other), default=None)
 
     def parameter(self, function: str, name: str) -> Presence:
-        """A parameter of a function or method, by its qualified name, wherever the function lies."""
+        """A parameter of a function or method, by its qualified name, in any module."""
         return self._parameter(function, name, "**")
 
     def own_parameter(self, function: str, name: str) -> Presence:
-        """A parameter by its own name alone, of a call that was refused: no `**` took it."""
+        """A parameter only under its own name, for a call that was refused: no `**` accepted it."""
         return self._parameter(function, name)
 
     def needed(self, function: str, name: str) -> Presence:
-        """When a parameter does not have to be given, of the releases that have the function."""
+        """When a parameter is optional, among the releases that have the function."""
         needed = self._parameter(function, f"{name}!")
         return Presence(self, needed.among - needed.there, needed.among) if needed.there else needed
 
     def arity(self, function: str, more: int) -> Presence:
-        """When a function takes `more` parameters more than in its other releases; nowhere if it grew in steps."""
+        """When a function takes `more` parameters than in its other releases; nowhere if the number grew in steps."""
         counts: dict[int, int] = {}
         for groups in self.raw["functions"].get(function, {}).values():
             for at in self._of(groups, "()"):
@@ -264,9 +264,9 @@ class Table:
         return Presence(self, frozenset(there), frozenset(among))
 
     def parameters(self, function: str, version: Version, modules: str = ".*") -> set[str] | None:
-        """All parameters of a function that the package's root exports, or of a dataclass; None if they cannot be told.
+        """All parameters of a dataclass, or of a function that the package's root exports; None if they are unknown.
 
-        `@module:name` stands for those of a class of another package. Only functions in these modules count.
+        `@module:name` stands for those of a class in another package. Only functions in `modules` count.
         """
         before, exact = self.place(version)
         around = {before} if exact else {before, min(before + 1, self.last)}
@@ -282,14 +282,14 @@ class Table:
         return found
 
     def ever(self, function: str) -> set[str]:
-        """All that a function took in any release."""
+        """All parameters of a function in any release."""
         every = self.raw["functions"].get(function, {}).values()
         return {
             each.rstrip("!") for groups in every for names in groups.values() for each in names.split(" ")
         }
 
     def marked(self, function: str) -> set[str]:
-        """The `@module:name` that a function has among its parameters in any release."""
+        """The `@module:name` among a function's parameters in any release."""
         return {each for each in self.ever(function) if each[0] == "@"}
 
     def _at(self, groups: Mapping[str, str], at: int) -> Iterator[str]:
@@ -309,31 +309,31 @@ class Table:
         return Presence(self, frozenset(there), frozenset(among))
 
     def ancestors(self, kind: str, depth: int = 0) -> set[str]:
-        """The names of all classes that a class derives from in any release, of other packages too."""
+        """The names of all classes from which a class derives in any release, including other packages."""
         own = {base for bases in self.raw["bases"].get(kind, {}).values() for base in bases.split(" ")}
         own |= {re.split(r"[.:]", each)[-1] for each in self.marked(f"{kind}.__init__")}
         more = (self.ancestors(base, depth + 1) for base in own if base != kind and depth < 8)
         return own.union(*more)
 
     def key(self, name: str) -> Presence:
-        """A key of a registry: a type of model in transformers, an architecture in vLLM."""
+        """A key of a registry: a model type in transformers, an architecture in vLLM."""
         return Presence(self, self._of(self.raw["keys"], name), self.every)
 
     def words(self, version: Version | None = None) -> set[str]:
-        """What the package's own readers of configs know as keys: in a version, or in any."""
+        """Keys that the package's own config readers know: in a version, or in any."""
         groups: Mapping[str, str] = self.raw["words"]
         if version is None:
             return {name for names in groups.values() for name in names.split(" ")}
         return set(self._at(groups, max(0, self.place(version)[0])))
 
     def dropped(self, target: str) -> str | None:
-        """The release from which on `module:name` of another package is not imported any more."""
+        """The first release that no longer imports `module:name` of another package."""
         span = self._of(self.raw["uses"], target)
         return self.versions[max(span) + 1] if span else None
 
     @property
     def renames(self) -> Mapping[str, str]:
-        """Parameters that took the place of others, by the old name."""
+        """Parameters that replaced others, by the old name."""
         return {**dict(self.raw["renames"]), **_RENAMES.get(self.package, {})}
 
 
@@ -341,7 +341,7 @@ _RENAMES = {
     "transformers": {"tokenizer": "processing_class", "no_cuda": "use_cpu", "warmup_ratio": "warmup_steps"},
     "trl": {"tokenizer": "processing_class"},
 }
-"""What no sentence of the packages' code says in a way that can be read. A ratio is taken as warmup_steps below 1."""
+"""Replacements that the packages' code does not state in a readable way. A ratio becomes warmup_steps below 1."""
 
 
 @cache
@@ -354,5 +354,5 @@ def table(package: str) -> Table | None:
 
 
 def tables(packages: Iterable[str]) -> Iterator[Table]:
-    """The tables of packages that have one."""
+    """The tables of the packages that have one."""
     return (found for package in packages if (found := table(package)) is not None)

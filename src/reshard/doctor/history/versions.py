@@ -1,4 +1,4 @@
-"""Which versions a script or a config will meet: pinned beside it, else installed here."""
+"""The versions that a script or a config uses: pinned next to it, else installed here."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _QUOTED = re.compile(r"[\"']([A-Za-z][\w.-]*\s*==\s*[\w.]+)[\"']")
 
 @dataclass(frozen=True)
 class Versions:
-    """`pinned` by name, with what pins it; packages that nothing pins are as installed."""
+    """`pinned` versions by name, with what pins them; other packages are as installed."""
 
     pinned: dict[str, tuple[Version, str]] = field(default_factory=dict)
 
     @staticmethod
     def beside(path: str, text: str = "") -> Versions:
-        """Of a script: its own metadata, then `requirements*.txt` in its folder. Only `==` pins."""
+        """For a script: its own metadata, then `requirements*.txt` in its folder. Only `==` pins."""
         found: dict[str, tuple[Version, str]] = {}
         for block in _INLINE.findall(text):
             for name, version in _pins(_QUOTED.findall(block)):
@@ -51,11 +51,11 @@ class Versions:
         return None
 
     def assumed(self, found: Table) -> Version:
-        """The version of a table's package; where it is not known the newest that was read."""
+        """The version of a table's package; if unknown, the newest in the table."""
         return self.of(found.package) or Version(found.versions[-1])
 
     def certainty(self, found: Table, since: str | None) -> tuple[str, Text]:
-        """How sure it is that something is missing, and what that rests on; `since` is the release that has it not."""
+        """How certain it is that something is missing, and the evidence; `since` is the release that lacks it."""
         package, version = found.package, self.of(found.package)
         if version is None:
             return "likely", words("holds-from", name=package, version=since or found.versions[-1])
