@@ -1,4 +1,4 @@
-"""What is installed and what the machine is, without importing any of it."""
+"""Installed packages and properties of the machine, read without importing any package."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device as the driver tells of it. `capability` is 7.0 for a V100, 8.0 for an A100; `memory` in bytes."""
+    """A GPU according to the driver. `capability` is 7.0 for a V100, 8.0 for an A100; `memory` is in bytes."""
 
     name: str
     capability: float
@@ -59,10 +59,10 @@ class Gpu:
 
 @dataclass
 class Environment:
-    """What there is: versions by package, what packages require, GPUs, driver, libraries, environment variables.
+    """An environment: package versions and requirements, GPUs, driver, libraries, environment variables.
 
-    `cuda` is the CUDA that torch was built for: "" if it was built without, None if that is not known. `shm` is the
-    size of /dev/shm in bytes.
+    `cuda` is the CUDA for which torch was built: "" if it was built without, None if unknown. `shm` is the size of
+    /dev/shm in bytes.
     """
 
     versions: dict[str, str]
@@ -75,7 +75,7 @@ class Environment:
     nccl: str | None = None
     shm: int | None = None
     python: str = ""
-    """Version and path of the interpreter whose packages these are."""
+    """Version and path of the interpreter to which the packages belong."""
 
     def has(self, package: str, specifier: str) -> bool:
         """Whether a package is installed in one of these versions."""
@@ -94,11 +94,11 @@ class Environment:
 
     @property
     def capability(self) -> float | None:
-        """The least compute capability of all GPUs."""
+        """The lowest compute capability of all GPUs."""
         return min((gpu.capability for gpu in self.gpus), default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `reshard doctor` shows, in its order; None for what is not there."""
+        """What `reshard doctor` shows, in its order; None for what is missing."""
         return {
             "python": self.python,
             **{package: self.versions.get(package) for package in PACKAGES},
@@ -115,7 +115,7 @@ class Environment:
 
 
 def look_around(python: str | None = None) -> Environment:
-    """The environment of this process, or of another interpreter. Nothing of what is looked at is imported.
+    """The environment of this process, or of another interpreter. Nothing in it is imported.
 
     Raises ReshardError if there is no such interpreter.
     """
@@ -139,7 +139,7 @@ NAMES = (*PACKAGES, *(f"nvidia-nccl-cu{major}" for major in (13, 12, 11)))
 
 
 def _installed(names: Sequence[str] = NAMES) -> dict[str, Any]:
-    """Versions and requirements of packages, and where torch lies. Its source also runs in other interpreters."""
+    """Versions and requirements of packages, and the path of torch. Its source also runs in other interpreters."""
     import platform
     import sys
     from importlib.metadata import PackageNotFoundError, distribution
@@ -166,11 +166,11 @@ import json
 print(json.dumps(_installed({names!r})))
 """
 PATIENCE = 60
-"""Seconds for which another interpreter may take to start."""
+"""Seconds that another interpreter may take to start."""
 
 
 def _asked(python: str) -> dict[str, Any]:
-    """What another interpreter has installed, in its own words."""
+    """The packages of another interpreter, as it reports them."""
     path = which(python)
     code = ASK.format(
         function=getsource(_installed).replace("Sequence[str] = NAMES", "list"), names=list(NAMES)
@@ -195,7 +195,7 @@ def _asked(python: str) -> dict[str, Any]:
 
 
 def unmet(environment: Environment) -> Iterator[tuple[str, Requirement]]:
-    """Each package with a requirement on another one that is installed in a version that does not meet it."""
+    """Each package with a requirement that the installed version of another package does not meet."""
     for package in environment.requires.keys() & environment.versions.keys():
         for line in environment.requires[package]:
             with suppress(InvalidRequirement):
@@ -208,7 +208,7 @@ def unmet(environment: Environment) -> Iterator[tuple[str, Requirement]]:
 
 
 def _cuda(torch: str | None) -> str | None:
-    """The CUDA that torch was built for, read in the text of its version.py."""
+    """The CUDA for which torch was built, read from the text of its version.py."""
     path = Path(torch).with_name("version.py") if torch else None
     if path is None or not path.is_file():
         return None
@@ -217,7 +217,7 @@ def _cuda(torch: str | None) -> str | None:
 
 
 def find_gpus() -> tuple[list[Gpu], str | None]:
-    """What nvidia-smi tells; it is asked because importing torch takes seconds."""
+    """GPUs and driver from nvidia-smi; importing torch would take seconds."""
     if which("nvidia-smi") is None:
         return [], None
     fields = "name,compute_cap,memory.total,driver_version"

@@ -1,4 +1,4 @@
-"""Which entries of the catalogue a log shows, how surely, and which of them came first."""
+"""The catalogue entries that a log matches, with their certainty, and which of them came first."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from reshard.doctor.words import words
 
 @dataclass
 class Match:
-    """An entry that a log shows, at a line, and what speaks for it. `score` orders entries that say the same text."""
+    """An entry that a log matches, at a line, with its evidence. `score` orders entries for the same text."""
 
     entry: Entry
     line: Line
     score: float
     evidence: list[Text] = field(default_factory=list)
     told_apart: bool = False
-    """Whether more than its text was seen: what it needs, a hint, or an affected version."""
+    """Whether more than its text was found: its needs, a hint, or an affected version."""
     at_root: bool = False
     certainty: str = "likely"
     also: tuple[str, ...] = ()
 
 
 IN_ROOT = 2.0
-"""What the message of the first traceback weighs: the entry explains what the run died of."""
+"""The weight of a match in the message of the first traceback: the entry explains why the run ended."""
 
 
 def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
-    """The entries that a log shows, the first cause first."""
+    """The entries that a log matches, the first cause first."""
     root, alive = first_sign(log), living(log)
     failures = [*alive, *([root] if root and root not in alive else [])]
     whole = _Passage(log.ordered, failures)
@@ -51,7 +51,7 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
     for entry in entries:
         passage = live if entry.kind in FATAL else whole
         line = next((hit for pattern in entry.patterns if (hit := passage.hit(pattern))), None)
-        if line is None and root and _explains(entry, root):  # as one process alone would have said it
+        if line is None and root and _explains(entry, root):  # as a single process would have printed it
             line = next((each for each in passage.lines if each.number == root.last), None)
         if line is None or not _applies(entry, whole.text, log.versions):
             continue
@@ -69,13 +69,13 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
 
 
 OF_SCRIPTS = frozenset(("import-removed", "kw-removed"))
-"""Entries that say what to write in a script: not for what a package asks of another one."""
+"""Entries about what to write in a script: not for a package's use of another one."""
 FATAL = ("error", "hang")
-"""Kinds of entries that a run dies of: what it said before it went on is none of these."""
+"""Kinds of entries that end a run: messages before the run continued are not among them."""
 
 
 def _begun(live: _Passage, text: str, root: Traceback | None) -> list[Match]:
-    """Entries whose message is there in part only: not those that something in the log speaks against."""
+    """Entries of whose message only a part is there, except those that something in the log contradicts."""
     found = [
         Match(entry, live.line(at), CUT_SHORT)
         for entry, at in begun(live.text)
@@ -90,11 +90,11 @@ def _begun(live: _Passage, text: str, root: Traceback | None) -> list[Match]:
 
 
 CUT_SHORT = 0.5
-"""The score of an entry of whose message the log has the beginning only: less than is needed to be sure."""
+"""The score of an entry of whose message only the beginning is there: too low to be certain."""
 
 
 class _Passage:
-    """Lines as one text, in which a pattern may span lines only inside of one of `failures`."""
+    """Lines as one text, in which a pattern may span lines only inside one of `failures`."""
 
     def __init__(self, lines: Sequence[Line], failures: Sequence[Traceback]) -> None:
         self.lines = lines
@@ -103,11 +103,11 @@ class _Passage:
         self._failures = failures
 
     def line(self, position: int) -> Line:
-        """The line in which a character of the text stands."""
+        """The line with the character at a position in the text."""
         return self.lines[bisect_right(self._ends, position)]
 
     def hit(self, pattern: re.Pattern[str]) -> Line | None:
-        """The line in which a pattern ends, where it is found first."""
+        """The line in which a pattern's first match ends."""
         found = pattern.search(self.text)
         if found is None:
             return None
@@ -117,7 +117,7 @@ class _Passage:
         return self._inside(pattern)
 
     def _inside(self, pattern: re.Pattern[str]) -> Line | None:
-        """The same for a pattern that joins what one failure said with lines around it: in each failure alone."""
+        """The same for a pattern that joins a failure's message with lines around it: in each failure separately."""
         for failure in self._failures:
             said = [line for line in self.lines if _is_in(line, failure)]
             if said and pattern.search("\n".join(line.text for line in said)):
@@ -126,9 +126,9 @@ class _Passage:
 
 
 def living(log: Log) -> list[Traceback]:
-    """The tracebacks that their process did not go on after.
+    """The tracebacks after which their process did not continue.
 
-    Where a launcher tells at the end that a process has failed, and nothing else says why, all of them count.
+    If a launcher reports at the end that a process failed, and nothing else says why, all of them count.
     """
     before, measured = progress(log.lines), progress(log.lines, measured=True)
     alive = [
@@ -143,12 +143,12 @@ def living(log: Log) -> list[Traceback]:
 
 
 def _ends_script(failure: Traceback) -> bool:
-    """Whether a script died of it: what says "done" later is the shell script around it."""
+    """Whether a script died of it: a later "done" comes from the shell script around it."""
     return failure.before is None and bool(failure.frames) and failure.frames[0].endswith(" <module>")
 
 
 def live_lines(log: Log) -> list[Line]:
-    """Lines by stream, as far as they stand after the last sign that their process went on, or in a failure."""
+    """Lines by stream that are after the last sign that their process continued, or in a failure."""
     before, alive = progress(log.lines), living(log)
     return [
         line
@@ -158,7 +158,7 @@ def live_lines(log: Log) -> list[Line]:
 
 
 def first_failure(log: Log) -> Traceback | None:
-    """The traceback of the rank that died first, not those of ranks that lost a peer."""
+    """The traceback of the rank that died first, not of ranks that lost a peer."""
     alive = living(log)
     own = [each for each in alive if not is_consequence(each)] or alive
     named = log.facts.get("first rank to die")
@@ -167,10 +167,10 @@ def first_failure(log: Log) -> Traceback | None:
 
 
 def first_sign(log: Log) -> Traceback | None:
-    """The first failure, with a whole traceback or without: see `loose_failure`.
+    """The first failure, with or without a complete traceback: see `loose_failure`.
 
-    Its exception is EXIT or CUT_OFF if the log has an exit status or a part of a traceback only. That of a launcher is
-    the last to be taken.
+    Its exception is EXIT or CUT_OFF if the log has only an exit status or part of a traceback. A launcher's failure
+    counts only if there is no other.
     """
     whole = first_failure(log)
     if whole is not None and not is_consequence(whole):
@@ -194,7 +194,7 @@ def _applies(entry: Entry, text: str, versions: dict[str, str]) -> bool:
 
 
 def _inside(version: str, specifier: str) -> bool | None:
-    """Whether a version is among those affected; None if that cannot be told."""
+    """Whether a version is among those affected; None if unknown."""
     try:
         return SpecifierSet(specifier).contains(Version(version), prereleases=True)
     except (InvalidSpecifier, InvalidVersion):
@@ -223,7 +223,7 @@ def _weighed(entry: Entry, line: Line, text: str, log: Log, root: Traceback | No
 
 
 def which_is_first(root: Traceback) -> Text:
-    """Which failure of the log is the first."""
+    """A text that says which failure of the log is the first."""
     phrase = "first-failure" + "-alone" * (root.exception in ("", EXIT, CUT_OFF)) + "-of" * bool(root.stream)
     who = f"rank {root.stream}" if root.stream.isdecimal() else root.stream
     return words(phrase, exception=root.exception, who=who, line=root.last)
@@ -238,13 +238,13 @@ def _short(text: str) -> str:
 
 
 CLEAR = 0.75
-"""How far an entry must be ahead of others that explain the same line to be said to be sure."""
+"""The lead that an entry needs over others that explain the same line in order to be certain."""
 
 
 def _ranked(matches: list[Match], failures: list[Traceback], root: Traceback | None) -> list[Match]:
-    """Say how sure each is: where one of those that explain the same failure is sure, the others are dropped.
+    """Rate the certainty of each: if one of those that explain the same failure is certain, drop the others.
 
-    What explains another failure than the first is not sure to be the cause of this one.
+    An entry that explains another failure than the first is not certain to be the cause.
     """
     rivals: dict[object, list[Match]] = {}
     for match in matches:
@@ -266,12 +266,12 @@ def _ranked(matches: list[Match], failures: list[Traceback], root: Traceback | N
 
 
 def _elsewhere(others: list[Match], best: Match) -> list[Match]:
-    """Those of the others that are no rivals: symptoms, which are told beside any cause."""
+    """The others that do not compete: symptoms, which are reported in addition to any cause."""
     return [other for other in others if other.entry.kind == "symptom" and best.entry.kind != "symptom"]
 
 
 def _failure(line: Line, failures: Sequence[Traceback]) -> object:
-    """What a line is part of: a failure, with its message, or only itself."""
+    """What a line belongs to: a failure, including its message, or only itself."""
     found = next((each for each in failures if _is_in(line, each)), None)
     return (found.stream, found.first) if found else line.number
 
@@ -281,7 +281,7 @@ def _is_in(line: Line, failure: Traceback) -> bool:
 
 
 def _folded(matches: list[Match]) -> list[Match]:
-    """Without those that another one follows from or explains as well: `also` of that one names them."""
+    """Drop matches that another one causes or also explains: its `also` names them."""
     by_id = {match.entry.id: match for match in matches}
     for match in matches:
         match.also = tuple(each for each in match.entry.symptom_of if each in by_id) * (
@@ -292,6 +292,6 @@ def _folded(matches: list[Match]) -> list[Match]:
 
 
 def _order(match: Match) -> tuple[bool, bool, int, float]:
-    """Causes before symptoms, what explains the first failure before the rest, then as the log has them."""
+    """Sort key: causes before symptoms, explanations of the first failure before others, then by line."""
     symptom = match.entry.kind == "symptom"
     return symptom, not match.at_root, match.line.number, -match.score

@@ -1,8 +1,8 @@
-"""Entries by the beginning of their message, for logs that hold no more of it.
+"""Entries by the beginning of their message, for logs that contain no more of it.
 
-People paste a message cut in its middle, wrapped by a terminal, or quoted in a sentence of their own. An expression
-that needs its second half does not meet it. An entry's excerpt shows the message whole. Where a text ends inside of it,
-its first words name the entry: as likely, never as sure. Where a text goes on in other words, it is another message.
+People paste a message that is truncated, wrapped by a terminal, or quoted in a sentence of their own, so a pattern that
+needs its second half does not match. An entry's excerpt has the complete message. If a text ends inside it, its first
+words identify the entry: likely, but never with certainty. If a text continues in other words, it is another message.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from reshard.doctor.kinds import BY_KIND
 from reshard.doctor.log import read_log
 
 FEWEST, SHORTEST = 6, 30
-"""Words and letters of a message that have to be there."""
+"""Minimum words and letters of a message that must be there."""
 MOST = 24
-"""Words of a message that are compared."""
+"""Maximum words of a message that are compared."""
 SEARCHED = 60_000
-"""Characters at the end of a log that are looked through."""
+"""Characters at the end of a log that are searched."""
 
 _WORD = re.compile(r"(?<!\w)'[^'\s]*'|(?<!\w)\"[^\"\s]*\"|[A-Za-z_]\w*(?:'t\b)?|\d[\w.,]*|[/~][\w./-]+")
 _OF_SYSTEM = re.compile(r"\[Errno \d+\]|No such file or directory|Permission denied")
-"""What the system says of anything: too little to name an entry."""
+"""General messages of the system: not enough to identify an entry."""
 _LITERAL = re.compile(r"[A-Za-z_]+(?:'t)?")
 _END = re.compile(r"[”“」》]|[\u4e00-\u9fff]|\n\s*\n")
-"""What ends a quotation: a mark, a word of another writing, an empty line."""
+"""What ends a quotation: a quotation mark, a word in another script, an empty line."""
 
 
 def begun(text: str) -> list[tuple[Entry, int]]:
-    """The entries inside of whose message a text ends, with the position; those of which it shows most."""
+    """The entries inside whose message a text ends, with the position; those of which it contains most."""
     offset = max(0, len(text) - SEARCHED)
     found = []
     for identifier, words in _messages().items():
@@ -44,14 +44,14 @@ def begun(text: str) -> list[tuple[Entry, int]]:
 
 
 def _shown(words: list[str], text: str) -> int:
-    """How many letters of a message a text shows, if it ends inside of it; else 0."""
+    """How many letters of a message a text contains, if it ends inside it; else 0."""
     letters = known = end = 0
     for word, match in zip_longest(words, _WORD.finditer(text)):
         if match is None or (end and _END.search(text[end : match.start()])):
             break
         if (
             word is None
-        ):  # it shows the message whole: the entry's own expressions know it, if it is not wrapped
+        ):  # it has the complete message: the entry's own patterns match it, unless it is wrapped
             return letters if "\n" in text[:end] else 0
         if _LITERAL.fullmatch(word):
             if match[0].lower() != word:
@@ -69,7 +69,7 @@ def _shown(words: list[str], text: str) -> int:
 
 @lru_cache(maxsize=1)
 def _messages() -> dict[str, list[str]]:
-    """The first words of each entry's message, in small letters."""
+    """The first words of each entry's message, in lower case."""
     found = {}
     for identifier, entry in catalogue().items():
         words = [word.lower() for word in _WORD.findall(_message(entry))]
@@ -84,14 +84,14 @@ def _messages() -> dict[str, list[str]]:
 
 @cache
 def _opening(identifier: str) -> re.Pattern[str]:
-    """What finds the first words of a message in a text."""
+    """A pattern that finds the first words of a message in a text."""
     first, second = _messages()[identifier][:2]
     follows = re.escape(second) if _LITERAL.fullmatch(second) else ""
     return re.compile(rf"\b{re.escape(first)}\b[^\w\n]{{1,4}}{follows}", re.IGNORECASE)
 
 
 def _message(entry: Entry) -> str:
-    """The line of an entry's excerpt in which its own text begins, without the name of an exception."""
+    """The line of an entry's excerpt in which its message begins, without the name of an exception."""
     lines = [line.text for line in read_log(entry.id, entry.excerpt).lines]
     hits = (line for pattern in entry.patterns for line in lines if pattern.search(line))
     return re.sub(r"^\W*(?:\w+\.)*\w*(?:Error|Exception|Warning|Exit)\W*:\s+", "", next(hits, ""))

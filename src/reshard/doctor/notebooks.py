@@ -1,4 +1,4 @@
-"""Diagnose a notebook: its code cells as a script, and the errors that it keeps beneath them as a log."""
+"""Diagnose a notebook: its code cells as a script, and the errors in its outputs as a log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reshard.transfer.sources import read_source
 T = TypeVar("T")
 
 _COMMAND = re.compile(r"^(\s*)(?=\S)(?:[%!?].*|.*\?\s*)$")
-"""Lines that are for the notebook, not for Python."""
+"""Lines for the notebook, not for Python."""
 
 
 class _Cell(NamedTuple):
@@ -33,9 +33,9 @@ class _Cell(NamedTuple):
 
 
 def diagnose_notebook(path: str) -> list[Finding]:
-    """What is wrong with a notebook. Places name a cell by its number, from 1, and a line in it.
+    """The findings about a notebook. Places name a cell by its number, from 1, and a line in it.
 
-    Raises ReshardError if it is no notebook.
+    Raises ReshardError if the file is not a notebook.
     """
     try:
         cells = list(_cells(json_of(read_source(as_path(path), JSON_MOST).removeprefix(codecs.BOM_UTF8))))
@@ -52,7 +52,7 @@ def diagnose_notebook(path: str) -> list[Finding]:
 
 
 def _cells(content: Any) -> Iterator[_Cell]:
-    """The code cells. Raises ValueError for what Jupyter's format 4 does not have in its place.
+    """The code cells. Raises ValueError if the content does not follow Jupyter's format 4.
 
     Source: nbformat.v4.schema.json, whose `multiline_string` is a string or a list of strings.
     """
@@ -68,7 +68,7 @@ def _cells(content: Any) -> Iterator[_Cell]:
 
 
 def _printed(output: Any, where: str) -> list[str]:
-    """The lines of a stream, or of the traceback that a cell ended in."""
+    """The lines of a stream, or of a cell's traceback."""
     kind = _of_kind(dict, output, f"an output of {where}").get("output_type")
     if kind == "stream":
         return [_joined(output.get("text"), f"the text that {where} printed")]
@@ -94,7 +94,7 @@ _WORDS = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 
 
 def _of_code(path: str, cells: list[_Cell]) -> Iterator[Finding]:
-    """Findings in all cells together, that names may come from any earlier one; what is no Python is left out."""
+    """Findings in all cells together, as names may come from any earlier one; cells that are not Python are skipped."""
     lines: list[str] = []
     origins: list[tuple[int, int]] = []
     for cell in cells:
@@ -115,7 +115,7 @@ def _in_cell(place: Place, origins: list[tuple[int, int]]) -> Place:
 
 
 def _parses(text: str) -> bool:
-    """Whether a cell is Python, and not nested deeper than can be looked through."""
+    """Whether a cell is Python, and not nested too deep to be analysed."""
     try:
         parsed("", text, ast.parse(text))
     except NOT_PYTHON:
@@ -124,7 +124,7 @@ def _parses(text: str) -> bool:
 
 
 def _of_outputs(path: str, cells: list[_Cell]) -> Iterator[Finding]:
-    """Findings in what each cell has printed."""
+    """Findings in what each cell printed."""
     for cell in cells:
         if cell.printed:
             yield from diagnose_text(f"{path}[{cell.number}]", "\n".join(cell.printed))

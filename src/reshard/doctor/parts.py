@@ -15,7 +15,7 @@ from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 
 INNERMOST = 2
-"""Frames in which a part has to stand: further out it only called what failed."""
+"""Number of innermost frames in which a part must occur: further out it only called what failed."""
 
 
 _BUILDS = re.compile(r"[Bb]uild(?:ing)? wheels?\b|/pip-install-|/pip-build-env-|setup\.py")
@@ -23,7 +23,7 @@ _BUILDS = re.compile(r"[Bb]uild(?:ing)? wheels?\b|/pip-install-|/pip-build-env-|
 
 @dataclass(frozen=True)
 class Part:
-    """A part of `parts.yaml`: its frames, its words, what it does, and how a run does without it."""
+    """A part of `parts.yaml`: its frames, its messages, what it does, and how a run can avoid it."""
 
     name: str
     frames: re.Pattern[str] | None
@@ -32,7 +32,7 @@ class Part:
     way: Text
 
     def shows(self, root: Traceback) -> bool:
-        """Whether a failure lies in this part, by what it says or by its innermost frames."""
+        """Whether a failure is in this part, by its message or by its innermost frames."""
         frames = [frame.replace("\\", "/") for frame in root.frames[-INNERMOST:]]
         return bool(self.said.search(f"{root.said}\n{root.source}")) or bool(
             self.frames and any(self.frames.search(frame) for frame in frames)
@@ -40,10 +40,10 @@ class Part:
 
 
 def of_part(root: Traceback, log: Log) -> Finding | None:
-    """The part in which the first failure lies; None for code of no known part."""
+    """The finding for the part in which the first failure is; None for code of no known part."""
     first = root.root
     if _BUILDS.search("\n".join([first.said, *first.frames])):
-        return None  # what it is a part of was not run yet
+        return None  # the part has not run yet
     part = next((part for part in _parts() if part.shows(first)), None)
     if part is None:
         return None

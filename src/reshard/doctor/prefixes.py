@@ -1,10 +1,10 @@
-r"""What launchers and loggers put before the lines of a log, taken off.
+r"""Removes prefixes that launchers and loggers put before the lines of a log.
 
 Known are torchrun's `[rank0]:` and `[default0]:`, `3: ` of `srun -l`, `[1,0]<stderr>:` of MPI, `(WorkerDict pid=7)` of
 Ray, `172.31.20.74: ` of pdsh, `worker-1: ` of DeepSpeed, `trainer-0  | ` of Docker Compose, and the times and stream
-names of Kubernetes. All others are learned: what stands both before `Traceback (most recent call last)` and before a
-frame of a traceback is a prefix, and so is whatever differs from it in digits only (times, ranks, lines of files).
-`ValueError: ` stands before neither, so that Python's own lines are never taken for the word of a host.
+names of Kubernetes. Others are learned: a text both before `Traceback (most recent call last)` and before a frame of a
+traceback is a prefix, and so is any text that differs from it only in digits (times, ranks, line numbers). `ValueError:
+` occurs before neither, so Python's own lines are never mistaken for a prefix.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterator
 
 START = "Traceback (most recent call last)"
 HELD = 2_000
-"""Lines that are held back until a frame tells whether what stands before a traceback is a prefix."""
+"""Lines that are held until a frame shows whether the text before a traceback is a prefix."""
 LEARNED = 200
-"""Prefixes that are learned. Where each line has one of its own, as an id of a request, they name no processes."""
+"""Maximum number of learned prefixes. If each line has its own, such as a request's id, they name no processes."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]")
 _EMPHASIS = re.compile(
     r"(?P<mark>\*\*|`)(?P<error>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .*?)(?P=mark)$"
 )
-"""An exception that somebody made bold, or code, on a page."""
+"""An exception in bold or as code on a page."""
 _TIME = re.compile(
     r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?: (?:stdout|stderr) [FP])?\s+"
 )
@@ -58,11 +58,11 @@ _NAMES = re.compile(r"(?<![\w./=-])[\w./=-]*\w")
 
 
 _LINK = re.compile(r"\[((?:/|<ipython|[\w.]+\.py|File )[^\]\n]{0,300})\]\((?:https?|vscode)[^)\s]{1,600}\)")
-"""A path that a notebook in a browser made a link of."""
+"""A path that a notebook in a browser turned into a link."""
 
 
 def cleaned(raw: str) -> str:
-    """A line without colours, the marks of pages, and what a progress bar wrote over."""
+    """A line without colours, page markup, and text that a progress bar overwrote."""
     text = _ANSI.sub("", raw) if "\x1b" in raw else raw
     text = text.rstrip()
     text = text.removeprefix("E   ")  # pytest's
@@ -74,17 +74,17 @@ def cleaned(raw: str) -> str:
 
 
 class Prefixes:
-    """The prefixes that are known and those that were learned; lines are told as soon as theirs are known."""
+    """Known and learned prefixes; lines are returned as soon as their prefixes are known."""
 
     def __init__(self) -> None:
         self._open: set[str] = set()
         self._shapes: list[str] = []
         self._learned: re.Pattern[str] | None = None
         self.held: deque[tuple[int, str]] = deque()
-        """Lines, with their numbers, of which it is not known yet what their prefixes are."""
+        """Lines whose prefixes are not known yet, with their numbers."""
 
     def read(self, number: int, raw: str) -> Iterator[tuple[int, str, str]]:
-        """Take in a line. Yields those whose prefixes are known: number, what these name ("" without any), text."""
+        """Add a line. Yields those whose prefixes are known: number, the prefix's names ("" without any), text."""
         line = cleaned(raw)
         if START in line:
             self._begin(line)
@@ -95,7 +95,7 @@ class Prefixes:
             yield self._released()
 
     def rest(self) -> Iterator[tuple[int, str, str]]:
-        """The lines that are still held when a log ends."""
+        """The lines that are still held at the end of a log."""
         while self.held:
             yield self._released()
 
@@ -104,23 +104,23 @@ class Prefixes:
         return (number, *self.taken_off(line))
 
     def _begin(self, line: str) -> None:
-        """Note what stands before the first line of a traceback: it may be a prefix."""
+        """Note the text before the first line of a traceback: it may be a prefix."""
         if len(self._shapes) < LEARNED and (before := self._before(line, _TRACEBACK)):
             self._open.add(before)
 
     def _learn(self, line: str) -> None:
-        """See whether a line is a frame behind what stood before the first line of a traceback."""
+        """Check whether a line is a frame after a text noted by `_begin`, which is then a prefix."""
         if self._open and (before := self._before(line, _FRAME)) in self._open:
             self._open.remove(before)
             self._shapes.append(before)
             self._learned = re.compile("|".join(f"(?:{shape})" for shape in self._shapes))
 
     def _awaits(self, line: str) -> bool:
-        """Whether the frames of a traceback are still to tell if what stands before its first line is a prefix."""
+        """Whether a frame has yet to show if the text before the first line of a traceback is a prefix."""
         return START in line and self._before(line, _TRACEBACK) in self._open
 
     def _before(self, line: str, pattern: re.Pattern[str]) -> str:
-        """The pattern of what no known prefix explains before a traceback or a frame; "" if there is nothing."""
+        """A pattern for the text before a traceback or a frame that is no known prefix; "" if there is none."""
         text = self.taken_off(line)[1]
         match = pattern.search(text)
         before = text[: match.start()] if match else ""
@@ -133,7 +133,7 @@ class Prefixes:
         return rf"{body}(?:{space}|$)" if space else body
 
     def taken_off(self, text: str) -> tuple[str, str]:
-        """What the prefixes of a line name ("" without one), and the line without them."""
+        """The names in a line's prefixes ("" without one), and the line without them."""
         names: list[str] = []
         while True:
             if (match := _TIME.match(text) or _MARGIN.match(text)) and match.end() < len(text):
@@ -148,5 +148,5 @@ class Prefixes:
 
 
 def _name(prefix: str) -> str:
-    """What a prefix names: its words without times, levels and lines of source files."""
+    """The name in a prefix: its words without times, levels and lines of source files."""
     return " ".join(_NAMES.findall(_NAMELESS.sub(" ", prefix)))

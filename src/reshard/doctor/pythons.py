@@ -1,6 +1,6 @@
-"""What Python's own exceptions name: a key, a file, None, a function that cannot be sent, bytes that are no text.
+"""What Python's own exceptions name: a key, a file, None, an unpicklable function, bytes that are not text.
 
-The line of code that raised it says what the thing is: a config, a record of the data, the environment, a table.
+The line of code that raised it shows what the thing is: a config, a record of the data, the environment, a table.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from reshard.doctor.upstream import package_of
 from reshard.doctor.words import words
 
 Told = tuple[str, dict[str, object]]
-"""The id of a rule, and what fills its braces."""
+"""The id of a rule, and the values for its braces."""
 
 
 def of_pythons(root: Traceback, log: Log) -> Finding | None:
-    """What an exception of Python itself shows; None if nothing follows from it."""
+    """The finding for an exception of Python itself; None if nothing follows from it."""
     first = root.root
     for ask in _ASKED:
         if found := ask(first, log):
@@ -32,11 +32,11 @@ def of_pythons(root: Traceback, log: Log) -> Finding | None:
 
 
 _GENERAL = ("attribute-of-", "key-other", "value-is-none", "output-is-none", "file-missing")
-"""Rules that say where to look more than why."""
+"""Rules that say where to look rather than why."""
 
 
 def place_in_code(root: Traceback) -> Text:
-    """Where it was raised: the innermost frame with its code, as far as the log shows them."""
+    """Where the exception was raised: the innermost frame with its code, as far as the log shows them."""
     frame = root.frames[-1] if root.frames else ""
     return Text.same(" — ".join(f"`{part}`" for part in (frame, root.source) if part) or "?")
 
@@ -64,7 +64,7 @@ _KINDS = (
         r"[A-Z][A-Z0-9_]*|\w*(?:mapping|registry|_map|MAP|dispatch|_types?|classes|templates?|lookup|table)\w*",
     ),
 )
-"""What a container is, by its name. The first that fits counts."""
+"""What a container is, by its name. The first match counts."""
 _SUBSCRIPT = re.compile(
     r"(?<![\w.])(?P<name>[A-Za-z_][\w.]{0,80})(?:\[[^\[\]]{0,80}\]){0,4}"
     r"\[(?P<key>[^\[\]]{1,80}(?:\[[^\[\]]{0,80}\])?)\]"
@@ -98,11 +98,11 @@ def _key(root: Traceback, log: Log) -> Told | None:
 
 
 _OPTIMIZER = ("param_groups", "optimizer", "optimizer_states", "lr_schedulers", "exp_avg", "exp_avg_sq")
-"""Keys that states of optimizers have, and checkpoints of a model alone do not."""
+"""Keys in optimizer states that checkpoints of only a model do not have."""
 
 
 def _code_with(key: str, root: Traceback, log: Log) -> str:
-    """The line of code in a traceback that names a key: of who asked a container of a package for it."""
+    """The line of code in a traceback that names a key: the caller that looked it up in a package's container."""
     shown = (
         line.text
         for line in log.lines
@@ -113,13 +113,13 @@ def _code_with(key: str, root: Traceback, log: Log) -> str:
 
 
 def update_of(root: Traceback) -> Text:
-    """Whom to update: the package that the innermost frame lies in, or whatever asks and is asked."""
+    """What to update: the package of the innermost frame, or both caller and called code."""
     package = installed_of(root)
     return words("update-asker", package=package) if package else words("update-both")
 
 
 def installed_of(root: Traceback) -> str:
-    """The package in which a failure's innermost frame lies; "" for a script and for Python itself."""
+    """The package of a failure's innermost frame; "" for a script and for Python itself."""
     frame = root.frames[-1].replace("\\", "/") if root.frames else ""
     match = _INSTALLED.search(frame)
     found = (match["name"] if match else package_of(frame) or "").partition("/")[0]
@@ -130,7 +130,7 @@ _INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z]\w*)/")
 
 
 def _container(source: str, key: str) -> str:
-    """The name of what a line of code looks a key up in; "" if it does not show it."""
+    """The name of the container in which a line of code looks up a key; "" if it does not show it."""
     found = _SUBSCRIPT.findall(source)
     named = [name for name, shown in found if shown.strip("\"' ") == key]
     return next(iter(named or [name for name, _ in found[::-1]]), "")
@@ -173,11 +173,11 @@ OUTPUTS = {
     "attentions": "attentions",
     "past_key_values": "cache",
 }
-"""Fields of a model's output that are None unless they were asked for, and the words that say how."""
+"""Fields of a model's output that are None unless requested, and the phrases about how to request them."""
 
 
 def _own_caller(root: Traceback) -> str:
-    """The frame that called the innermost one, if it lies in a script of the user's own; "" otherwise."""
+    """The frame that called the innermost one, if it is in the user's own script; "" otherwise."""
     caller = root.frames[-2].replace("\\", "/")
     return "" if _INSTALLED.search(caller) or package_of(caller) or "/lib/python" in caller else caller
 
@@ -185,11 +185,11 @@ def _own_caller(root: Traceback) -> str:
 _PASSED = re.compile(
     r"(?:\b(?:update|extend|list|tuple|set|sorted|enumerate|zip|sum|max|min)\(|\*)([A-Za-z_][\w.]*)\)"
 )
-"""What a call goes through one by one."""
+"""Arguments over which a call iterates."""
 
 
 def _none_of(source: str, match: re.Match[str]) -> str:
-    """The expression in a line of code that is None; "" if it cannot be told."""
+    """The expression in a line of code that is None; "" if unknown."""
     expression = r"[A-Za-z_][\w.]*(?:\([^()]*\)|\[[^\[\]]*\])?"
     if match["name"]:
         found = re.findall(rf"({expression})\.{match['name']}\b", source)
@@ -232,7 +232,7 @@ _CLASSES = (
         r"|ModuleList|Sequential|Head)",
     ),
 )
-"""What an object is, by the name of its class. The first that fits counts."""
+"""What an object is, by the name of its class. The first match counts."""
 
 
 WRAPPERS = ("peft", "accelerate", "deepspeed", "trl")
@@ -240,7 +240,7 @@ WRAPPERS = ("peft", "accelerate", "deepspeed", "trl")
 
 
 def owner_of(kind: str, name: str) -> Table | None:
-    """The one package of `WRAPPERS` whose classes have an attribute, if the class that lacks it is not its own."""
+    """The only package of `WRAPPERS` whose classes have an attribute, if the class that lacks it is not its own."""
     every = list(tables(WRAPPERS))
     if any(kind in own.raw["attributes"] for own in every):
         return None
@@ -254,9 +254,9 @@ _PUBLIC = {
     "deepspeed": ("DeepSpeedEngine",),
     "trl": ("PreTrainedModelWrapper",),
 }
-"""The classes that stand for each of them."""
+"""The classes that represent each of them."""
 SHORT = 8
-"""Letters of a name that many classes have."""
+"""Maximum letters of a name that many classes have."""
 
 
 def _attribute(root: Traceback, log: Log) -> Told | None:

@@ -1,7 +1,7 @@
-"""Files as text, as shells and editors write it: UTF-8, UTF-16 (PowerShell), GBK (Windows in Chinese).
+"""Reads files as text in the encodings of shells and editors: UTF-8, UTF-16 (PowerShell), GBK (Windows in Chinese).
 
-A line may be of any length: minified JSON, base64, progress bars. Only the parts of a long one that can tell of a
-failure are kept, so that no line takes more time or memory than another.
+A line may have any length: minified JSON, base64, progress bars. Only the parts of a long one that may report a failure
+are kept, so that no line takes more time or memory than another.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from reshard.doctor.prefixes import START
 LONGEST = 1 << 20
 """Bytes that are read at once."""
 LONGEST_LINE = 4_000
-"""Characters of a line that are looked at: all, or the first `HEAD` and the last `TAIL`."""
+"""Maximum characters of a line that are searched: of a longer line, the first `HEAD` and the last `TAIL`."""
 HEAD, TAIL = 2_900, 1_000
 INSIDE = 16_000
-"""Characters that are looked at from where a traceback begins inside a long line, as it does in JSON."""
+"""Characters that are searched from the beginning of a traceback inside a long line, as in JSON."""
 CUT = " … "
 _NOT_ASCII = bytes(range(128, 256))
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
 
 def encoding_of(begin: bytes) -> str | None:
-    """UTF-8 or UTF-16, by the first bytes of a file; None if these are no text."""
+    """UTF-8 or UTF-16, by the first bytes of a file; None if these are not text."""
     if begin[:2] in _MARKS:
         return _MARKS[begin[:2]]
     if b"\0" not in begin:
@@ -38,7 +38,7 @@ def encoding_of(begin: bytes) -> str | None:
 
 
 def decoded(raw: bytes) -> str:
-    """UTF-8, or GB18030 (of which GBK is a part) where it is none; what is neither has marks in place of characters."""
+    """Text from UTF-8, or else from GB18030 (which includes GBK); other bytes become replacement characters."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -48,7 +48,7 @@ def decoded(raw: bytes) -> str:
 
 
 def shortened(line: str) -> str:
-    """A line without what makes it long: its beginning, the first traceback inside, and its end."""
+    """The relevant parts of a long line: its beginning, the first traceback inside, and its end."""
     if len(line) <= LONGEST_LINE:
         return line
     end = len(line) - TAIL
@@ -68,9 +68,9 @@ def lines_of(
     on_bytes: Callable[[int], None] = lambda count: None,
     on_lines: Callable[[int], None] = lambda count: None,
 ) -> Iterator[str]:
-    """The lines of a file of which the first bytes were read already.
+    """The lines of a file whose first bytes have already been read.
 
-    `on_bytes` is told how many bytes were read, `on_lines` how many lines, some thousands at a time.
+    `on_bytes` receives how many bytes were read, `on_lines` how many lines, some thousands at a time.
     """
     encoding = encoding_of(begin) or "utf-8"
     chunks = _chunks(file, begin, on_bytes)
@@ -99,11 +99,11 @@ def _of_utf16(chunks: Iterable[bytes], encoding: str) -> Iterator[str]:
 
 
 def _of_utf8(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Text of whole lines where there are any, decoded at once: a line at a time takes ten times as long."""
+    """Text of complete lines, if there are any, decoded together: decoding line by line takes ten times as long."""
     rest, mark = b"", codecs.BOM_UTF8
     for chunk in chunks:
         raw = rest + chunk.removeprefix(mark)
-        # a line is decoded whole, for its encoding; of a longer one no character is cut
+        # a line is decoded as a whole, because of its encoding; a longer one is not cut inside a character
         end = raw.rfind(b"\n") + 1 or len(raw.rstrip(_NOT_ASCII)) or len(raw)
         whole, rest, mark = raw[:end], raw[end:], b""
         try:

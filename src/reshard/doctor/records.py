@@ -1,4 +1,4 @@
-"""Data that a run could not read: what datasets, pyarrow and chat templates say of files, columns and records."""
+"""Data that a run could not read: messages of datasets, pyarrow and chat templates about files, columns and records."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from reshard.doctor.rules import told
 from reshard.doctor.words import words
 
 Told = tuple[str, dict[str, object]]
-"""The id of a rule, and what fills its braces."""
+"""The id of a rule, and the values for its braces."""
 
 _OF_DATASETS = re.compile(
     r"datasets\.\w+\.Dataset\w*|Dataset(?:Generation)?(?:Cast)?Error|generating the dataset|Arrow\w+|pyarrow|CastError"
 )
 SAID = 200
-"""Lines before a failure of datasets in which it says why."""
+"""Lines before a failure of datasets in which it reports the reason."""
 
 
 def of_records(root: Traceback, log: Log) -> Finding | None:
-    """What a failure shows of the data; None if it is not about data, or nothing follows."""
+    """The finding if a failure is about data; None otherwise, or if nothing follows."""
     for text, number in _texts(root, log):
         for ask in _ASKED:
             if found := ask(text):
@@ -32,7 +32,7 @@ def of_records(root: Traceback, log: Log) -> Finding | None:
 
 
 def _texts(root: Traceback, log: Log) -> list[tuple[str, int]]:
-    """What each failure of the chain said, the first first, then what stands above where that is only a wrapper."""
+    """The message of each failure in the chain, the first one first, then the lines above if it is only a wrapper."""
     chain: list[tuple[str, int]] = []
     failure: Traceback | None = root
     while failure is not None:
@@ -55,7 +55,7 @@ _LACKS = re.compile(r"(?<!\d)(?P<fewer>\d{1,6}) missing columns? \((?P<lost>[^)\
 
 
 def _text_in_batch(text: str) -> Told | None:
-    """A column of text where a tensor is made of all columns."""
+    """A text column, if a tensor is made from all columns."""
     return (
         ("text-in-batch", {})
         if re.search(r"too many dimensions 'str'|new\(\): invalid data type 'str'", text)

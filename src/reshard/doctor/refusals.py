@@ -12,11 +12,11 @@ from reshard.doctor.rules import told
 from reshard.doctor.words import words
 
 Told = tuple[str, dict[str, object]]
-"""The id of a rule, and what fills its braces."""
+"""The id of a rule, and the values for its braces."""
 
 
 def of_refusal(root: Traceback, log: Log) -> Finding | None:
-    """What refused what, and what it takes instead; None if a failure says nothing of the kind."""
+    """The finding for what was refused, and what is accepted instead; None for other failures."""
     first = root.root
     for failure in (first, root) if first is not root else (root,):
         for ask in _ASKED:
@@ -59,7 +59,7 @@ def _broken_off(said: str, log: Log) -> Told | None:
 
 
 LAST = 100_000
-"""Characters at the end of a log in which the shell speaks."""
+"""Characters at the end of a log that are searched for messages of the shell."""
 
 # ------------------------------------------------------------------------------------------ values
 
@@ -85,7 +85,7 @@ _CHOICE = tuple(
 def _schema(said: str, log: Log) -> Told | None:
     match = _SCHEMA.search(said)
     if match is None or match["type"] == "extra_forbidden" or "Extra inputs" in match["what"]:
-        return None  # a key that is not known: see `arguments.py`
+        return None  # an unknown key: see `arguments.py`
     value = match["value"] or ""
     given = Text.same("")
     if value:

@@ -1,4 +1,4 @@
-"""Why pip or uv found no versions that fit each other: the requirements of one package that exclude each other."""
+"""Why pip or uv found no compatible versions: requirements of one package that exclude each other."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ YOU = "you"
 
 
 class Need(NamedTuple):
-    """A requirement (`torch==2.6.0`), and who has it: a package with its version, or the user."""
+    """A requirement (`torch==2.6.0`), and its origin: a package with its version, or the user."""
 
     who: str
     what: str
 
     @property
     def package(self) -> str:
-        """The package that is required."""
+        """The required package."""
         name = re.match(r"[A-Za-z][\w.-]*", self.what)
         return canonicalize_name(name[0]) if name else ""
 
 
 def of_resolver(root: Traceback, log: Log) -> Finding | None:
-    """The requirements that exclude each other, as the resolver lists them; None if none of its failures is there."""
+    """The requirements that exclude each other, as the resolver lists them; None if the log has no resolver failure."""
     line = next((line for line in log.lines if _FAILED.search(line.text)), None)
     if line is None:
         return None
@@ -81,7 +81,7 @@ _NO_PACKAGE = re.compile(r"(?i:python|cuda|gcc|glibc|driver|nvcc|rocm)\W")
 
 
 def of_requirement(root: Traceback, log: Log) -> Finding | None:
-    """The release of a package that a failure says is required; None if it names none."""
+    """The release of a package that a failure requires; None if it names none."""
     match = next((hit for pattern in _REQUIRED if (hit := pattern.search(root.said))), None)
     if match is None or _NO_PACKAGE.match(match["spec"]):
         return None
@@ -94,7 +94,7 @@ def of_requirement(root: Traceback, log: Log) -> Finding | None:
 
 
 MOST = 8
-"""Requirements that are shown."""
+"""Maximum requirements that are shown."""
 
 
 def _needs(text: str) -> Iterator[Need]:
@@ -119,5 +119,5 @@ def _name(who: str) -> str:
 
 
 def _command(package: str, asked: list[str]) -> Text:
-    """The packages in one command, none of them pinned."""
+    """A command that installs all of the packages, none of them pinned."""
     return Text.same(" ".join(["python -m pip install -U", *dict.fromkeys([*asked, package])]))

@@ -1,4 +1,4 @@
-"""The doctor's own rules put into words: `rules.yaml` says for each what happens, why, and what to do."""
+"""The texts of the doctor's own rules: `rules.yaml` has for each what happens, why, and what to do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "script-no-set-device": ("dup-gpu",),
     "script-optimizer-before-sharding": ("fsdp2-optimizer",),
 }
-"""What a script, an environment or a checkpoint breaks, and the entries of the catalogue as which a log shows it."""
+"""What a script, an environment or a checkpoint breaks, and the catalogue entries for its effects in a log."""
 
 
 def told(

@@ -1,4 +1,4 @@
-"""Diagnose a training script by reading it: each rule looks for one trap."""
+"""Diagnose a training script by reading it: each rule looks for one mistake."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def rule(function: Rule) -> Rule:
 
 
 def diagnose_script(path: str) -> list[Finding]:
-    """What will go wrong in a script. Raises ReshardError if it is no Python."""
+    """The findings about a script. Raises ReshardError if it is not Python."""
     return diagnose_source(read_source(path))
 
 
 def diagnose_source(source: Source) -> list[Finding]:
-    """What will go wrong in a script that was read."""
+    """The findings about a parsed script."""
     return [finding for each in RULES for finding in each(source)]
 
 
 def _swapped(source: Source, first: Call, second: Call) -> list[Place]:
-    """Two statements of one line each in the other order; without fixed lines if they are longer."""
+    """Two single-line statements in reverse order; without fixed lines if they are longer."""
     lines = [source.lines[call.line - 1] for call in (first, second)]
     whole = all(
         call.node.end_lineno == call.line and "(" in line
@@ -69,7 +69,7 @@ _PARSED = (
 
 @rule
 def loaded_before_zero3(source: Source) -> Iterator[Finding]:
-    """from_pretrained before the arguments that switch ZeRO-3 on."""
+    """from_pretrained before the arguments that enable ZeRO-3."""
     explicit = [
         call
         for call in source.calls
@@ -88,7 +88,7 @@ def loaded_before_zero3(source: Source) -> Iterator[Finding]:
 
 
 def _low_memory(call: Call) -> bool:
-    """Whether a model is not one that is trained: the teacher or tokenizer on a device of its own."""
+    """Whether a model is not the trained one: a teacher or tokenizer on its own device."""
     return "Tokenizer" in call.owner or "Config" in call.owner or "Processor" in call.owner
 
 
@@ -97,9 +97,9 @@ _OPTIMIZER = re.compile(r"\boptim(?:izers?)?\.[A-Z]\w+$|^(?:AdamW?(?:8bit)?|SGD|
 
 @rule
 def optimizer_before_sharding(source: Source) -> Iterator[Finding]:
-    """An optimizer over the parameters that sharding then replaces."""
+    """An optimizer with the parameters that sharding then replaces."""
     if re.search(r"""\[["']params["']\]\s*=""", source.text):
-        return  # the script gives the optimizer its new parameters itself
+        return  # the script passes the new parameters to the optimizer itself
     for optimizer in source.calls:
         if not _OPTIMIZER.search(optimizer.name):
             continue
@@ -139,7 +139,7 @@ STRONG = re.compile(
 
 @rule
 def rank_guard(source: Source) -> Iterator[Finding]:
-    """What all ranks have to do together, done by one."""
+    """Operations that all ranks must perform together, performed by one."""
     if not re.search(r"Accelerator|Trainer\b|FSDP|torch\.distributed|deepspeed|fully_shard", source.text):
         return
     sharded = bool(STRONG.search(source.text))
@@ -160,7 +160,7 @@ def rank_guard(source: Source) -> Iterator[Finding]:
 
 
 def _together(call: Call, source: Source, sharded: bool) -> bool:
-    """Whether this call, which one rank alone makes, is one that all ranks have to make."""
+    """Whether this call, made by one rank only, must be made by all ranks."""
     if call.last in ON_ALL_RANKS or call.last in OF_ACCELERATE:
         return bool(call.owner) and not _both_sides(call, source) and _of_a_group(call)
     owner = call.owner.lower()
@@ -183,7 +183,7 @@ def _together(call: Call, source: Source, sharded: bool) -> bool:
 
 
 def _of_a_group(call: Call) -> bool:
-    """Whether a function with this name is one of torch.distributed or accelerate."""
+    """Whether a function with this name is torch.distributed's or accelerate's."""
     return (
         bool(re.search(r"dist\b|distributed|accelerator|funcol", call.owner, re.IGNORECASE))
         or call.owner == "comm"
@@ -191,7 +191,7 @@ def _of_a_group(call: Call) -> bool:
 
 
 def _saved_by_hand(source: Source) -> bool:
-    """Whether the script gathers before it saves, in a way of its own."""
+    """Whether the script itself gathers the weights before it saves."""
     return bool(
         re.search(
             r"GatheredParameters|state_dict_type\(|FullStateDictConfig|full_state_dict|summon_full",
@@ -212,7 +212,7 @@ def _both_sides(call: Call, source: Source) -> bool:
 
 
 def _without_guard(source: Source, line: int) -> Place:
-    """The line of a guard, with a condition that lets all ranks take part."""
+    """The line of a guard, with a condition that includes all ranks."""
     text = source.lines[line - 1]
     if text.strip().startswith("@"):
         return source.place(line, f"# {text.strip()}")
@@ -266,7 +266,7 @@ def preloaded_model(source: Source) -> Iterator[Finding]:
 
 
 def _is_one_device(value: ast.expr) -> bool:
-    """Whether a device_map is one GPU, the same for all processes."""
+    """Whether a device_map is a single GPU, the same for all processes."""
     if isinstance(value, ast.Dict):
         return len(value.values) == 1 and _is_one_device(value.values[0])
     return isinstance(value, ast.Constant) and (value.value == 0 or value.value in ("cuda", "cuda:0"))
@@ -288,7 +288,7 @@ def sharded_save(source: Source) -> Iterator[Finding]:
 
 
 def _sharded_type(value: ast.expr) -> Iterator[ast.expr]:
-    """Where SHARDED_STATE_DICT stands in a value, unless it is only compared with."""
+    """Where SHARDED_STATE_DICT occurs in a value, unless it is only compared."""
     nodes = [value, *(value.values if isinstance(value, ast.Dict) else ())]
     for node in nodes:
         if (isinstance(node, ast.Constant) and node.value == "SHARDED_STATE_DICT") or (
@@ -299,7 +299,7 @@ def _sharded_type(value: ast.expr) -> Iterator[ast.expr]:
 
 @rule
 def grpo(source: Source) -> Iterator[Finding]:
-    """Batch arithmetic of GRPO, and tensor parallelism beside it."""
+    """Batch sizes of GRPO, and tensor parallelism combined with it."""
     for call in source.find("GRPOConfig"):
         yield from grpo_arithmetic({key: _number(call, key) for key in KEYS}, _spot(source, call))
     parallel = re.compile(r"\btp_size\s*=\s*(?:[2-9]|\d\d)|tp_plan\s*=\s*['\"]auto['\"]")
@@ -311,7 +311,7 @@ def grpo(source: Source) -> Iterator[Finding]:
 
 
 def _number(call: Call, key: str) -> object:
-    """A number, None if it is not given, and the expression if it is known only when the script runs."""
+    """A number, None if it is not given, and the expression if it is known only at run time."""
     keyword = call.keyword(key)
     if keyword is None:
         return None if all(each.arg for each in call.node.keywords) else "**"

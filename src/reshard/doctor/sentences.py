@@ -1,4 +1,4 @@
-"""What the sentences of a message say of its cure: what to do, or which condition does not hold."""
+"""Sentences of a message about its remedy: what to do, or which condition is not met."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def needs(message: str) -> str:
 
 
 def stated(message: str) -> str:
-    """The sentences of either kind, in their order."""
+    """The sentences of either kind, in order."""
     return _those(message, re.compile(f"{_ASKS.pattern}|{_NEEDS.pattern}"))
 
 

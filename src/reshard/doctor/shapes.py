@@ -1,4 +1,4 @@
-"""What two shapes that do not fit say of each other: a shard, padding, a placeholder, packed values, another model."""
+"""The reason why two shapes differ: a shard, padding, a placeholder, packed values, another model."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _ADAPTER = re.compile(r"lora_[AB]|lora_(?:up|down)|linear_(?:in|out)\.weight")
 _KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|key|value")
 _LORA = re.compile(r"(?i)lora")
 MOST_RANK = 1024
-"""The largest rank that adapters have."""
+"""The highest rank of adapters."""
 MOST_PADDING = 0.5
-"""The share of rows that padding or added tokens are, at most. A shard has half of them or less."""
+"""Maximum share of rows that are padding or added tokens. A shard has half of the rows or fewer."""
 
 
 class Pair(NamedTuple):
-    """A tensor by name, its shape in the file, and the one that the model has."""
+    """A tensor by name, its shape in the file, and its shape in the model."""
 
     name: str
     saved: Shape
@@ -54,7 +54,7 @@ class Pair(NamedTuple):
 
 
 def pairs(said: str) -> Iterator[Pair]:
-    """All pairs of shapes that a message names."""
+    """All pairs of shapes in a message."""
     for pattern in _PAIRS:
         for match in pattern.finditer(said):
             yield Pair(match["name"].strip(), _shape(match["saved"]), _shape(match["wanted"]))
@@ -77,11 +77,11 @@ OF_ENTRY = {
     "hf-size-mismatch-vocab": {"rows"},
     "zero3-size-0": {"placeholder"},
 }
-"""The classes that entries of the catalogue are about."""
+"""The classes that catalogue entries cover."""
 
 
 def contradict(identifier: str, said: str) -> bool:
-    """Whether the first pair of shapes in a message is of another class than the entry is about."""
+    """Whether the first pair of shapes in a message is of another class than the entry covers."""
     classes = (found[0] for pair in pairs(said) if (found := _class_of(pair)))
     first = next(classes, None)
     return first is not None and first not in OF_ENTRY.get(identifier, {first})
@@ -92,7 +92,7 @@ def _shape(text: str) -> Shape:
 
 
 def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
-    """The class of a pair, by what is most particular, and the numbers that show it."""
+    """The class of a pair, the most specific one, and the numbers that show it."""
     name, saved, wanted = pair
     if saved == wanted:
         return None
@@ -127,7 +127,7 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
 
 
 def _of_elements(said: str) -> Text | None:
-    """The same of messages that tell counts only."""
+    """The same for messages with counts only."""
     if match := _NARROW.search(said):
         start, length, size = (int(match[part]) for part in ("start", "length", "size"))
         if not size:

@@ -1,7 +1,7 @@
-"""What a program asked for and did not get, with its numbers: memory of every kind, GPUs, slots, heads, a port.
+"""What a program requested and did not get, with numbers: memory of every kind, GPUs, slots, heads, a port.
 
-Makers of devices, allocators, kernels, schedulers and engines each have words of their own for it (`shortages.yaml`).
-What they tell is the same: how much was requested, how much is there, and who takes the rest.
+Drivers, allocators, kernels, schedulers and engines each have their own messages (`shortages.yaml`) with the same
+content: how much was requested, how much is available, and what uses the rest.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True)
 class Shortage:
-    """A kind of `shortages.yaml` that a message shows, and the numbers in it: bytes of memory, or counts."""
+    """A kind in `shortages.yaml` that a message matches, and the numbers in it: bytes of memory, or counts."""
 
     kind: str
     numbers: Numbers
     over: tuple[str, ...] = ()
-    """Entries of the catalogue that know less of it."""
+    """Catalogue entries that are less specific."""
 
     @property
     def is_memory(self) -> bool:
@@ -73,18 +73,18 @@ _MEMORY = {
     "reserved": (r"; SIZE reserved in total",),
     "others": (r"Process \d+ has SIZE memory in use",),
 }
-"""What is told of memory, wherever a message tells it. Of `others` the sum counts."""
+"""Patterns for memory sizes in any message. `others` are summed."""
 _DEVICE = re.compile(r"\b(?:[GNX]PU|cuda:|device) ?(?P<number>\d+)\b")
 _PROCESS = re.compile(r"Kill(?:ed)? process (?P<process>\d+ \([^)]*\))|\(pid (?P<pid>\d+)\) is killed")
 _TASK = re.compile(r"srun: error: (?P<host>[^\s:]+): tasks? (?P<task>\d+(?:[-,]\d+)*): Out Of Memory")
 _NCCL = re.compile(r"(?<![\w.-])(?P<host>[\w.-]+):\d+:\d+ \[(?P<gpu>\d+)\] [^\n]*out of memory")
 _NODE = re.compile(r"Memory on the node \(IP: (?P<host>[\w.:]+)")
 MUCH = 0.1
-"""The share of a device that other processes have to take to be the cause."""
+"""The minimum share of a device that other processes must use to be the cause."""
 
 
 def shortage(said: str, alone: bool = False) -> Shortage | None:
-    """What was short, by what a failure said; None if nothing was. `alone`: only kinds that no warning is."""
+    """What was short, by a failure's message; None if nothing was. `alone`: only kinds that are never warnings."""
     for kind, patterns, over, is_alone in _kinds():
         for pattern in patterns if is_alone or not alone else ():
             if match := pattern.search(said):
@@ -94,7 +94,7 @@ def shortage(said: str, alone: bool = False) -> Shortage | None:
 
 
 def of_failure(root: Traceback, log: Log) -> Shortage | None:
-    """What the first failure of a log lacked. Where that is only an exit status, what its last lines say counts."""
+    """What the first failure of a log lacked. If it is only an exit status, the last lines count."""
     if found := shortage(root.said):
         return found
     if not is_launchers(root) and root.exception not in ("", CUT_OFF):
@@ -104,7 +104,7 @@ def of_failure(root: Traceback, log: Log) -> Shortage | None:
 
 
 def of_log(log: Log) -> tuple[Shortage, Line] | None:
-    """What the last words of a log say was lacking, in words in which nothing else here sees a failure."""
+    """What the last lines of a log report as lacking, in words that no other rule recognises as a failure."""
     lines = [line for line in live_lines(log) if line.text.strip()][-NEAR:]
     found = shortage("\n".join(line.text for line in lines), alone=True)
     if found is None:
@@ -113,18 +113,18 @@ def of_log(log: Log) -> tuple[Shortage, Line] | None:
 
 
 NEAR = 30
-"""Lines around an exit status in which the system says why."""
+"""Lines around an exit status in which the system reports the reason."""
 
 
 def finding(found: Shortage, root: Traceback, log: Log, place: Place) -> Finding:
-    """The finding of a shortage that no entry of the catalogue explains better."""
+    """The finding of a shortage that no catalogue entry explains better."""
     texts = evidence(found, root, log)
     values = {**_shown(found), "told": _sentence(texts)}
     return told(f"short-{found.kind}", [place], values, certainty="likely")
 
 
 def evidence(found: Shortage, root: Traceback, log: Log) -> list[Text]:
-    """What the numbers of a shortage show, whom it met, and what was typed."""
+    """What the numbers of a shortage show, which ranks it affected, and which flag caused it."""
     texts = [_numbers(found), _met(root, log, found), _typed(found, log)]
     if found.kind == "device-memory":
         texts += [_verdict(found.numbers), _estimate(found.numbers, log)]
@@ -159,7 +159,7 @@ def _of_memory() -> dict[str, list[re.Pattern[str]]]:
 
 
 def _memory(said: str) -> Numbers:
-    """Bytes by what they are, as a message tells them."""
+    """Bytes by meaning, from a message."""
     numbers: Numbers = {}
     for name, patterns in _of_memory().items():
         found = next((hits for pattern in patterns if (hits := list(pattern.finditer(said)))), [])
@@ -172,7 +172,7 @@ def _memory(said: str) -> Numbers:
 
 
 def _counts(match: re.Match[str]) -> Iterator[tuple[str, float]]:
-    """The numbers in the groups of a pattern: of a list its length, of the last index one more."""
+    """The numbers in the groups of a pattern: for a list its length, for the last index one more."""
     for name, text in match.groupdict().items():
         if text is None:
             continue
@@ -185,7 +185,7 @@ def _counts(match: re.Match[str]) -> Iterator[tuple[str, float]]:
 
 
 def _numbers(found: Shortage) -> Text | None:
-    """What was requested, and what there is."""
+    """What was requested, and what is available."""
     shown, known = _shown(found), found.numbers
     if "size" in known and "parts" in known:
         return words("short-parts", **shown) if known["parts"] and known["size"] % known["parts"] else None
@@ -198,7 +198,7 @@ def _numbers(found: Shortage) -> Text | None:
 
 
 def _shown(found: Shortage) -> dict[str, object]:
-    """The numbers as they are printed, and those that would divide what has to be divided."""
+    """The numbers in printed form, and those that would divide what has to be divided."""
     is_bytes = found.is_memory and found.kind != "kernel-memory"
     shown: dict[str, object] = {
         name: _size(value) if is_bytes else f"{value:g}" for name, value in found.numbers.items()
@@ -217,7 +217,7 @@ def _size(value: float) -> str:
 
 
 def _met(root: Traceback, log: Log, found: Shortage) -> Text | None:
-    """Whom it met: the ranks, the device, the process, the machine."""
+    """What the shortage affected: the ranks, the device, the process, the machine."""
     said = root.said
     ranks = sorted({each.stream for each in log.tracebacks if _same(each, found)} - {""})
     ranks = ranks or [root.stream] * bool(root.stream)
@@ -250,7 +250,7 @@ def _listed(ranks: list[str]) -> str:
 
 
 def _verdict(numbers: Numbers) -> Text | None:
-    """Why memory of a device was short, by its numbers; what is most particular first."""
+    """Why device memory was short, by its numbers; the most specific reason first."""
     asked, total, free = (numbers.get(name, 0.0) for name in ("asked", "total", "there"))
     shown: dict[str, object] = {name: _size(value) for name, value in numbers.items()}
     if total and asked > total:
@@ -276,7 +276,7 @@ _ROW = re.compile(
 
 
 def _estimate(numbers: Numbers, log: Log) -> Text | None:
-    """What DeepSpeed estimated, if the log has its table: the row that takes most of the GPU and fits."""
+    """DeepSpeed's estimate, if the log has its table: the row that uses most of the GPU and fits."""
     rows = [row for row in _ROW.finditer(log.text) if float(row["gpu"]) * 2**30 < numbers.get("total", 0.0)]
     best = max(rows, key=lambda row: float(row["gpu"]), default=None)
     if best is None:
@@ -305,7 +305,7 @@ _FLAG = (
 
 
 def _typed(found: Shortage, log: Log) -> Text | None:
-    """The flag that the number comes from, if the log shows the command."""
+    """The flag that set the number, if the log shows the command."""
     number = found.numbers.get("asked", found.numbers.get("parts"))
     if found.is_memory or number is None:
         return None
@@ -314,7 +314,7 @@ def _typed(found: Shortage, log: Log) -> Text | None:
 
 
 def _sentence(texts: list[Text]) -> Text:
-    """What the numbers tell as a sentence before another one; nothing if they tell nothing."""
+    """The evidence as a sentence that precedes another one; empty without evidence."""
     if not texts:
         return Text.same("")
     joined = _joined(texts, "; ", ";")

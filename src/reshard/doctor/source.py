@@ -1,4 +1,4 @@
-"""A Python script as rules see it: calls in order, what names stand for and flow into, rank guards. Never run."""
+"""A Python script as rules see it: calls in order, values of names and where they flow, rank guards. Never executed."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _ONE_RANK = re.compile(r"on_(?:local_)?main_process|rank_?zero_only|master_only|
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `name` (dotted, as it is written) in the function `scope` ("" in the module).
+    """A call of `name` (dotted, as written) in the function `scope` ("" in the module).
 
-    `guard` is the line of the rank guard that it stands under, `others` whether that lets all ranks in but the first.
+    `guard` is the line of its rank guard, `others` whether that includes all ranks except the first.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Call:
 
     @property
     def owner(self) -> str:
-        """What the method is called on, as it is written."""
+        """The object of a method call, as written."""
         return self.name.rpartition(".")[0]
 
     def keyword(self, name: str) -> ast.keyword | None:
@@ -67,7 +67,7 @@ class Call:
         return next((each for each in self.node.keywords if each.arg == name), None)
 
     def constant(self, name: str) -> Any:
-        """The value of a keyword argument that is a constant, else None."""
+        """The value of a keyword argument if it is a constant, else None."""
         found = self.keyword(name)
         return found.value.value if found and isinstance(found.value, ast.Constant) else None
 
@@ -78,7 +78,7 @@ class Call:
 
 @dataclass(frozen=True)
 class _Where:
-    """The scope and the guard of what is being walked through."""
+    """The scope and the guard of the code being visited."""
 
     scope: str = ""
     guard: int | None = None
@@ -99,7 +99,7 @@ class Source:
         return self.text.splitlines()
 
     def place(self, line: int, fixed: str = "") -> Place:
-        """A line of the script, with what it should become."""
+        """A line of the script, with its fixed version."""
         return Place(self.path, line, self.lines[line - 1].strip(), fixed.strip())
 
     def replaced(self, node: ast.expr | ast.keyword, by: str) -> Place:
@@ -116,19 +116,19 @@ class Source:
         return [call for call in self.calls if call.last in last]
 
     def assignments(self, variable: str, before: int) -> list[Call]:
-        """The calls whose result a variable held, before a line; the latest first."""
+        """The calls whose result a variable had before a line; the latest first."""
         return [call for call in self.calls if variable in call.assigned and call.line < before][::-1]
 
     @cached_property
     def values(self) -> dict[str, list[ast.expr]]:
-        """What each name is given anywhere: by assignments, defaults of parameters, fields and argparse."""
+        """All values of each name: from assignments, defaults of parameters, fields and argparse."""
         found: dict[str, list[ast.expr]] = {}
         for name, value in _bindings(self.tree):
             found.setdefault(name, []).append(value)
         return found
 
     def flow(self, names: Iterable[str]) -> set[str]:
-        """All names that what these names hold may reach: by assignment, return, or as an argument of a function."""
+        """All names that the values of these names may reach: by assignment, return, or as arguments."""
         reached = set(names)
         steps = list(self._steps())
         while True:
@@ -161,7 +161,7 @@ def _parameters(function: ast.FunctionDef, call: ast.Call) -> Iterator[tuple[set
 
 
 def names_in(*nodes: ast.AST) -> set[str]:
-    """All variables in expressions, and attributes as they are written (`args.device_map`)."""
+    """All variables in expressions, and attributes as written (`args.device_map`)."""
     every = [node for each in nodes for node in ast.walk(each)]
     names = {node.id for node in every if isinstance(node, ast.Name)}
     return names | {ast.unparse(node) for node in every if isinstance(node, ast.Attribute)}
@@ -195,7 +195,7 @@ def _field_default(value: ast.expr) -> ast.expr:
 
 
 def _option(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-    """The default of an option of argparse."""
+    """The default of an argparse option."""
     default = next((each.value for each in call.keywords if each.arg == "default"), None)
     for flag in call.args:
         if default is not None and isinstance(flag, ast.Constant) and isinstance(flag.value, str):
@@ -203,14 +203,14 @@ def _option(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
 
 
 NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""What parsing raises for text that is no Python, or nested too deep: by the place that ends first, one of the two."""
+"""Exceptions for text that is not Python, or nested too deep: which of the two depends on the limit reached first."""
 
 
 def read_source(path: str) -> Source:
-    """Parse a script. Raises ReshardError if it is no Python."""
+    """Parse a script. Raises ReshardError if it is not Python."""
     try:
         raw = read_file(as_path(path), CODE_MOST)
-        tree = ast.parse(raw)  # of bytes: by the encoding that the script declares, as Python does
+        tree = ast.parse(raw)  # bytes: parsed in the encoding that the script declares, as in Python
         encoding, _ = tokenize.detect_encoding(BytesIO(raw).readline)
         return parsed(path, "\n".join(raw.decode(encoding).splitlines()), tree)
     except (*NOT_PYTHON, OSError) as error:
@@ -236,7 +236,7 @@ def _unreadable(path: str, error: Exception) -> ReshardError:
 
 
 def parsed(path: str, text: str, tree: ast.Module) -> Source:
-    """A script that was parsed, with its calls."""
+    """A parsed script, with its calls."""
     source = Source(path, text, tree)
     source.calls = sorted(_calls(source.tree, _Where()), key=lambda call: (call.line, call.node.col_offset))
     return source
@@ -266,7 +266,7 @@ def _calls(node: ast.AST, where: _Where, assigned: tuple[str, ...] = ()) -> Iter
 
 
 def _block(statements: list[ast.stmt], where: _Where) -> Iterator[Call]:
-    """The calls of a block. After `if rank != 0: return` the first rank is alone."""
+    """The calls of a block. After `if rank != 0: return`, only the first rank remains."""
     for statement in statements:
         yield from _calls(statement, where)
         if (
@@ -278,10 +278,10 @@ def _block(statements: list[ast.stmt], where: _Where) -> Iterator[Call]:
 
 
 def rank_side(test: ast.expr) -> str | None:
-    """Whether a condition lets only the "main" rank in, or only the "others"."""
+    """Whether a condition includes only the "main" rank, or only the "others"."""
     words = ast.unparse(test)
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
-        return None  # lets others in by another way
+        return None  # includes others in another way
     if _OTHERS.search(words):
         return "others"
     return "main" if _MAIN.search(words) else None
@@ -294,7 +294,7 @@ def _leaves(body: list[ast.stmt]) -> bool:
 
 
 def _targets(targets: list[ast.expr]) -> Iterator[str]:
-    """Names and attributes that are given a value; of `d["key"] = …` the variable d."""
+    """Names and attributes that are assigned; for `d["key"] = …` the variable d."""
     for target in targets:
         if isinstance(target, ast.Tuple | ast.List):
             yield from _targets(target.elts)

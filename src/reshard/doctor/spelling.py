@@ -18,9 +18,9 @@ import yaml
 from reshard.doctor.finding import Finding, Text
 
 USUAL = "script"
-"""The tool that has a spelling for every setting: a script of the user's own."""
+"""The tool that has a spelling for every setting: the user's own script."""
 SEEN = 1 << 20
-"""Characters of a text that are looked at for the tools that it shows."""
+"""Characters of a text that are searched for tools."""
 _HOLE = re.compile(r"<<(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>[^<>\n]*))?>>")
 _FP16 = re.compile(
     r"\bfp16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--fp16\b(?! (?:[Ff]alse|0))|mixed_precision['\"]?(?:\s*[=:]\s*|\s+)['\"]?fp16"
@@ -31,14 +31,14 @@ _BF16 = re.compile(r"\bbf16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--bf16\b(?! (?:[Ff]alse
 
 @dataclass
 class Usage:
-    """What was run, by the texts that tell of it: the tools by precedence, and whether in float16."""
+    """What was run, by the texts about it: the tools by precedence, and whether in float16."""
 
     found: set[str] = field(default_factory=set)
     fp16: bool = False
     bf16: bool = False
 
     def see(self, text: str) -> None:
-        """Take in what a log, a script or a config shows."""
+        """Record what a log, a script or a config shows."""
         begin = text[:SEEN]
         self.found |= {
             name for name, shows in _shows().items() if name not in self.found and shows.search(begin)
@@ -48,7 +48,7 @@ class Usage:
 
     @property
     def tools(self) -> list[str]:
-        """The tools that were seen, the most particular first, and the usual one."""
+        """The tools that were seen, the most specific first, and the usual one."""
         return [name for name in _data()["tools"] if name in self.found or name == USUAL]
 
     def spelled(self, text: str) -> str:
@@ -70,7 +70,7 @@ class Usage:
 
 
 def _written(tool: str, spelling: str, value: object) -> str:
-    """A key with its value in the manner of a tool; what is no bare key is written as it stands."""
+    """A key with its value in a tool's syntax; a spelling that is not a bare key is used as it is."""
     form = _data()["tools"][tool]
     shown = str(value) if form.get("titled") or not isinstance(value, bool) else str(value).lower()
     if _KEY.fullmatch(spelling):
@@ -79,7 +79,7 @@ def _written(tool: str, spelling: str, value: object) -> str:
 
 
 def spelled(findings: Iterable[Finding], usage: Usage) -> list[Finding]:
-    """Findings whose causes and cures speak the language of what was run."""
+    """Findings whose causes and remedies use the spelling of the tools that were run."""
     return [replace(each, rule=_of(each.rule, usage), remedy=_of(each.remedy, usage)) for each in findings]
 
 

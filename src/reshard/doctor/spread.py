@@ -25,7 +25,7 @@ _PER_PROCESS = re.compile(r"rank|process_index|current_device|\bNone\b", re.IGNO
 
 
 def device_map_findings(source: Source) -> Iterator[Finding]:
-    """A device_map over several devices that reaches a trainer, or a launch of several processes."""
+    """A device_map over several devices that reaches a trainer, or a launch with several processes."""
     forced = re.search(r"distributed_type\s*=[^=]", source.text)
     places: list[Place] = []
     for names, call, value in _uses(source):
@@ -49,7 +49,7 @@ def device_map_findings(source: Source) -> Iterator[Finding]:
 
 
 def _uses(source: Source) -> Iterator[tuple[set[str], Call | None, ast.expr]]:
-    """Where a device map is used: the names that hold what it loads, the call if it is one, and the map."""
+    """Where a device map is used: the names of what it loads, the call if it is one, and the map."""
     for call in source.calls:
         keyword = call.keyword("device_map")
         if keyword is not None:
@@ -69,7 +69,7 @@ def _uses(source: Source) -> Iterator[tuple[set[str], Call | None, ast.expr]]:
 
 
 def _entries(value: ast.expr) -> Iterator[ast.expr]:
-    """What a dict that is written out has under device_map."""
+    """The values of device_map in a dict literal."""
     if isinstance(value, ast.Dict):
         for key, entry in zip(value.keys, value.values, strict=True):
             if isinstance(key, ast.Constant) and key.value == "device_map":
@@ -85,7 +85,7 @@ def _returned(source: Source, call: Call) -> set[str]:
 
 
 def _origins(value: ast.expr, source: Source, seen: frozenset[str] = frozenset()) -> list[ast.expr]:
-    """The expressions from which a device map over several devices comes: 'auto', or the function that makes one."""
+    """The expressions that make a device map over several devices: 'auto', or the function that makes one."""
     if isinstance(value, ast.Constant):
         return [value] if value.value in SPREAD else []
     if isinstance(value, ast.IfExp):
@@ -103,7 +103,7 @@ def _origins(value: ast.expr, source: Source, seen: frozenset[str] = frozenset()
 
 
 def _chosen_by_launch(value: ast.expr, source: Source) -> bool:
-    """Whether the map is another one, a device of its own for each process, when several are launched."""
+    """Whether the script chooses another map, with a device per process, if several are launched."""
     if isinstance(value, ast.IfExp):
         return bool(_PER_PROCESS.search(ast.unparse(value)))
     if isinstance(value, ast.Name | ast.Attribute):
@@ -115,7 +115,7 @@ def _chosen_by_launch(value: ast.expr, source: Source) -> bool:
 
 
 def _reached(source: Source, names: set[str], call: Call | None) -> Call | None:
-    """The trainer, or what prepares a model, that gets one of these names or the result of the call."""
+    """The trainer, or the function that prepares a model, that gets one of these names or the result of the call."""
     for sink in source.calls:
         if not (sink.last.endswith("Trainer") or sink.last in SINKS):
             continue

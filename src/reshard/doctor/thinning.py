@@ -1,11 +1,11 @@
-"""Long logs made short while they are read: what repeats is dropped, what happened first or only once is kept.
+"""Shortens long logs while they are read: repetitions are dropped, first and unique lines are kept.
 
 A run of 512 ranks prints each warning 512 times and the line of a step thousands of times. Lines are alike if they
-differ in digits only; of those alike the first few are kept, and of tracebacks that end in the same exception the first
-few are kept whole. So the rank that failed first stays, and memory does not grow with the log.
+differ only in digits; the first few alike are kept, and the first few tracebacks that end in the same exception are
+kept completely. So the rank that failed first is kept, and memory does not grow with the log.
 
-Nearly all lines of a long log repeat. One that does, prefix and all, while no traceback is open, is looked at no
-further: its prefixes are taken off only if it is among the last lines.
+Nearly all lines of a long log repeat. A line that does, prefix included, while no traceback is open, is not parsed: its
+prefixes are removed only if it is among the last lines.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from collections.abc import Iterable, Iterator
 from reshard.doctor.prefixes import START, Prefixes, cleaned
 
 WHOLE = 5_000
-"""Lines at the beginning that are kept as they are: most logs are no longer."""
+"""Lines at the beginning that are all kept: most logs are not longer."""
 LAST = 8_000
 """Lines at the end that are kept: torchelastic's summary of 512 ranks has seven lines for each."""
 ROOM = 32_000_000
-"""Characters of new lines that are kept, and as many of the last ones: long lines that all differ fill memory, too."""
+"""Characters of new lines that are kept, and the same number of the last: long, different lines fill memory too."""
 COPIES = 3
 SHAPES = 400_000
-"""Kinds of lines that are remembered; a log with more of them is thinned without looking at what is new."""
+"""Kinds of lines that are remembered; a log with more of them is thinned without regard to novelty."""
 BLOCK = 600
-"""Lines of a traceback that are followed."""
+"""Maximum lines of a traceback that are followed."""
 
 _DIGITS = b"0123456789"
 _ENDS = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 
 
 def thinned(lines: Iterable[str]) -> Iterator[tuple[int, str, str]]:
-    """The lines of a log to look at: their numbers from 1, what their prefixes name, and their text without these."""
+    """The lines of a log to analyse: numbers from 1, names in their prefixes, and text without prefixes."""
     thinner = _Thinner()
     for number, line in enumerate(lines, 1):
         thinner.add(number, line)
@@ -41,13 +41,13 @@ def thinned(lines: Iterable[str]) -> Iterator[tuple[int, str, str]]:
 
 
 class _Seen:
-    """How often lines that are alike were seen."""
+    """How often similar lines were seen."""
 
     def __init__(self) -> None:
         self._times: dict[int, int] = {}
 
     def is_new(self, text: str) -> bool:
-        """Count a line; whether it is one of the first few of its shape. None is, once there are too many shapes."""
+        """Count a line. Returns whether it is among the first few of its shape; False if there are too many shapes."""
         shape = hash(text[:500].encode("utf-8", "replace").translate(None, _DIGITS))
         times = self._times.get(shape, 0)
         if times >= COPIES or (not times and len(self._times) >= SHAPES):
@@ -57,7 +57,7 @@ class _Seen:
 
 
 class _Thinner:
-    """Counts what was seen, and follows the traceback that each stream is in."""
+    """Counts lines, and follows the open traceback of each stream."""
 
     def __init__(self) -> None:
         self._prefixes = Prefixes()
@@ -66,11 +66,11 @@ class _Thinner:
         self._ends: dict[str, int] = {}
         self._open: dict[str, list[tuple[int, str]]] = {}
         self._last: deque[tuple[int, str | None, str]] = deque()
-        """Lines that may be among the last ones. Where the stream is None, the text has its prefixes still."""
+        """Lines that may be among the last ones. If the stream is None, the text still has its prefixes."""
         self._room = self._room_at_end = ROOM
 
     def add(self, number: int, line: str) -> None:
-        """Take in the next line, as it stands in the log."""
+        """Add the next line, as it is in the log."""
         followed = number <= WHOLE or self._open or self._prefixes.held or START in line
         if followed or (self._room > 0 and self._raw.is_new(line)):
             for each in self._prefixes.read(number, line):
@@ -90,14 +90,14 @@ class _Thinner:
             self._follow(number, stream, text)
 
     def _pass(self, number: int, stream: str | None, text: str) -> None:
-        """Keep a line as long as it is one of the last."""
+        """Keep a line as long as it is among the last."""
         self._last.append((number, stream, text))
         self._room_at_end -= len(text)
         while len(self._last) > LAST or self._room_at_end < 0:
             self._room_at_end += len(self._last.popleft()[2])
 
     def _follow(self, number: int, stream: str, text: str) -> None:
-        """Put a line to the traceback that its stream is in; at its end keep all of it, if it is one of the first."""
+        """Add a line to its stream's open traceback; at the end keep the traceback, if it is among the first."""
         block = self._open[stream]
         block.append((number, text))
         indent = len(block[0][1]) - len(block[0][1].lstrip())
@@ -111,7 +111,7 @@ class _Thinner:
             self._kept.update((at, (stream, line)) for at, line in block)
 
     def result(self) -> Iterator[tuple[int, str, str]]:
-        """What is kept, when the log has ended."""
+        """The lines that were kept, when the log has ended."""
         for each in self._prefixes.rest():
             self._add(*each)
         for number, stream, text in self._last:

@@ -1,4 +1,4 @@
-"""Tracebacks of Python in the lines of one process: as the interpreter prints them, rich in a box, or a notebook."""
+"""Python tracebacks in the lines of one process: as printed by the interpreter, by rich in a box, or by a notebook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.doctor.prefixes import START
 
 
 class Line(NamedTuple):
-    """One line of a log: `number` counts from 1, `stream` is what its prefix names ("" without one)."""
+    """A line of a log: `number` counts from 1, `stream` is the name in its prefix ("" without one)."""
 
     number: int
     stream: str
@@ -20,9 +20,9 @@ class Line(NamedTuple):
 
 @dataclass
 class Traceback:
-    """A Python traceback as one stream printed it. `before` is the one that it says came before.
+    """A Python traceback in one stream. `before` is the earlier one in its chain.
 
-    Lines `first` to `end`: the exception stands in line `last`, and its message goes on to `end`.
+    It has the lines `first` to `end`: the exception is in line `last`, and its message continues to `end`.
     """
 
     stream: str
@@ -50,7 +50,7 @@ class Traceback:
 _STARTS = re.compile(r"(?<!Exception Group )" + re.escape(START) + r":?(?: [─-]+\S?| \(RANK \d+\))?$")
 """The interpreter's ends in a colon, rich's in the corner of its box, a notebook's in neither; torch's DCP adds a rank.
 
-That of an ExceptionGroup is none: the exceptions inside have their own.
+An ExceptionGroup's does not count: the exceptions inside have their own.
 """
 _FRAMES = (
     re.compile(r'[\s>]*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)'),  # `> ` is loguru's
@@ -73,11 +73,11 @@ _LOGGED = re.compile(
     r"\[?(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|[EWI]\d{4})\b|\[\d{4}-|={20,}|-{20,}|\s*\d+%\||\s*```|\s*\+-|\"[,}\]]|[\w.-]+(?:\[\w+\])?==?v?\d+\.\d"
 )
 MESSAGE_LINES = 12
-"""Lines of an exception's message that are kept: some print a whole table."""
+"""Lines of an exception's message that are kept: some print a complete table."""
 
 
 def tracebacks(lines: list[Line]) -> Iterator[Traceback]:
-    """The tracebacks of one stream; those that others are chained to stand inside these."""
+    """The tracebacks of one stream; chained ones are inside these."""
     before: Traceback | None = None
     at = 0
     while at < len(lines):
@@ -127,7 +127,7 @@ _TWICE = re.compile(r"(\w{6,60}?)\1+")
 
 
 def told_once(name: str, message: str) -> tuple[str, str]:
-    """An exception that several ranks printed at once into one line, as one of them would have."""
+    """An exception that several ranks printed simultaneously into one line, as one of them would have printed it."""
     match = _TWICE.fullmatch(name)
     return (match[1], message.lstrip(": ")) if match else (name, message)
 
@@ -146,11 +146,11 @@ _OF_PYTHON = (
     ("AttributeError", re.compile(r"module '[\w.]+' has no attribute |'\w+' object has no attribute ")),
     ("TypeError", re.compile(r"unsupported operand type|(?<!\S)\S+\(\) got an unexpected")),
 )
-"""What Python says, by the exception that a lazy import leaves out."""
+"""Python's messages, by the exception that a lazy import omits."""
 
 
 def unwrapped(failure: Traceback) -> Traceback:
-    """The failure that a lazy import wraps into one of its own, with its own name; others as they are."""
+    """The failure that a lazy import wraps into its own, with its original name; others unchanged."""
     message = failure.message
     while match := _BECAUSE.search(message):
         message = match["inner"]
@@ -161,7 +161,7 @@ def unwrapped(failure: Traceback) -> Traceback:
         elif named and named[2]:
             failure.exception, failure.message = named[1], named[2]
     if _NAMELESS.fullmatch(failure.message) and (module := _FROM.search(failure.source)):
-        failure.message += f" from '{module['name']}'"  # Python before 3.7 does not say it
+        failure.message += f" from '{module['name']}'"  # Python before 3.7 does not print it
     return failure
 
 
@@ -170,7 +170,7 @@ _FROM = re.compile(r"\bfrom (?P<name>\w[\w.]*) import\b")
 
 
 def source_of(lines: list[Line]) -> str:
-    """The code below the last frame. Marks of a notebook and of rich stand before it, carets below."""
+    """The code below the last frame. A notebook and rich mark it in front, carets below."""
     last = max((at for at, line in enumerate(lines) if frame_of(line.text)), default=len(lines))
     below = [line.text for line in (lines[last + 1 : last + 30] if last < len(lines) else lines[-10:])]
     if last == len(lines) and not any(_MARKED.match(text) for text in below):
@@ -184,15 +184,15 @@ def source_of(lines: list[Line]) -> str:
 
 
 _MARKED = re.compile(r"\s{0,40}[│|]?\s{0,40}(?:-{1,40}>|❱)\s{0,8}\d{1,8}\s[\s│|]*")
-"""What stands before the line that a notebook or rich marks as the one that failed."""
+"""The marker before the line that a notebook or rich shows as the one that failed."""
 
 
 _CARETS = re.compile(r"^\s{0,300}[~^]{2}[~^ ]*$")
-"""What Python 3.11 and later put below the part of a line of code that failed."""
+"""What Python 3.11 and later print below the part of a line of code that failed."""
 
 
 def _taken_in(found: Traceback, lines: list[Line], at: int) -> int:
-    """Put the tracebacks of ranks into the exception of torch's DCP that lists them; where they end."""
+    """Merge the tracebacks of ranks into the exception of torch's DCP that lists them. Returns where they end."""
     inside: list[Traceback] = []
     while at < len(lines) and "(RANK " in lines[at].text and _STARTS.search(lines[at].text):
         one, at = _traceback(lines, at)
@@ -204,7 +204,7 @@ def _taken_in(found: Traceback, lines: list[Line], at: int) -> int:
 
 
 def _asserted(lines: list[Line]) -> str:
-    """The source of the assertion that a traceback ends in, which stands for a message that it lacks."""
+    """The source of the assertion at the end of a traceback, which replaces a missing message."""
     sources = [line.text.strip() for line in lines]
     return next((text for text in reversed(sources) if text.startswith("assert")), "")
 
@@ -214,7 +214,7 @@ def _indent(text: str) -> int:
 
 
 def frame_of(text: str) -> str | None:
-    """A frame as `file:line function`, if a line shows one, as far as it tells them."""
+    """A frame as `file:line function`, as far as a line has them; None if it has none."""
     match = next((match for pattern in _FRAMES if (match := pattern.match(text))), None)
     if match is None:
         return None
@@ -223,7 +223,7 @@ def frame_of(text: str) -> str | None:
 
 
 def end_of_message(lines: list[Line], at: int) -> int:
-    """Where the message of the exception in a line ends: the first line that is no part of it."""
+    """Where the message of the exception in a line ends: the first line that is not part of it."""
     end = at + 1
     while end < len(lines) and end - at < MESSAGE_LINES and _goes_on(lines[end].text):
         end += 1

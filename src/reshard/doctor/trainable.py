@@ -1,4 +1,4 @@
-"""Whether a checkpoint in a Hugging Face folder loads as it was saved, trains, and can be saved again."""
+"""Whether a checkpoint in a Hugging Face folder loads as it was saved, can be trained, and can be saved again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reshard.model.vocabulary import EMBEDDINGS
 
 
 def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """What loads otherwise than it was saved, or cannot be saved again. Raises ReshardError if a config is no JSON."""
+    """What loads differently or cannot be saved again. Raises ReshardError if a config is not JSON."""
     companions = find_companions(*checkpoint.folders)
     config_path = companions.files.get("config.json")
     if config_path is not None:
@@ -36,7 +36,7 @@ def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _dtype(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
-    """The dtype that the config names, and that of most weights: from_pretrained(dtype="auto") takes the config's."""
+    """The dtype in the config, and that of most weights: from_pretrained(dtype="auto") uses the config's."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     named = str(config.get(key) or "").removeprefix("torch.")
     count: Counter[str] = Counter()
@@ -53,13 +53,13 @@ FLOATS = {"float32", "float16", "bfloat16", "float64"}
 
 
 def _tied_twice(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
-    """A head in the files of a model whose config ties it to the embedding: loading leaves it out."""
+    """A stored head although the config ties it to the embedding: loading ignores it."""
     if config.get("tie_word_embeddings") is True and "lm_head.weight" in checkpoint.tensors:
         yield told("checkpoint-tied-head", [place_of(path, '"tie_word_embeddings"')])
 
 
 def _base_of_adapter(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
-    """The folder of an adapter's base, where it names one: `owner/name` may as well be a model of the hub."""
+    """A missing folder of an adapter's base, unless its name may be a Hub model: `owner/name`."""
     base = str(config.get("base_model_name_or_path") or "")
     is_hub = base.count("/") == 1 and not base.startswith((".", "/", "~"))
     if (not is_hub and not (path.parent / base / "config.json").is_file()) or not base:
@@ -68,7 +68,7 @@ def _base_of_adapter(config: Mapping[str, Any], path: Path) -> Iterator[Finding]
 
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None, "typical_p": 1.0}
-"""What only sampling uses, with the defaults of transformers."""
+"""Options that only sampling uses, with the defaults of transformers."""
 
 
 def _generation(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
@@ -88,7 +88,7 @@ def _generation(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
 
 
 def _tokenizer_of_5(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
-    """A tokenizer of transformers 5 where transformers 4 is installed: it does not open here."""
+    """A tokenizer of transformers 5 with transformers 4 installed: it cannot be opened here."""
     try:
         installed = version("transformers")
     except PackageNotFoundError:
@@ -104,7 +104,7 @@ def _tokenizer_of_5(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
 
 
 def _small_vocabulary(checkpoint: Checkpoint, tokens: int | None, path: Path) -> Iterator[Finding]:
-    """A tokenizer with hardly a token, as transformers 5 makes one where the files of the tokenizer are missing."""
+    """A tokenizer with hardly any tokens, as transformers 5 makes one if the tokenizer's files are missing."""
     tables = (checkpoint.tensors.get(name) for name in EMBEDDINGS.get(checkpoint.dialect, ()))
     rows = next((table.shape[0] for table in tables if table is not None), 0)
     if tokens is not None and tokens < 16 <= rows // 4:
@@ -112,7 +112,7 @@ def _small_vocabulary(checkpoint: Checkpoint, tokens: int | None, path: Path) ->
 
 
 def place_of(path: Path, word: str, fixed: str = "") -> Place:
-    """The first line of a file with a word, and what it should become."""
+    """The first line of a file with a word, and its fixed version."""
     lines = path.read_text(encoding="utf-8").splitlines()
     number = next((i for i, line in enumerate(lines, 1) if word in line), None)
     text = lines[number - 1].strip() if number else word

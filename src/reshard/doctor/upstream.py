@@ -1,4 +1,4 @@
-"""Where a failure that the catalogue does not know may be known: the repository whose code raised it."""
+"""Where a failure that the catalogue does not have may be known: the repository of the code that raised it."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ SCRIPTS = {
         ("convert_hf_to_gguf.py", "convert-hf-to-gguf.py", "convert_lora_to_gguf.py"), "llama.cpp"
     ),
 }
-"""Scripts that lie in a checkout, or beside a checkpoint, and are a package's own."""
+"""A package's own scripts that are in a checkout, or next to a checkpoint."""
 
 _DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|(?<![^\s'\"`])\S*[/\\\d]\S*|[^\w\s.]")
-"""What differs from run to run: names in quotes, paths, numbers."""
+"""What varies between runs: names in quotes, paths, numbers."""
 WORDS = 10
 
 
 def search_of(root: Traceback) -> tuple[str, str] | None:
-    """The package whose code raised an exception, and where to search its issues; None if it is not known.
+    """The package whose code raised an exception, and a search of its issues; None if unknown.
 
-    Wrappers of torch that only call on (`torch/nn/modules/module.py`, `torch/autograd`) count as little as a script:
-    the innermost frame of another package goes before them.
+    torch's wrappers that only pass a call on (`torch/nn/modules/module.py`, `torch/autograd`) count as little as a
+    script: the innermost frame of another package takes precedence.
     """
     found = [name for frame in reversed(root.frames) if (name := package_of(frame))]
     name = next((each for each in found if each != "torch"), None) or next(iter(found), None)
@@ -95,7 +95,7 @@ _LIBRARY = re.compile(
 
 
 def own_code(root: Traceback) -> str | None:
-    """The innermost frame, if it lies in a file of the user's own: no package, and no copy of a known one."""
+    """The innermost frame, if it is in the user's own file: not in a package or a copy of a known one."""
     frame = asker(root)
     if not frame or not root.exception:
         return None
@@ -106,11 +106,11 @@ _PASSES_ON = re.compile(
     r" (?:wrapp(?:er|ed)\w*|inner\w*|_inner_fn|decorate_context|__getattr__|_(?:wrapped_)?call_impl|\S*<locals>.*)"
     r"(?:\(.*)?$"
 )
-"""Functions that stand between who asks and who is asked: decorators, lookups, hooks."""
+"""Functions between caller and called code: decorators, lookups, hooks."""
 
 
 def asker(root: Traceback) -> str:
-    """The innermost frame of who asks for something: decorators of packages only pass a call on; "" without frames."""
+    """The innermost frame of the caller, not of decorators of packages, which only pass a call on; "" if there is none."""
     frames = list(root.frames)
     while len(frames) > 1 and _PASSES_ON.search(frames[-1]) and _LIBRARY.search(frames[-1]):
         frames.pop()
@@ -118,13 +118,13 @@ def asker(root: Traceback) -> str:
 
 
 def is_of_package(root: Traceback) -> bool:
-    """Whether the innermost frame lies in a package, and not in the user's own code."""
+    """Whether the innermost frame is in a package, not in the user's own code."""
     frame = asker(root)
     return bool(frame) and bool(_LIBRARY.search(frame) or package_of(frame))
 
 
 def package_of(frame: str) -> str | None:
-    """The folder of a known package that a frame's file lies in."""
+    """The folder of the known package to which a frame's file belongs."""
     path = frame.rsplit(":", 1)[0].replace("\\", "/")
     if script := next((folder for name, folder in SCRIPTS.items() if path.endswith(name)), None):
         return script

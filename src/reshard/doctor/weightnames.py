@@ -1,4 +1,4 @@
-"""Names of weights that a checkpoint and a model do not share: what the two sets of names say of each other."""
+"""Why the names of weights in a checkpoint and a model differ, from the two sets of names."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _ABSENT = re.compile(
     r"tensor '(?P<name>[\w.]+)' not found|missing tensor '(?P<tensor>[\w.]+)'"
     r"|Tensor (?P<other>[\w.]+) required but not present"
 )
-"""What llama.cpp and mergekit say of a tensor that they look for."""
+"""Messages of llama.cpp and mergekit about a missing tensor."""
 _NAME = re.compile(r"[\w][\w.]*")
 _PACKED = re.compile(r"torch\.u?int8 --> F\d+, shape = \{(?:1, )?\d+")
-"""What llama.cpp's converter prints of a tensor of bytes before it gives up."""
+"""What llama.cpp's converter prints about a tensor of bytes before it fails."""
 _QUANTIZED = re.compile(
     r"(?:^|\.)(?:SCB|weight_format|absmax|nested_absmax|quant_map|nested_quant_map|quant_state(?:\.\w+)*|qweight"
     r"|qzeros|g_idx|scales|weight_scale(?:_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point)$"
@@ -49,22 +49,22 @@ _HEAD = re.compile(r"(?:lm_head|embed_out|output_layer|embed_tokens|shared)\.wei
 _EXPERTS = re.compile(r"\bexperts\.(?:\d+\.)?(?:gate|up|down|gate_up|w\d|linear_fc\d)\w*")
 _LAYER = re.compile(r"\b(?:layers|layer|h|blocks?|resblocks)\.(?P<index>\d+)\.")
 MOST = 60
-"""Names of each list that are compared."""
+"""Maximum names of each list that are compared."""
 WHOLE = 5
-"""Missing names, the first layer's among them, from which on the whole model is missing."""
+"""Number of missing names, including the first layer's, from which the complete model is missing."""
 SHARE = 0.5
-"""The share of the shorter list that has to say the same."""
+"""The share of the shorter list that must agree."""
 
 
 class Names(NamedTuple):
-    """Names that the model has and the file lacks, and the other way round."""
+    """Names that the model has and the file lacks, and vice versa."""
 
     missing: list[str]
     unexpected: list[str]
 
 
 def of_names(root: Traceback, log: Log) -> Finding | None:
-    """What the names that a failure lists show of model and checkpoint; None if it lists none."""
+    """The finding from the names that a failure lists; None if it lists none."""
     names = _names(root, log)
     packed = _PACKED.search(log.text) if "gguf" in log.text else None
     values: dict[str, object]
@@ -103,7 +103,7 @@ _PACKS = re.compile(
 
 
 def _of_engine(name: str, log: Log) -> tuple[str, dict[str, object]]:
-    """The same for a weight that an inference engine has no parameter for."""
+    """The same for a weight for which an inference engine has no parameter."""
     what = "scale" if _QUANTIZED.search(name) else "adapter" if _ADAPTER.search(name) else "weight"
     if what == "weight" and _PACKS.search(log.text):
         what = "packed"
@@ -153,7 +153,7 @@ def _listed(match: re.Match[str] | None) -> list[str]:
 
 
 def _class_of(names: Names) -> tuple[str, dict[str, object]]:
-    """The class of two lists of names, the most particular first, and what fills its text."""
+    """The class of two lists of names, the most specific first, and the values for its text."""
     missing, unexpected = names
     both = [*unexpected, *missing]
     if found := next((name for name in unexpected if _QUANTIZED.search(name)), None):
@@ -190,7 +190,7 @@ def _class_of(names: Names) -> tuple[str, dict[str, object]]:
 
 
 def _renamed(names: Names) -> tuple[str, dict[str, object]] | None:
-    """The prefix that most names have on one side where the other has another, or none."""
+    """The prefix that most names have on one side, where the other side has another or none."""
     pairs: Counter[tuple[str, str]] = Counter()
     for lacks, has in product(names.missing, names.unexpected):
         if pair := _prefixes(lacks, has):
@@ -205,7 +205,7 @@ def _renamed(names: Names) -> tuple[str, dict[str, object]] | None:
 
 
 def _prefixes(lacks: str, has: str) -> tuple[str, str] | None:
-    """What stands before the end that two names share: both names end alike, and one of them or both begin so."""
+    """The prefixes of two names before their common end; one of the two may be empty."""
     ours, theirs = lacks.split("."), has.split(".")
     same = 0
     while same < min(len(ours), len(theirs)) and ours[-1 - same] == theirs[-1 - same]:
@@ -218,7 +218,7 @@ def _prefixes(lacks: str, has: str) -> tuple[str, str] | None:
 
 
 def _deeper(names: Names) -> tuple[str, dict[str, object]] | None:
-    """That one side has layers after the last of the other."""
+    """The class if one side has layers after the last one of the other."""
     one_side = names.missing if not names.unexpected else names.unexpected if not names.missing else []
     one_side = [name for name in one_side if not _is_cut(name, one_side)]
     indices = [int(hit["index"]) for name in one_side if (hit := _LAYER.search(name))]
@@ -228,5 +228,5 @@ def _deeper(names: Names) -> tuple[str, dict[str, object]] | None:
 
 
 def _is_cut(name: str, others: list[str]) -> bool:
-    """Whether a name is the beginning of others, as the last one of a list is that was cut off."""
+    """Whether a name is the beginning of others, like the truncated last one of a list."""
     return any(other.startswith(f"{name}.") for other in others)

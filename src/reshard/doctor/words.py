@@ -20,7 +20,7 @@ from reshard.shown import shown
 
 
 def locale_language() -> str:
-    """ "zh" where the environment speaks Chinese, else "en"."""
+    """ "zh" if the environment is in Chinese, else "en"."""
     told = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
     return "zh" if (told or locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"
 
@@ -31,7 +31,7 @@ def words(phrase: str, /, **values: object) -> Text:
 
 
 def filled(raw: dict[str, str], values: Mapping[str, object]) -> Text:
-    """A text as the data have it, with its braces filled in."""
+    """A text from the data, with its braces filled in."""
 
     def of(language: str) -> str:
         own = {key: _in_text(value, language) for key, value in values.items()}
@@ -41,7 +41,7 @@ def filled(raw: dict[str, str], values: Mapping[str, object]) -> Text:
 
 
 def _in_text(value: object, language: str) -> object:
-    """A value as it stands in a text: foreign words are one line of it, a `Text` has lines of its own."""
+    """A value for a text: foreign words become one line, a `Text` keeps its lines."""
     if isinstance(value, Text):
         return value.of(language)
     return value if isinstance(value, int | float) else shown(str(value))
@@ -55,7 +55,7 @@ def _phrases() -> dict[str, dict[str, str]]:
 
 
 def translated(problem: Problem, field: str) -> Text:
-    """A field of a problem, which is set. What `problems.yaml` does not have is quoted."""
+    """A field of a problem, which must be set. Text that `problems.yaml` does not have is quoted."""
     english = str(getattr(problem, field))
     chinese = translations().get(problem.code, {}).get(field)
     if chinese is None:
@@ -64,7 +64,7 @@ def translated(problem: Problem, field: str) -> Text:
 
 
 def _quoted(text: str) -> str:
-    """English words in quotation marks; names and numbers need none."""
+    """English words in quotation marks; names and numbers without them."""
     return f"“{text}”" if len(_WORD.findall(text)) > 1 else text
 
 
@@ -73,7 +73,7 @@ _WORD = re.compile(r"(?<![\w.=/-])[a-z]{2,}(?![\w.=/-])")
 
 @lru_cache(maxsize=1)
 def translations() -> dict[str, dict[str, str]]:
-    """The Chinese of problems: by code, and by field."""
+    """The Chinese texts of problems: by code, and by field."""
     content: dict[str, dict[str, str]] = _read("problems.yaml")
     return content
 
