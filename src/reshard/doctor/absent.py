@@ -63,7 +63,7 @@ def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
 
 
 def _of_count(came: int, every: int, heard: set[int], log: Log) -> Text:
-    """Who is missing where only numbers are told: those that the log hears nothing of."""
+    """The missing ranks if only counts are known: those that do not appear in the log."""
     if came > every and every and came % every == 0:
         return words("absent-times", came=came, world=every, times=came // every)
     if came > every:

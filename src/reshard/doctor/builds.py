@@ -95,7 +95,7 @@ def _undefined(text: str, log: Log) -> Told | None:
 
 
 _FOR_CPU = re.compile(r"_cpu\.so")
-"""A package's library for machines without a GPU, loaded where none was found."""
+"""A package's library for machines without a GPU, loaded if none was found."""
 
 
 def _package_of(file: str) -> str:

@@ -82,7 +82,7 @@ def _unknown(root: Traceback) -> Told | None:
 
 
 def _misspelled(function: str, name: str) -> Told | None:
-    """An argument that no release of a function has, but for one that is spelled almost so."""
+    """An argument that no release of a function has, although one has a similar name."""
     for own in tables(ROOTS) if "." in function else ():
         known = own.ever(function)
         near = closest(name, known, cutoff=ALIKE) if name not in known else []
@@ -94,7 +94,7 @@ def _misspelled(function: str, name: str) -> Told | None:
 
 
 ALIKE = 0.85
-"""How alike an argument has to be to the one that was meant."""
+"""Minimum similarity of an argument to the one that was meant."""
 
 
 def _owner_of(kind: str) -> str:

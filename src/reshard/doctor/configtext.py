@@ -1,4 +1,4 @@
-"""The text of a config: its content, and for each key the line it stands in and that line fixed."""
+"""The text of a config: its content, the line of each key, and fixed versions of that line."""
 
 from __future__ import annotations
 

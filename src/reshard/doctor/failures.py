@@ -132,7 +132,7 @@ def _loose(after: Sequence[Line]) -> Traceback | None:
 
 
 def _with_frames(failure: Traceback, lines: Sequence[Line]) -> Traceback:
-    """A failure that somebody wrote above its traceback, as the title of it, with the frames below."""
+    """A failure that a user wrote above its traceback, as a title, with the frames below."""
     below = [line for line in lines if line.number > failure.end]
     start = next((at for at, line in enumerate(below) if START in line.text), None)
     if failure.frames or not failure.exception or failure.exception == CUT_OFF or start is None:

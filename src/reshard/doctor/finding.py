@@ -42,7 +42,7 @@ class Text(str):
 
 @dataclass(frozen=True)
 class Place:
-    """Where it shows. `line` counts from 1, `text` is that line, `fixed` what it should become."""
+    """Where a problem shows. `line` counts from 1, `text` is that line, `fixed` its fixed version."""
 
     target: str
     line: int | None = None

@@ -366,7 +366,7 @@ def _quoted(said: str) -> str:
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_.]{2,}")
 FEWEST = 5
-"""Words of a failure from which on entries are compared with it: fewer are in any message."""
+"""Minimum words of a failure that are compared with entries: fewer occur in any message."""
 LIKE = 0.3
 """The share of a failure's words, weighted by rarity, that a near entry must contain."""
 

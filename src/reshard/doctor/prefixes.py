@@ -3,8 +3,8 @@ r"""Removes prefixes that launchers and loggers put before the lines of a log.
 Known are torchrun's `[rank0]:` and `[default0]:`, `3: ` of `srun -l`, `[1,0]<stderr>:` of MPI, `(WorkerDict pid=7)` of
 Ray, `172.31.20.74: ` of pdsh, `worker-1: ` of DeepSpeed, `trainer-0  | ` of Docker Compose, and the times and stream
 names of Kubernetes. Others are learned: a text both before `Traceback (most recent call last)` and before a frame of a
-traceback is a prefix, and so is any text that differs from it only in digits (times, ranks, line numbers). `ValueError:
-` occurs before neither, so Python's own lines are never mistaken for a prefix.
+traceback is a prefix, and so is any text that differs from it only in digits (times, ranks, line numbers). A text
+like `ValueError: ` occurs before neither, so Python's own lines are never mistaken for a prefix.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ _NOT_GIVEN = tuple(
 
 
 def _not_given(said: str, log: Log) -> Told | None:
-    """A setting without a value, which the message asks for."""
+    """A setting without a value that the message requires."""
     match = next((hit for pattern in _NOT_GIVEN if (hit := pattern.search(said))), None)
     if match is None:
         return None

@@ -103,7 +103,7 @@ class Source:
         return Place(self.path, line, self.lines[line - 1].strip(), fixed.strip())
 
     def replaced(self, node: ast.expr | ast.keyword, by: str) -> Place:
-        """The line of an expression, fixed by writing something else in its place; if it is in one line."""
+        """The line of an expression with a replacement for the expression; unchanged if that spans lines."""
         line = self.lines[node.lineno - 1].encode()
         if node.end_lineno != node.lineno:
             return self.place(node.lineno)

@@ -110,7 +110,7 @@ _PASSES_ON = re.compile(
 
 
 def asker(root: Traceback) -> str:
-    """The innermost frame of the caller, not of decorators of packages, which only pass a call on; "" if there is none."""
+    """The innermost frame of the caller, not of packages' decorators, which only pass a call on; "" without frames."""
     frames = list(root.frames)
     while len(frames) > 1 and _PASSES_ON.search(frames[-1]) and _LIBRARY.search(frames[-1]):
         frames.pop()

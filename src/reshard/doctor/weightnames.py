@@ -99,7 +99,7 @@ _LLAMA_CPP = re.compile(r"llama_model_load|llama_load_model|convert_hf_to_gguf|g
 _PACKS = re.compile(
     r"\b[48][ -]?bit\b|\bbnb\b|bitsandbytes|\b(?:awq|gptq)\b|quantization=(?!None)", re.IGNORECASE
 )
-"""What a log of a quantized checkpoint names."""
+"""Names in the log of a quantized checkpoint."""
 
 
 def _of_engine(name: str, log: Log) -> tuple[str, dict[str, object]]:
@@ -124,11 +124,11 @@ _PLACES = (
     ("head", re.compile(r"^(?:lm_head|embed_out)\b")),
     ("wrapped", re.compile(r"^(?:module|_fsdp_wrapped_module|actor|policy|pretrained_model)\b")),
 )
-"""What a name is that a model's class has no place for. The first that fits counts."""
+"""What a name is that a model's class does not have. The first match counts."""
 
 
 def way_of(root: Traceback) -> Text | None:
-    """What to do about the one name that an engine's model class has no place for, if the name says it."""
+    """The remedy for the one name that an engine's model class does not have, if the name shows it."""
     match = _NO_PLACE.search(root.said)
     kind = match and next((kind for kind, pattern in _PLACES if pattern.search(match["name"])), None)
     return words(f"no-place-{kind}", **match.groupdict()) if match and kind else None

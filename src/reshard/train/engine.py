@@ -186,7 +186,7 @@ class Engine:
     `indexed` checks Megatron's indexed datasets, if the engine reads them, and returns the lengths of an epoch's
     sequences. It raises ReshardError for their problems.
 
-    `warm` imports what `train` needs, and touches no device: it is called on each rank while the run is looked at.
+    `warm` imports what `train` needs, and uses no device: it is called on each rank during the preflight.
 
     `train` loads, asserts the plan, trains and saves; it is called on each rank, with the launcher's environment set.
     `check(run, trained, final)` returns differences between the weights in the folder `final` and the trained ones.

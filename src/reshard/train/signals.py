@@ -1,8 +1,8 @@
-"""Signals that ask a run to end: the step is finished, a checkpoint is saved, and all ranks end after the same step.
+"""Signals that end a run: all ranks finish the same step, save a checkpoint, and end.
 
-Each rank listens. Its engine asks `heard` after every step, agrees with the other ranks, saves, and raises `Stopped`.
-Python runs a signal's handler between two of its own instructions, which a rank that waits for another one in a
-collective never reaches; so a thread reads which signals came, and ends the process where nothing else would.
+Each rank listens. Its engine calls `heard` after every step, agrees with the other ranks, saves, and raises `Stopped`.
+Python runs a signal's handler between two of its own instructions, which a rank that waits in a collective never
+reaches; so a thread reads which signals came, and ends the process if nothing else can.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any
 from reshard.train.lifetime import end_with_parent
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""What schedulers, launchers and terminals send before they end a process. SIGHUP stays ignored under nohup."""
+"""Signals of schedulers, launchers and terminals before they end a process. SIGHUP stays ignored under nohup."""
 SECONDS = 600
-"""`--save-on-signal`: how long a step and its checkpoint may take after a signal."""
+"""`--save-on-signal`: seconds that a step and its checkpoint may take after a signal."""
 AGAIN = 2.0
-"""Seconds after which a second Ctrl-C is one: launchers pass on what a terminal has sent to the ranks as well."""
+"""Seconds after which another Ctrl-C counts as a second one: launchers also forward the terminal's to the ranks."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has ended the run. All ranks raise it after the same `step`; None is before the first one.
+    """Raised if a signal ends the run. All ranks raise it after the same `step`; None means before the first one.
 
-    `checkpoint` is what was saved of that step, and None where `why` it was not.
+    `checkpoint` is that of the step, or None if it was not saved, for the reason `why`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """The exit status, as a shell has it."""
+        """The exit status as in a shell."""
         return 128 + self.number
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def late(number: int, seconds: int) -> Stopped:
-    """What to say where a step and its checkpoint took longer than `seconds`."""
+    """A `Stopped` for a step and its checkpoint that took longer than `seconds`."""
     return Stopped(
         number,
         why=f"the step was not finished and saved within {seconds} seconds (--save-on-signal)"
@@ -69,7 +69,7 @@ Ended = Callable[[Stopped], None]
 
 @dataclass
 class _Listener:
-    """What this process has heard, and how long a step may take after it: for ever where `seconds` is None."""
+    """Signals that this process received, and the seconds that a step may take afterwards; None for no limit."""
 
     seconds: int | None
     ended: Ended | None
@@ -79,7 +79,7 @@ class _Listener:
     over: threading.Event = field(default_factory=threading.Event)
 
     def hear(self, number: int) -> None:
-        """Take a signal in. Before the first step, and at a second Ctrl-C, the process ends here."""
+        """Record a signal. Before the first step, and at a second Ctrl-C, end the process."""
         now = time.monotonic()
         again = self.number and number == signal.SIGINT and now - self.at > AGAIN
         self.number, self.at = self.number or number, self.at or now
@@ -91,7 +91,7 @@ class _Listener:
             self._end(late(self.number, 0))
 
     def watch(self, pipe: int) -> None:
-        """Hear what the pipe says until the run is over, and end the process at its deadline."""
+        """Read signals from the pipe until the run is over, and end the process at its deadline."""
         import select
 
         poll = select.poll()  # select.select takes no descriptor above 1,023
@@ -106,7 +106,7 @@ class _Listener:
                     self.hear(number)
 
     def _end(self, stop: Stopped) -> None:
-        with suppress(Exception):  # whatever keeps the end from being told, it comes
+        with suppress(Exception):  # an error in reporting must not prevent the end
             if self.ended:
                 self.ended(stop)
         sys.stderr.flush()
@@ -118,9 +118,9 @@ _listener: _Listener | None = None
 
 @contextmanager
 def listening(seconds: int | None, ended: Ended | None = None) -> Iterator[None]:
-    """Hear the signals of `ENDING`. `ended` is called in another thread, right before the process ends itself.
+    """Listen for the signals of `ENDING`. `ended` is called in another thread, directly before the process ends itself.
 
-    `seconds` bounds what a step and its checkpoint may take; None where the launcher sees to that.
+    `seconds` limits what a step and its checkpoint may take; None if the launcher enforces a limit.
     """
     global _listener
     if threading.current_thread() is not threading.main_thread():
@@ -152,11 +152,11 @@ def listening(seconds: int | None, ended: Ended | None = None) -> Iterator[None]
 
 
 def _nothing(number: int, frame: Any) -> None:
-    """What Python calls; the thread has heard it already."""
+    """The handler that Python calls; the thread has already read the signal."""
 
 
 def _forget(listener: _Listener, before: dict[signal.Signals, Any]) -> None:
-    """In a forked child, whose signals are its own: workers of a DataLoader are ended by SIGTERM."""
+    """Restore handlers in a forked child, which handles its own signals: SIGTERM ends the workers of a DataLoader."""
     if listener.over.is_set():
         return
     listener.over.set()
@@ -166,11 +166,11 @@ def _forget(listener: _Listener, before: dict[signal.Signals, Any]) -> None:
 
 
 def with_steady_workers(loader: Any) -> Any:
-    """A torch DataLoader whose workers ignore signals that are not from the process that they work for.
+    """A torch DataLoader whose workers ignore signals from other processes than the one that they work for.
 
-    Ctrl-C and schedulers send theirs to all processes. A worker that dies of one fails the step that should be saved.
+    Ctrl-C and schedulers signal all processes. If a worker dies of a signal, the step that should be saved fails.
     """
-    inner = getattr(loader, "base_dataloader", loader)  # accelerate's asks another one, which has the workers
+    inner = getattr(loader, "base_dataloader", loader)  # accelerate's wraps the one that has the workers
     if inner.num_workers:
         inner.worker_init_fn = partial(_be_steady, inner.worker_init_fn)
         chosen = inner.multiprocessing_context
@@ -179,7 +179,7 @@ def with_steady_workers(loader: Any) -> Any:
 
 
 class _Begun:
-    """A process that begins with the signals of `ENDING` blocked: one would end it until it can say otherwise."""
+    """A process that starts with the signals of `ENDING` blocked, until it can ignore them."""
 
     def start(self) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
@@ -206,16 +206,16 @@ class _Spawn(SpawnContext):
 
 
 WAYS: dict[str, type[BaseContext]] = {"fork": _Fork, "spawn": _Spawn}
-"""How workers are started. A forkserver, Python's default from 3.14, ends with SIGTERM, and they with it."""
+"""How workers are started. SIGTERM ends a forkserver, Python's default from 3.14, and with it the workers."""
 
 
 def _be_steady(before: Callable[[int], Any] | None, number: int) -> None:
-    """In a worker: end with the process that it works for, and with SIGTERM from there; go on with the loader's own."""
+    """In a worker: end with the parent, and on SIGTERM from the parent; then run the loader's own function."""
     end_with_parent()
     for each in ENDING:
         if each != signal.SIGTERM:
             signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # for the thread, which sees who sends it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # for the thread, which sees the sender
     threading.Thread(target=_end_when_asked, args=(os.getppid(),), daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING} - {signal.SIGTERM})
     if before:
@@ -229,28 +229,28 @@ def _end_when_asked(parent: int) -> None:
 
 
 def unevaluated(step: int) -> str:
-    """What to say of an evaluation that is due when a signal stops the run: it could take longer than there is time."""
+    """A note about an evaluation that was due when a signal stopped the run: it could take too long."""
     return f"the evaluation after step {step} was skipped, because a signal stops the run; --resume does not repeat it"
 
 
 def hold() -> None:
-    """From now on a signal waits for the end of the step."""
+    """Make signals wait for the end of the step from now on."""
     if _listener:
         _listener.training = True
 
 
 def heard() -> int:
-    """The signal that this process has heard, 0 if none."""
+    """The signal that this process has received, 0 if none."""
     return _listener.number if _listener else 0
 
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Let the signals of `ENDING` raise `Stopped`, where no step goes on."""
+    """Make the signals of `ENDING` raise `Stopped`, while no step runs."""
 
     def stop(number: int, frame: Any) -> None:
         for each in before:
-            signal.signal(each, signal.SIG_IGN)  # it is ending
+            signal.signal(each, signal.SIG_IGN)  # it is already ending
         raise Stopped(number, why="no step was going on")
 
     is_main = threading.current_thread() is threading.main_thread()

@@ -1,7 +1,7 @@
-"""What is wrong with one record of data, wherever it stands and whatever the others are.
+"""Problems of a single record of data, independent of its place and of other records.
 
-`faults` finds the record's shape, brings it into the standard one, and looks at the columns. The problems name no file:
-whoever reads the records knows where this one stands.
+`faults` finds the record's shape, converts it to the standard shape, and checks the columns. The problems name no file:
+the caller knows the record's place.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from reshard.train.data.records import (
 from reshard.train.methods import is_rewarded
 
 DEEPEST = 50
-"""Lists and objects inside each other, at most. Arrow stops at 64; schemas of tools have some ten."""
+"""Maximum depth of nested lists and objects. Arrow stops at 64; schemas of tools have about ten."""
 SHOWN = 60
-"""So many characters of a wrong value are shown."""
+"""Maximum characters of a wrong value that are shown."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def faults(
     chosen: str | None = None,
     system: str | None = None,
 ) -> Iterator[Problem]:
-    """What is wrong with a row; `chosen` and `system` as for `shapes_of` and `standard`."""
+    """The problems of a row; `chosen` and `system` as for `shapes_of` and `standard`."""
     if not isinstance(row, dict):
         yield Problem(
             "record-not-an-object",
@@ -112,7 +112,7 @@ def _several_shapes(row: Row, shapes: Sequence[str]) -> Problem:
 
 
 def _of_alpaca(row: Row) -> Iterator[Problem]:
-    """Columns of Alpaca's that are no strings, and a history that is no list of pairs."""
+    """Problems of Alpaca's columns that are not strings, and of a history that is not a list of pairs."""
     for column in ("instruction", "input", "output", "system"):
         value = row.get(column)
         if value is not None and not isinstance(value, str):
@@ -168,13 +168,13 @@ def _of_column(column: str, value: Any, template: Template) -> Iterator[Problem]
 
 
 def _of_label(value: Any) -> Iterator[Problem]:
-    """Whether an answer is good: a truth value, which numbers and words are not."""
+    """A problem if a label is not a boolean, for example a number or a string."""
     if not isinstance(value, bool):
         yield _another_kind("label", "true for a good answer, false for a bad one", value)
 
 
 def _unfit(value: Any, name: str = "", depth: int = 0) -> Iterator[Problem]:
-    """What no table of Arrow takes, wherever in a record: TRL keeps its data in one."""
+    """Problems of values anywhere in a record that an Arrow table cannot store: TRL keeps its data in one."""
     if isinstance(value, dict | list) and depth > DEEPEST:
         expected, remedy = f"{DEEPEST} levels at most", "write what is nested as a string of JSON"
         yield Problem(
@@ -205,7 +205,7 @@ def _unfit(value: Any, name: str = "", depth: int = 0) -> Iterator[Problem]:
 
 
 def _called(name: str) -> str:
-    """A column in quotes, a place in it as it is."""
+    """A column's name in quotes, or a place inside it unchanged."""
     return name if "[" in name or "." in name else f'"{name}"'
 
 
@@ -219,7 +219,7 @@ def _half_a_character(name: str) -> Problem:
 
 
 def _of_besides(row: Row) -> Iterator[Problem]:
-    """What chat templates take beside the messages."""
+    """Problems of the columns that chat templates use in addition to the messages."""
     tools, options = row.get("tools"), row.get("chat_template_kwargs")
     try:
         given = tools_of(row)
@@ -350,7 +350,7 @@ def _of_pair(row: Row, template: Template) -> Iterator[Problem]:
 
 
 def _of_kinds(row: Row, columns: Sequence[str]) -> Iterator[Problem]:
-    """Strings and messages in one record."""
+    """A problem if a record has both strings and messages."""
     there = [key for key in ("prompt", *columns) if isinstance(row.get(key), str | list)]
     kinds = {key: "messages" if isinstance(row[key], list) else "a string" for key in there}
     if len(set(kinds.values())) > 1:

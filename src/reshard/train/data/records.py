@@ -1,8 +1,8 @@
-"""One record of data: which shape it has, and the same in TRL's standard shape. `faults.py` says what is wrong with it.
+"""A record of data: its shape, and its conversion to TRL's standard shape. `faults.py` finds its problems.
 
 The shapes are those of TRL's documentation ("Dataset formats and types"): chat, prompt and completion, plain text,
-preference pairs, prompts alone. ShareGPT's `conversations`, and Alpaca's `instruction`, `input` and `output`, become
-`messages`, joined as LLaMA-Factory and ms-swift join them.
+preference pairs, only prompts. ShareGPT's `conversations`, and Alpaca's `instruction`, `input` and `output`, become
+`messages`, joined as in LLaMA-Factory and ms-swift.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARE_GPT = {
     "chatgpt": "assistant",
     "observation": "tool",
 }
-"""Who speaks in ShareGPT's `from`, as a role."""
+"""Roles by the values of ShareGPT's `from`."""
 
 SHAPES = {
     "preference pairs": ("chosen", "rejected"),
@@ -36,39 +36,39 @@ SHAPES = {
     "prompts": ("prompt",),
     "plain text": ("text",),
 }
-"""The columns by which each shape is known, the more specific first."""
+"""The columns that identify each shape, the more specific shape first."""
 CHATS = ("chat", "ShareGPT", "Alpaca")
 """Shapes that become `messages`."""
 METHODS = {name: method.shapes for name, method in methods.METHODS.items()}
-"""The shapes that each method learns from."""
+"""The shapes that each method supports."""
 DATA_SHAPES = tuple(shape.lower().replace(" ", "-") for shape in METHODS["sft"])
-"""Shapes as they are typed, of which a record may fit several."""
+"""Shapes as users type them; a record may fit several."""
 BESIDES = ("tools", "chat_template_kwargs")
-"""Columns that chat templates take beside the messages."""
+"""Columns that chat templates use in addition to the messages."""
 
 
 def word_of(shape: str) -> str:
-    """A shape as it is typed: `plain-text`."""
+    """A shape as users type it: `plain-text`."""
     return shape.lower().replace(" ", "-")
 
 
 def shapes_of(row: Mapping[str, Any], method: str, chosen: str | None = None) -> list[str]:
-    """The shapes that a method could take a row for; that which was `chosen` alone, if it is among several."""
+    """The shapes of a row that a method supports; if there are several, only the `chosen` one."""
     keys = {key for key, value in row.items() if value is not None}
     found = [shape for shape in METHODS[method] if keys.issuperset(SHAPES[shape])]
     return [shape for shape in found if len(found) == 1 or chosen in (None, word_of(shape))]
 
 
 def kind_of(row: Row) -> str:
-    """What a standard row is: `chat as messages`, `plain text as strings`."""
+    """The kind of a standard row: `chat as messages`, `plain text as strings`."""
     shape = next(shape for shape, columns in SHAPES.items() if row.keys() >= set(columns))
     return f"{shape} as {'messages' if isinstance(row[SHAPES[shape][0]], list) else 'strings'}"
 
 
 def standard(row: Row, shape: str, system: str | None = None) -> Row:
-    """A row of a known shape as TRL takes it: without columns that no one reads, except for GRPO's reward.
+    """A row of a known shape in TRL's standard shape, without unused columns, except for GRPO's reward.
 
-    `system` is the system message of chats that have none.
+    `system` is the system message for chats without one.
     """
     if shape == "prompts":
         return {**row, "prompt": _with_system(_as_messages(row["prompt"]), system)}
@@ -94,7 +94,7 @@ def _chat(row: Row, shape: str) -> Any:
 
 
 def _asked(row: Row) -> str:
-    """Alpaca's instruction, and its input behind it."""
+    """Alpaca's instruction, followed by its input."""
     return "\n".join(part for part in (row["instruction"], row.get("input")) if part)
 
 
@@ -103,7 +103,7 @@ def _message(role: str, content: Any) -> Row:
 
 
 def _pair(row: Row) -> Row:
-    """The columns of a preference pair. Beside ShareGPT's or Alpaca's prompt, answers are messages, or strings."""
+    """The columns of a preference pair. With ShareGPT's or Alpaca's prompt, answers are messages, or strings."""
     answers = {key: row[key] for key in ("chosen", "rejected")}
     if row.get("prompt") is not None:
         return {**answers, "prompt": row["prompt"]}
@@ -123,12 +123,12 @@ def _answer(value: Any) -> Any:
 
 
 def seen(row: Row, method: str) -> Row:
-    """What becomes tokens of a standard row: GRPO's reward gets all columns, its model the prompt alone."""
+    """The columns of a standard row that are tokenized: GRPO's reward gets all columns, its model only the prompt."""
     return {key: row[key] for key in row if key == "prompt"} if is_rewarded(method) else row
 
 
 def _with_system(messages: Any, system: Any) -> Any:
-    """Messages behind a system message, unless they begin with one."""
+    """Messages with a system message in front, unless they begin with one."""
     if not (isinstance(messages, list) and isinstance(system, str) and system):
         return messages
     first = messages[0].get("role") if messages and isinstance(messages[0], Mapping) else None
@@ -136,7 +136,7 @@ def _with_system(messages: Any, system: Any) -> Any:
 
 
 def _as_messages(value: Any) -> Any:
-    """Messages with `role` and `content`, whatever ShareGPT called them; what is none stays as it is."""
+    """Messages with `role` and `content`, from ShareGPT's names; other values are unchanged."""
     if not isinstance(value, list):
         return value
     return [_as_message(each) for each in value]
@@ -153,7 +153,7 @@ def _as_message(value: Any) -> Any:
 
 
 def _calls(text: Any) -> list[Row]:
-    """LLaMA-Factory's `function_call`, a string of JSON, as calls of tools; nothing if it is none."""
+    """LLaMA-Factory's `function_call`, a string of JSON, as tool calls; empty if it is invalid."""
     try:
         given = json_of(text.encode())
     except (AttributeError, ValueError):
@@ -164,6 +164,6 @@ def _calls(text: Any) -> list[Row]:
 
 
 def tools_of(row: Mapping[str, Any]) -> Any:
-    """The tools of a record, which may be kept as a string of JSON, for their schemas differ. Raises ValueError."""
+    """The tools of a record, which may be a string of JSON because their schemas differ. Raises ValueError."""
     tools = row.get("tools")
     return json_of(tools.encode()) if isinstance(tools, str) else tools

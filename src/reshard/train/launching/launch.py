@@ -1,7 +1,7 @@
-"""Start the ranks of a run and stay until the last has ended; or be one of them, where somebody else has started them.
+"""Start the ranks of a run and wait until the last has ended; or run a rank that another launcher has started.
 
-Ranks are started by torchrun in a session of their own. All they print goes to `train.log`; the console shows one line
-of progress, read from `metrics.jsonl`. Whatever ends this process ends the ranks; signals that can be caught let them
+torchrun starts the ranks in a separate session. Their output goes to `train.log`; the console shows one line of
+progress, read from `metrics.jsonl`. Whatever ends this process ends the ranks; signals that can be caught let them
 finish and save their step.
 """
 
@@ -42,13 +42,13 @@ WORKER = "reshard.train.worker"
 """The module that each rank runs."""
 FAILED = 1
 POLL = 0.1
-"""Seconds between looks at the ranks."""
+"""Seconds between two checks of the ranks."""
 PATIENCE = 40.0
-"""Seconds that torchrun is given to end its ranks; it gives them 30 itself."""
+"""Seconds that torchrun gets to end its ranks; it gives them 30 itself."""
 
 
 def processes(run: Run) -> int:
-    """Ranks on each node that reshard starts: as many as were asked for, or one for each visible GPU, or one."""
+    """The number of ranks that reshard starts on each node: the requested one, or one per visible GPU, or one."""
     if run.ranks.nproc:
         return run.ranks.nproc
     import torch
@@ -57,13 +57,13 @@ def processes(run: Run) -> int:
 
 
 def world_size(run: Run) -> int:
-    """Ranks of a run, over all nodes."""
+    """The number of ranks of a run, over all nodes."""
     place = place_of(run)
     return place.world_size if place else processes(run) * run.ranks.nnodes
 
 
 def leads(run: Run) -> bool:
-    """Whether this process speaks for the run: it is rank 0, or the launcher on the first node."""
+    """Whether this process acts for the run: it is rank 0, or the launcher on the first node."""
     place = place_of(run)
     return place.rank == 0 if place else run.ranks.node_rank == 0
 
@@ -72,7 +72,7 @@ def command(run: Run) -> list[str]:
     """The command that starts the ranks of this node. Raises ReshardError if nodes could not find each other."""
     ranks = run.ranks
     words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes(run)}"]
-    if ranks.nnodes == 1:  # by address, for a host's own name is not always known; port 0 is a free one
+    if ranks.nnodes == 1:  # by address, because a host's own name may not resolve; port 0 selects a free port
         words += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     else:
         host, port = _rendezvous(run)
@@ -97,11 +97,11 @@ def _rendezvous(run: Run) -> tuple[str, int]:
 
 
 def ahead(run: Run) -> Torchrun | None:
-    """torchrun beside the preflight, with ranks that import what they need, and wait for `launch` to let them go.
+    """Start torchrun during the preflight, with ranks that import what they need, and then wait for `launch`.
 
-    None where another launcher starts the ranks, where several nodes have to meet first, or it cannot be started.
+    Returns None if another launcher starts the ranks, if several nodes have to meet first, or if it cannot be started.
     """
-    with suppress(ReshardError, ImportError, OSError):  # the preflight says it
+    with suppress(ReshardError, ImportError, OSError):  # the preflight reports it
         if run.ranks.nnodes == 1 and place_of(run) is None:
             near = next(each for each in run.output.absolute().parents if each.exists())
             return Torchrun.start(command(run), environment(run), near, run)
@@ -109,7 +109,7 @@ def ahead(run: Run) -> Torchrun | None:
 
 
 def wait_for_first(run: Run) -> None:
-    """Wait until the first node has looked. Raises ReshardError where it refuses the run.
+    """Wait until the first node has checked the run. Raises ReshardError if it refuses.
 
     Other launchers end all their ranks with the first.
     """
@@ -120,18 +120,18 @@ def wait_for_first(run: Run) -> None:
 def refuse(run: Run, problems: list[Problem]) -> None:
     """Let the nodes that wait for this one end as well."""
     if run.ranks.nnodes > 1 and place_of(run) is None:
-        with suppress(ReshardError):  # nobody can wait where nobody knows the address
+        with suppress(ReshardError):  # without an address, no node waits
             meeting.refuse(_rendezvous(run)[1], run.ranks.nnodes - 1, problems)
 
 
 def of_node(run: Run, name: str) -> str:
-    """A name for what each node has of its own: nodes may share one output."""
+    """A file name for each node: nodes may share one output."""
     stem, dot, suffix = name.partition(".")
     return f"{stem}-node{run.ranks.node_rank}{dot}{suffix}" if run.ranks.node_rank else name
 
 
 def environment(run: Run, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the ranks find in their environment: nothing of earlier launches, and no more threads than cores."""
+    """The environment of the ranks: without variables of earlier launches, and with no more threads than cores."""
     told = dict(os.environ if given is None else given)
     forget(told)
     for name, value in _defaults(run, one_node=run.ranks.nnodes == 1).items():
@@ -146,13 +146,13 @@ def _defaults(run: Run, *, one_node: bool) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if one_node and Path("/sys/class/net/lo").exists():
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # else by the host's name, which may lead nowhere
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise by the host's name, which may not resolve
     return defaults
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Where and how a launch speaks. `language` is that of causes and cures, "en" or "zh"."""
+    """The output of a launch. `language` is that of causes and remedies, "en" or "zh"."""
 
     console: Console
     quiet: bool = False
@@ -168,10 +168,11 @@ def launch(
     language: str = "en",
     console: Console | None = None,
 ) -> int:
-    """Train, on all ranks; the exit status.
+    """Train on all ranks. Returns the exit status.
 
-    0: trained, `finish` can begin. 1: a rank failed, and why was printed. 128 and more: a signal ended it. `record` is
-    what run.json says beside the run, and `started` what is `ahead`. Raises ReshardError where ranks refused to go on.
+    0: trained, `finish` can begin. 1: a rank failed, and the reason was printed. 128 and above: a signal ended the run.
+    `record` is added to run.json, and `started` is the result of `ahead`. Raises ReshardError if ranks refuse to
+    continue.
     """
     screen = Screen(console or Console(stderr=True, soft_wrap=True, highlight=False), quiet, language)
     trackers.check(run)
@@ -188,7 +189,7 @@ def launch(
 
 
 def _prepare(run: Run, record: Mapping[str, Any]) -> None:
-    """Write the run's record, and put away what an earlier attempt said."""
+    """Write the run's record, and move or remove the files of an earlier attempt."""
     run.output.mkdir(parents=True, exist_ok=True)
     log = run.output / of_node(run, LOG)
     if log.exists():
@@ -202,18 +203,18 @@ def _prepare(run: Run, record: Mapping[str, Any]) -> None:
 
 @dataclass
 class _Caught:
-    """What was caught while the ranks went on, and what they told of it."""
+    """What was caught while the ranks ran, and what they reported about it."""
 
     first: int = 0
-    """The signal that came first."""
+    """The first signal."""
     at_once: bool = False
-    """Whether Ctrl-C came again."""
+    """Whether Ctrl-C was pressed again."""
     training: bool = False
-    """Whether the ranks have begun, and finish their step."""
+    """Whether the ranks have begun training, so that they finish their step."""
     stop: str = ""
-    """How the ranks say that they have stopped."""
+    """Why the ranks stopped, according to them."""
     late: bool = False
-    """Whether they took longer than they were given."""
+    """Whether they exceeded their time."""
     ranks: tuple[int, ...] = ()
     """The ranks of this node that were asked to stop. Each leads a process group."""
 
@@ -222,13 +223,13 @@ class _Caught:
         self.first = self.first or number
 
     def read(self, row: Row) -> None:
-        """Take in a row of the metrics."""
+        """Read a row of the metrics."""
         self.training = self.training or row["event"] == "begin"
         if row["event"] == "stop":
             self.first, self.stop = self.first or int(row["signal"]), str(row["why"])
 
     def told(self, run: Run) -> str:
-        """How the run has ended, in words."""
+        """How the run ended, in words."""
         if self.stop or not self.first:
             return self.stop
         if self.late:
@@ -239,12 +240,12 @@ class _Caught:
 
 @contextmanager
 def _caught() -> Iterator[_Caught]:
-    """Catch what would end this process, so that it can end its ranks first."""
+    """Catch the signals that would end this process, so that it can end its ranks first."""
     caught = _Caught()
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    # A hangup is what a terminal leaves when it is closed; under nohup it is ignored, and stays so.
+    # A closed terminal sends SIGHUP; under nohup it is ignored, and stays so.
     asked = [each for each in signals.ENDING if signal.getsignal(each) is not signal.SIG_IGN]
     before = {number: signal.signal(number, caught) for number in asked}
     try:
@@ -255,10 +256,10 @@ def _caught() -> Iterator[_Caught]:
 
 
 def _ranks(torchrun: Torchrun, run: Run, screen: Screen) -> tuple[int, _Caught]:
-    """Run the ranks to their end: torchrun's exit status, and what was caught meanwhile."""
+    """Run the ranks until they end. Returns torchrun's exit status, and what was caught."""
     watch = Watch(run, screen.console, quiet=screen.quiet)
     tail = Tail(run.output / METRICS)
-    for row in tail.rows():  # what attempts before this one have told
+    for row in tail.rows():  # rows of earlier attempts
         watch.history.add(row)
     log = run.output / of_node(run, LOG)
     log.touch()
@@ -268,14 +269,14 @@ def _ranks(torchrun: Torchrun, run: Run, screen: Screen) -> tuple[int, _Caught]:
                 torchrun.go(log)
                 _follow(torchrun.process, run, watch, tail, caught)
         finally:
-            for rank in caught.ranks:  # and what they have started
+            for rank in caught.ranks:  # and their child processes
                 with suppress(ProcessLookupError):
                     os.killpg(rank, signal.SIGKILL)
     return torchrun.process.returncode, caught
 
 
 def _follow(process: subprocess.Popen[bytes], run: Run, watch: Watch, tail: Tail, caught: _Caught) -> None:
-    """Show what the ranks tell until they have ended. After a signal they are to stop, at Ctrl-C again at once."""
+    """Show the ranks' rows until they end. After a signal they are asked to stop, at a second Ctrl-C immediately."""
     deadline = None
     while process.poll() is None:
         _read(tail, watch, caught)
@@ -296,9 +297,9 @@ def _read(tail: Tail, watch: Watch, caught: _Caught) -> None:
 
 
 def _ask_to_end(process: subprocess.Popen[bytes], run: Run, caught: _Caught) -> float:
-    """Let the ranks finish and save their step, or end where there is none; the seconds that they are given.
+    """Make the ranks finish and save their step, or end if there is none. Returns the seconds that they get.
 
-    The ranks are told by themselves: torchrun would kill them after 30 seconds.
+    The ranks are signalled directly: torchrun would kill them after 30 seconds.
     """
     if not caught.training or caught.stop:
         process.terminate()
@@ -311,11 +312,11 @@ def _ask_to_end(process: subprocess.Popen[bytes], run: Run, caught: _Caught) -> 
 
 
 def _told(run: Run, status: int, caught: _Caught, screen: Screen) -> int:
-    """Say how the ranks ended; the exit status of the command."""
+    """Report how the ranks ended. Returns the exit status of the command."""
     if caught.first:
         how = caught.told(run)
         end(run, "interrupted", failure.interruption(how))
-        with suppress(OSError):  # a terminal that was closed takes no words
+        with suppress(OSError):  # a closed terminal cannot be written to
             failure.print_interruption(run, screen.console, how)
         return 128 + caught.first
     problems = claimed(run.output)
@@ -334,7 +335,7 @@ def _told(run: Run, status: int, caught: _Caught, screen: Screen) -> int:
 
 
 def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | None = None) -> ReshardError:
-    """What to raise where ranks refuse to go on: before the first step that is no failure, and nothing was left."""
+    """The error if ranks refuse to continue. Before the first step it is not a failure, and nothing was left behind."""
     told = failure.refusal(problems)
     if not begun(run.output):
         end(run, "refused", told)
@@ -345,12 +346,12 @@ def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | N
 
 
 def end(run: Run, outcome: str, told: Mapping[str, Any] | None = None, place: Place | None = None) -> None:
-    """Write down how a run ended: in its metrics, its record and its report. The first node does.
+    """Record how a run ended, in its metrics, its record and its report; on the first node only.
 
     `told` is why it failed.
     """
     if run.ranks.node_rank == 0:
-        with suppress(OSError):  # a full disk is told as why ranks failed
+        with suppress(OSError):  # on a full disk, the ranks' failure reports it
             row: Row = {"event": "end", "outcome": outcome, **({"failure": told} if told else {})}
             if outcome in ("failed", "interrupted") and last_checkpoint(run.output):
                 row["resume"] = failure.resuming(run, place)
@@ -360,7 +361,7 @@ def end(run: Run, outcome: str, told: Mapping[str, Any] | None = None, place: Pl
 
 
 def interrupted(run: Run, stop: signals.Stopped) -> None:
-    """Say what is left of a run that a signal has ended when no rank was there, or by this one rank."""
+    """Report what is left of a run that a signal ended while no rank was running, or by this one rank."""
     place = place_of(run)
     end(run, "interrupted", failure.interruption(str(stop)), place)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -369,9 +370,9 @@ def interrupted(run: Run, stop: signals.Stopped) -> None:
 
 
 def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> int:
-    """Be the rank that another launcher has started. Rank 0 writes and shows what the launcher else would.
+    """Run the rank that another launcher has started. Rank 0 writes and shows what reshard's launcher otherwise would.
 
-    What else that launcher has set stays: the engine refuses what contradicts the plan.
+    Other settings of that launcher stay: the engine refuses those that contradict the plan.
     """
     os.environ.update(place.environment())
     run = replace(run, ranks=replace(run.ranks, nproc=place.local_world_size or 0, node_rank=0))

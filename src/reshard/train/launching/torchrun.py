@@ -1,8 +1,8 @@
-"""torchrun, which can be started while the run is still looked at: its ranks import what they need, and wait.
+"""Starts torchrun, if possible during the preflight: its ranks import what they need, and then wait.
 
-This module is run in torchrun's place. It gives the ranks a pipe as their standard input, and each reads a byte from it
-before it reads anything else (`wait`). `Torchrun.go` names the log and fills the pipe; until then nothing is written to
-the output. If it never comes, the ranks end with torchrun, and torchrun with the launcher.
+This module is run instead of torchrun. It gives the ranks a pipe as standard input, from which each reads a byte before
+it reads anything else (`wait`). `Torchrun.go` passes the path of the log and fills the pipe; until then nothing is
+written to the output. If that never happens, the ranks end with torchrun, and torchrun with the launcher.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from reshard.train.lifetime import end_with_parent
 from reshard.train.run import RECORD, Run, put
 
 GATE = "RESHARD_GATE"
-"""Tells a rank to wait for the go-ahead, and names the folder with the record of its run if it comes later."""
+"""Makes a rank wait, and names the folder with the record of its run, if `run.json` is only written later."""
 BYTES = b"." * (1 << 14)
-"""One for each rank, however often it is restarted: a quarter of what a pipe holds."""
+"""One for each rank and each restart: a quarter of a pipe's capacity."""
 EARLY = "early.log"
-"""What torchrun prints before it hears where the log is."""
+"""The output of torchrun before it receives the path of the log."""
 
 
 @dataclass
 class Torchrun:
-    """torchrun with ranks that wait for `go`. It keeps in `folder` what they print."""
+    """torchrun with ranks that wait for `go`. Their output is kept in `folder`."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -47,7 +47,7 @@ class Torchrun:
     ) -> Torchrun:
         """Start `python -m torch.distributed.run …` with a folder in `near`; the ranks of `run` import meanwhile.
 
-        Raises OSError where nothing can be written to `near`.
+        Raises OSError if `near` is not writable.
         """
         folder = Path(tempfile.mkdtemp(prefix=".reshard-train-", dir=near))
         if run:
@@ -65,16 +65,16 @@ class Torchrun:
         return Torchrun(process, folder)
 
     def go(self, log: Path) -> None:
-        """Let the ranks go, and write to `log` what they print."""
+        """Let the ranks start, and write their output to `log`."""
         assert self.process.stdin
-        with suppress(BrokenPipeError), self.process.stdin as pipe:  # where it has ended, that is seen next
+        with suppress(BrokenPipeError), self.process.stdin as pipe:  # the caller notices if it has ended
             pipe.write(os.fsencode(log.absolute()))
 
     def __enter__(self) -> Torchrun:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """End torchrun if it is still there, and its ranks with it. Calling it again changes nothing."""
+        """End torchrun, if it still runs, and its ranks with it. Calling it again changes nothing."""
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 self.process.kill()
@@ -91,12 +91,12 @@ def _be_torchrun(parent: int) -> None:
 
 
 def wait() -> None:
-    """In a rank: import what its engine needs, if there is time, and wait for the go-ahead; end here without one."""
+    """In a rank: import what its engine needs, if there is time, then wait for `go`; end here if it never comes."""
     folder = os.environ.pop(GATE, None)
     if folder is None:
-        return  # somebody typed torchrun's command
+        return  # a user typed torchrun's command
     if folder and not _is_left():
-        with suppress(Exception):  # it is said when it matters
+        with suppress(Exception):  # it is reported when it matters
             run = Run.read(Path(folder))
             engine_of(run).warm(run)
     if not os.read(0, 1):
@@ -107,14 +107,14 @@ def wait() -> None:
 
 
 def _is_left() -> bool:
-    """Whether nobody is there any more who could say go."""
+    """Whether the launcher, which could call `go`, has ended."""
     poll = select.poll()
     poll.register(0, select.POLLHUP)
     return any(event & select.POLLHUP and not event & select.POLLIN for _, event in poll.poll(0))
 
 
 def main(folder: Path, words: Sequence[str]) -> None:
-    """Be torchrun, and the gate of its ranks."""
+    """Run torchrun, and the gate of its ranks."""
     told, (gate, opened) = os.fdopen(os.dup(0), "rb"), os.pipe()
     os.dup2(gate, 0)
     os.close(gate)
@@ -129,9 +129,9 @@ def main(folder: Path, words: Sequence[str]) -> None:
 
 
 def _open(told: IO[bytes], early: Path, gate: int) -> None:
-    """Hear where the log is, move there with what was printed before, and open the gate; or close it for good."""
+    """Receive the path of the log, move the earlier output there, and open the gate; or close it without opening."""
     if log := told.read():
-        with suppress(OSError):  # a full disk is told by the ranks
+        with suppress(OSError):  # on a full disk, the ranks report it
             into = os.open(log, os.O_WRONLY | os.O_APPEND)
             os.dup2(into, 1)
             os.dup2(into, 2)

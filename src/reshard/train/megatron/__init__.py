@@ -78,7 +78,7 @@ def _last(output: Path) -> Path | None:
 
 
 def _warm(run: Run) -> None:
-    """What megatron-core imports: it itself is imported on a CPU after torch has been adapted to it."""
+    """Import what megatron-core imports; on a CPU, it is imported itself only after torch has been adapted to it."""
     for name in (
         "torch._dynamo",
         "torch.distributed.checkpoint",

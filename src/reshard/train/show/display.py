@@ -73,7 +73,7 @@ class Display:
 
 
 def words(history: History) -> str:
-    """What the line says: step 12/100  reward 0.7500  lr 1.0e-05  12.3k tok/s  3.9 GiB  0:03:12 left."""
+    """The text of the line: step 12/100  reward 0.7500  lr 1.0e-05  12.3k tok/s  3.9 GiB  0:03:12 left."""
     rate, speed, memory, left = (
         history.latest("learning_rate"),
         history.speed,

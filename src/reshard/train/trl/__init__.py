@@ -86,7 +86,7 @@ def _shares(run: Run, world_size: int) -> tuple[int, int]:
 
 
 def _warm(run: Run) -> None:
-    """What a script for TRL imports first. DeepSpeed looks for devices then, before the rank has chosen its own."""
+    """Import what TRL needs first; not with DeepSpeed, which would look for devices before the rank has set its own."""
     if not run.parallel.startswith("zero"):
         WAYS[run.method].trainer_class()
 

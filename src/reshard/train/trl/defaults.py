@@ -25,7 +25,7 @@ ALWAYS: dict[str, Any] = {
 OF_SFT: dict[str, Any] = {"assistant_only_loss": True}
 """More defaults, for SFT only."""
 EVAL_STEPS = 500
-"""Steps between evaluations for `eval_strategy steps` without a number: the default of `logging_steps`."""
+"""Steps between evaluations for `eval_strategy steps` without a number: transformers' default for logs."""
 BF16_CAPABILITY = 8.0
 """The lowest compute capability of GPUs with bfloat16: Ampere."""
 
