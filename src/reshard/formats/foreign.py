@@ -1,13 +1,14 @@
 """Weight files of other tools that are not in one of the formats: what they are, and how to convert them.
 
-They are recognized by their first bytes, never by a suffix alone:
+They are recognized by their content; only Flax, whose msgpack files have no magic, by its file name:
 
 - GGUF: the magic `GGUF` (ggml/docs/gguf.md).
 - NeMo 1: a tar archive, plain or gzipped, whose members are `model_config.yaml` and weights
   (nemo/core/connectors/save_restore_connector.py).
 - torch.save: a zip archive whose first member is `…/data.pkl`; the dict of a Lightning checkpoint has the key
   `pytorch-lightning_version` before its weights (lightning/pytorch/trainer/connectors/checkpoint_connector.py), and
-  TorchScript has members below `code/`.
+  TorchScript has members below `code/`. Before torch 1.6 the file was a sequence of pickles.
+- numpy's `.npz`: a zip archive whose first member ends in `.npy`.
 - ONNX: a protobuf message without a magic, whose first field is `ir_version` (onnx/onnx.proto): byte 08.
 - Orbax: a folder with `_CHECKPOINT_METADATA`, or `_METADATA` next to `manifest.ocdbt` (orbax.checkpoint 0.12).
 - MLX: safetensors whose metadata have `"format": "mlx"` and whose config has `quantization` (mlx_lm/utils.py). Without
