@@ -19,7 +19,7 @@ from reshard.cli import COMMANDS, main
 
 
 class Result(NamedTuple):
-    """What one command did."""
+    """The result of one command."""
 
     code: int
     out: str
@@ -27,7 +27,7 @@ class Result(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """What the command printed, which must be strict JSON: no NaN and nothing beside it."""
+        """The printed JSON, which must be strict: no NaN, and nothing but JSON."""
 
         def refuse(constant: str) -> None:
             raise ValueError(f"{constant} is not JSON")
@@ -39,7 +39,7 @@ SCHEMA = Path(__file__).parents[1] / "docs/json.schema.json"
 
 
 def _strict(schema: Any) -> Any:
-    """The schema without the room that it leaves for keys of later versions."""
+    """The schema without its allowance for keys of later versions."""
     if isinstance(schema, list):
         return [_strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -58,7 +58,7 @@ def _validator(command: str) -> Any:
 
 
 def follows_schema(command: str, printed: str) -> None:
-    """Fail if what a command printed with `--json` is not what `docs/json.schema.json` promises."""
+    """Fail if the `--json` output of a command does not conform to `docs/json.schema.json`."""
     content = json.loads(printed)
     refused = isinstance(content, dict) and "problems" in content and content.keys() <= {"path", "problems"}
     errors = [*_validator("problems" if refused else command).iter_errors(content)]
@@ -66,7 +66,7 @@ def follows_schema(command: str, printed: str) -> None:
 
 
 def reshard(*words: object) -> Result:
-    """Run `reshard` with these arguments. What it prints with `--json` must follow the published schema."""
+    """Run `reshard` with these arguments. Its `--json` output must conform to the published schema."""
     result = _run(*words)
     command = next((str(word) for word in words if str(word) in COMMANDS), "problems")
     if "--json" in words and result.out:
@@ -86,7 +86,7 @@ def _run(*words: object) -> Result:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything below a folder, hidden things too, with size and time of change: equal if nothing happened."""
+    """Everything below a folder, including hidden files, with size and mtime: equal if nothing changed."""
     return {
         path.relative_to(folder).as_posix(): (path.lstat().st_size, path.lstat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -94,7 +94,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def apart(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The installed command in a process of its own, its output in pipes."""
+    """The installed command in its own process, with its output in pipes."""
     return subprocess.run(
         [sys.executable, "-m", "reshard", *map(str, words)],
         capture_output=True,
@@ -105,7 +105,7 @@ def apart(*words: object, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def in_terminal(*words: object, **environment: str) -> str:
-    """The same with its output on a terminal; what the terminal was sent."""
+    """The same with its output on a terminal; returns everything sent to the terminal."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment}
     process = subprocess.Popen(
@@ -124,12 +124,12 @@ def in_terminal(*words: object, **environment: str) -> str:
 
 
 class Late(BaseException):
-    """Something took too long. No handler of exceptions takes this for one of its own."""
+    """Something took too long. No exception handler in the code under test catches this."""
 
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """Fail where the block takes longer: what hangs would hang the tests."""
+    """Fail if the block takes longer, because a hang would block all tests."""
 
     def late(*_: object) -> None:
         raise Late(f"it took more than {seconds} s")

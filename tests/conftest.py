@@ -1,4 +1,4 @@
-"""Fixtures that are dear to make and shared by many tests."""
+"""Fixtures that are expensive to make and shared by many tests."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ LONG = ("tests/test_demo.py", "tests/train/", "tests/bad_input/", "tests/faults/
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files whose tests take longest, so that no worker is left alone with one at the end."""
+    """Start with the files whose tests take longest, so that no worker runs one alone at the end."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 @pytest.fixture(scope="session")
 def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make a folder of `tests.genuine.huggingface.VARIANTS`, each once per session; see `make_model`."""
+    """Make a folder of `tests.genuine.huggingface.VARIANTS`, once per session; see `make_model`."""
     from tests.genuine.huggingface import make_model
 
     made: dict[str, Path] = {}
@@ -53,7 +53,7 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def genuine(tmp_path_factory: pytest.TempPathFactory, transformer_engine: Executor) -> Callable[..., Genuine]:
-    """Get a checkpoint of `tests.genuine.megatron.VARIANTS`, each made once per session; see `make`."""
+    """Get a checkpoint of `tests.genuine.megatron.VARIANTS`, made once per session; see `make`."""
     from tests.genuine import megatron as variants
 
     made: dict[tuple[str, str | None], Genuine] = {}
@@ -73,9 +73,9 @@ def genuine(tmp_path_factory: pytest.TempPathFactory, transformer_engine: Execut
 
 @pytest.fixture(scope="session")
 def transformer_engine() -> Iterator[Executor]:
-    """A process in which megatron-core finds a TransformerEngine, and so builds its modules for it.
+    """A process in which megatron-core finds TransformerEngine and builds its modules.
 
-    megatron-core decides this when it is imported, so it cannot be had in the process that runs the tests.
+    megatron-core decides this on import, so the process that runs the tests cannot do both.
     """
     from tests.genuine import fake_te
 

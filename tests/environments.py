@@ -1,6 +1,6 @@
-"""Frameworks that the tests do not stand on, each in a virtual environment of its own, made on first use and kept.
+"""Frameworks outside the test environment, each in its own virtual environment, made on first use and kept.
 
-They lie under `$RESHARD_TEST_CACHE`, or `~/.cache/reshard-tests`. Only slow tests ask for them.
+They are in `$RESHARD_TEST_CACHE`, or `~/.cache/reshard-tests`. Only slow tests need them.
 
     python -m tests.environments [NAME …]     make them ahead of the tests
 """
@@ -20,15 +20,15 @@ from packaging.requirements import Requirement
 
 CACHE = Path(os.environ.get("RESHARD_TEST_CACHE", Path.home() / ".cache" / "reshard-tests"))
 TESTS = "tests"
-"""What an environment lies on, where it shares the packages of the tests."""
+"""The base of an environment that shares the packages of the tests."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """`packages` are installed with what they require, `alone` without.
+    """`packages` are installed with their dependencies, `alone` without.
 
-    Both find what lies in the environment that this one lies `on`, and hide it where they have it too. `build` holds
-    variables for the builds of what is installed alone.
+    Both see the packages of the base environment `on`, and take precedence over them. `build` has the environment
+    variables for building the `alone` packages.
     """
 
     packages: tuple[str, ...]
@@ -139,7 +139,7 @@ ENVIRONMENTS = {
 
 
 def python(name: str) -> str:
-    """The interpreter of an environment, which is made if it is not there. Raises what pip raises."""
+    """The interpreter of an environment, created if it does not exist. Raises pip's errors."""
     wanted = ENVIRONMENTS[name]
     below = python(wanted.on) if wanted.on not in ("", TESTS) else sys.executable
     folder = CACHE / name
@@ -166,7 +166,7 @@ def python(name: str) -> str:
 
 
 def _lie_on(interpreter: Path, below: str) -> None:
-    """Let an interpreter find what another has installed, after what it has itself."""
+    """Let an interpreter find the packages of another, after its own."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     sites = [subprocess.check_output([each, "-c", code], text=True).strip() for each in (below, interpreter)]
     sites = [str(Path(each).resolve()) for each in sites]  # not by way of a link, which may go
@@ -174,7 +174,7 @@ def _lie_on(interpreter: Path, below: str) -> None:
 
 
 def python_with(needs: Iterable[Requirement]) -> str:
-    """The interpreter of the tests if it has all that is needed, or that of the first environment that has."""
+    """The interpreter of the tests if it has everything in `needs`, or that of the first environment that does."""
     needs = list(needs)
     for name in (TESTS, *ENVIRONMENTS):
         if all(_has(name, need) for need in needs):
@@ -185,7 +185,7 @@ def python_with(needs: Iterable[Requirement]) -> str:
 
 
 def _has(name: str, need: Requirement) -> bool:
-    """Whether an environment has a package in a version that is pinned, or is installed beside the tests."""
+    """Whether an environment has a package: in a pinned version, or installed with the tests."""
     if name == TESTS:
         try:
             return need.specifier.contains(version(need.name))

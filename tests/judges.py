@@ -1,4 +1,4 @@
-"""What the tests ask the real frameworks, and how they hold two answers against each other."""
+"""Judgements by the real frameworks, and comparisons of two results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def judged_by_megatron(path: Path, layout: Layout | None = None, spec: Spec = "l
 
 
 def assert_agree(ours: Array, reference: Array) -> None:
-    """Logits over the vocabulary that both have; where one is padded, its padding is left out."""
+    """Logits over the common vocabulary, without the padding of either side."""
     vocabulary = min(ours.shape[-1], reference.shape[-1])
     ours, reference = ours[..., :vocabulary], reference[..., :vocabulary]
     assert reference.std() > 0.1
@@ -47,7 +47,7 @@ def assert_agree(ours: Array, reference: Array) -> None:
 
 
 def of_type(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """`tensor` in another type; its numbers as bytes of a type that torch converts nothing to."""
+    """`tensor` in another dtype; if torch cannot convert to that dtype, the same bytes."""
     dtype: torch.dtype = getattr(torch, name)
     return tensor.to(torch.uint8).view(dtype) if name == "float4_e2m1fn_x2" else tensor.to(dtype)
 
@@ -58,7 +58,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> None:
-    """The same names, and the same bits under each."""
+    """Assert that both have the same names, with the same bits."""
     assert ours.keys() == reference.keys()
     for name, tensor in reference.items():
         assert ours[name].dtype == tensor.dtype, name
@@ -67,9 +67,9 @@ def assert_same_tensors(ours: Mapping[str, torch.Tensor], reference: Mapping[str
 
 @lru_cache(maxsize=1)
 def products_agree() -> bool:
-    """Whether numpy and torch add up products in the same order, which is a matter of the processor.
+    """Whether numpy and torch add up products in the same order, which depends on the processor.
 
-    OpenBLAS's kernels for AVX2 add up the edges of a matrix otherwise than MKL does.
+    OpenBLAS's AVX2 kernels add up the edges of a matrix in another order than MKL.
     """
     draw = torch.Generator().manual_seed(0)
     for rows, rank, columns in ((64, 8, 48), (100, 4, 64), (32, 200, 96)):
@@ -80,7 +80,7 @@ def products_agree() -> bool:
 
 
 def assert_merged(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> None:
-    """What PEFT merged: the same bits, or where products are added up in another order, the same but for the last bit.
+    """Assert PEFT's merge: the same bits, or if products are added up in another order, all but the last bit.
 
     A sum of 16 bits hides nearly every such bit, so few elements may differ.
     """
@@ -98,9 +98,9 @@ def assert_merged(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torc
 
 
 def differing_keys(ours: Path, reference: Path) -> set[str]:
-    """What the config of `reference` says and that of `ours` says otherwise or not at all, as transformers reads them.
+    """Settings of the config of `reference` that differ or are missing in that of `ours`, as transformers reads them.
 
-    InternLM3's own code is not run, so its keys are compared as they stand; MiMo's config is Qwen2's.
+    InternLM3's own code is not run, so its keys are compared unchanged; MiMo's config is Qwen2's.
     """
     was, now = (_stated(folder) for folder in (reference, ours))
     return {key for key, value in was.items() if now.get(key) != value}

@@ -1,8 +1,8 @@
-"""Conversions on executors, for the tests: workers that are killed, and whoever handed out their work.
+"""Conversions on executors, for the tests: workers that are killed, and coordinators too.
 
     python -m tests.spreading SRC DST '{"on": "ray", "to": "megatron"}' [kill|die]
 
-`kill` kills a worker in the middle of a part, once; `die` kills the program itself after the first parts.
+`kill` kills a worker once, in the middle of a part; `die` kills the program itself after the first parts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from reshard.transfer import spread
 
 
 def small_parts(shares: int = 12, least: int = 1 << 20) -> None:
-    """Let small models have parts for all workers."""
+    """Split even small models into parts for all workers."""
     spread.SHARES, spread.LEAST = shares, least
 
 
 def at_work(dst: Path) -> list[int]:
-    """The processes that write a part of an output: they hold its claim."""
+    """The processes that are writing a part of an output, by their open claim files."""
     found = set()
     for process in (each for each in Path("/proc").iterdir() if each.name.isdecimal()):
         with suppress(OSError):  # it ends, or closes a file, just now
@@ -40,7 +40,7 @@ def at_work(dst: Path) -> list[int]:
 
 @contextmanager
 def killer(dst: Path) -> Iterator[list[int]]:
-    """Kill a worker in the middle of a part, once. A thread looks for one from the start: few parts take long."""
+    """Kill a worker once, in the middle of a part. A thread looks for one from the start: few parts take long."""
     killed: list[int] = []
     over = Event()
 

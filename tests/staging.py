@@ -1,4 +1,4 @@
-"""Folders that are written beside their place, for the tests of what is published, continued and refused."""
+"""Folders written next to their destination, for the tests of publishing, continuing and refusing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from reshard.transfer.staging import staged
 
 LEFT = "0123abcd"
-"""What a run that was killed has in the names of what it left."""
+"""Part of the names that a killed run leaves behind."""
 
 
 def names(folder: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""The tables of the pages that say what `reshard support` says. `python -m tests.tables` writes them anew."""
+"""The tables with the output of `reshard support` in pages. `python -m tests.tables` rewrites them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GUIDE = REPOSITORY / "docs" / "add-a-family.md"
 
 
 def families(not_judged: str) -> list[list[str]]:
-    """The cells of the table of families, and how a page says that one was not judged."""
+    """The cells of the table of families; `not_judged` is the page's text for a family without a judge."""
     return [
         [
             f"`{row['name']}`",
@@ -27,12 +27,12 @@ def families(not_judged: str) -> list[list[str]]:
 
 
 def undeclared() -> list[list[str]]:
-    """The cells of the table of models that are no family."""
+    """The cells of the table of undeclared models."""
     return [[f"`{row['name']}`", row["why"]] for row in support()["undeclared"]]
 
 
 def replaced(text: str, first_of: str, rows: list[list[str]]) -> str:
-    """`text` with `rows` below the heading of the table whose first column is called so."""
+    """`text` with `rows` in the table whose first column is titled `first_of`."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     below = re.compile(rf"(^\| (?:{first_of}) \|.*\n\|[-|]+\n)((?:\|.*\n)+)", re.M)
     found, count = below.subn(lambda match: match[1] + "\n".join(lines).replace("|  |", "| |") + "\n", text)

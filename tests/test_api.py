@@ -1,4 +1,4 @@
-"""What `import reshard` gives: functions and types, to people, to type checkers and to notebooks."""
+"""The public API of `import reshard`: functions and types, for people, type checkers and notebooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ which 1.20 GiB is free.
 
 @pytest.fixture(scope="module")
 def place(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the examples name: a model, a run of Megatron, a fine-tuned model and a log."""
+    """A folder with the files that the examples name: a model, a Megatron run, a fine-tuned model and a log."""
     folder = tmp_path_factory.mktemp("examples")
     (folder / "model").symlink_to(hf_model("qwen3"))
     reshard.convert(folder / "model", folder / "run", to="megatron", tp=2, pp=2)

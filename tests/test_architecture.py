@@ -1,4 +1,4 @@
-"""The order of imports: each part of the program knows only what stands before it."""
+"""The order of imports: each part of the program imports only parts below it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ ORDER = (
     ("train",),
     ("cli",),
 )
-"""From the bottom to the top. What stands on one line does not know of each other."""
+"""From the bottom to the top. Parts on one line do not import each other."""
 FREE = ("__init__", "__main__")
-"""The doors of the package: `import reshard` and `python -m reshard`."""
+"""The entry points of the package: `import reshard` and `python -m reshard`."""
 
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 
 def part_of(module: str) -> str:
-    """The part that a module is of, by its dotted name."""
+    """The part that a module belongs to, by its dotted name."""
     return [*module.split("."), "__init__"][1]
 
 
@@ -53,7 +53,7 @@ def name_of(path: Path) -> str:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The modules of the project that one imports, anywhere in it, those for types included."""
+    """The modules of the project that one imports anywhere, including imports for types."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "reshard")
@@ -85,6 +85,6 @@ def test_the_architecture_page_tells_the_same_order() -> None:
 
 
 def test_one_module_suggests_names() -> None:
-    """Similar names are found in one way everywhere: `reshard.suggest`."""
+    """Every module finds similar names with `reshard.suggest`."""
     users = {name_of(path) for path in MODULES if "difflib" in path.read_text(encoding="utf-8")}
     assert users == {"reshard.suggest"}

@@ -1,4 +1,4 @@
-"""The surface that is a contract: commands, flags, exit statuses, what is printed where."""
+"""The stable interface: commands, flags, exit statuses, and what is printed where."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def megatron(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, but for one tensor of each kind of difference."""
+    """The same model, except for one tensor with each kind of difference."""
     path = tmp_path_factory.mktemp("cli") / "other"
     api.convert(model, path, to="huggingface")
     tensors: dict[str, Any] = load_file(path / "model.safetensors")
@@ -163,7 +163,7 @@ def test_open_takes_what_inspect_takes() -> None:
 
 
 def loaded(program: str, *words: object) -> set[str]:
-    """The top-level modules that a program has loaded when it ends."""
+    """The top-level modules that a program has loaded at its end."""
     code = f"import sys\n{program}\nprint('loaded', *{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True
@@ -242,7 +242,7 @@ def test_inspect_tells_what_to_type_next_and_that_works(megatron: Path, model: P
 def test_an_iteration_is_known_by_any_path(
     megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The config and the tokenizer lie above it, also where the path does not say its name."""
+    """The config and the tokenizer are above it, even if the path does not show its name."""
     root = Path(shutil.copytree(megatron, tmp_path / "run"))
     (tmp_path / "latest").symlink_to(root / "release")
     monkeypatch.chdir(root / "release")
@@ -264,7 +264,7 @@ def test_a_run_that_changed_its_format(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_release_is_chosen_like_a_step(model: Path, megatron: Path, tmp_path: Path) -> None:
-    """A run that began from converted weights keeps them beside its own steps; `next` names the one that was seen."""
+    """A run that began from converted weights keeps them next to its own steps; `next` names the selected one."""
     run = Path(shutil.copytree(megatron, tmp_path / "run"))
     api.convert(model, tmp_path / "later", to="megatron", dtype="bfloat16")
     shutil.copytree(tmp_path / "later" / "release", run / "iter_0000005")

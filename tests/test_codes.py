@@ -1,4 +1,4 @@
-"""Every problem has a code of its own, which scripts and translations rely on."""
+"""Every problem has a unique code, which scripts and translations rely on."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.commandline import reshard as command
 
 SOURCE = Path(reshard.__file__).parent
 MAKERS = {"Problem": 0, "ReshardError": 0, "leave_out": 0, "damaged_file": 1, "read_dict": 1}
-"""What makes problems, and which argument is the code; the message comes next."""
+"""Functions that make problems, and the position of their code; the message comes next."""
 READERS = ("adapters/", "formats/", "model/", "inspection.py", "transfer/gather.py", "transfer/sources.py")
 KEBAB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
 
 
 class Made(NamedTuple):
-    """One problem as the source makes it; `named` are the fields and values that it has, as they are written."""
+    """One problem in the source; `named` are its fields and values, as source text."""
 
     file: str
     code: str
@@ -34,7 +34,7 @@ class Made(NamedTuple):
 
 
 def made() -> Iterator[Made]:
-    """All problems whose code stands where they are made."""
+    """All problems with a literal code."""
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             at = MAKERS.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
@@ -58,7 +58,7 @@ def _of_call(file: str, call: ast.Call, code: ast.expr, message: ast.expr) -> It
 
 
 def _branches(node: ast.expr) -> list[ast.expr]:
-    """Both sides of a choice."""
+    """Both branches of a choice."""
     return [*_branches(node.body), *_branches(node.orelse)] if isinstance(node, ast.IfExp) else [node]
 
 
@@ -82,7 +82,7 @@ def test_no_code_is_that_of_a_failure_or_a_rule() -> None:
 
 
 def test_a_translation_is_of_a_problem() -> None:
-    """Of its code, of fields that it has, and with its values in the braces."""
+    """It has a code of the source, and braces with fields and values of that problem."""
     source = "".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
     assert [code for code in translations() if f'"{code}"' not in source] == []
     for each in ALL:
@@ -92,7 +92,7 @@ def test_a_translation_is_of_a_problem() -> None:
 
 
 def test_a_translation_says_what_every_problem_of_its_code_says() -> None:
-    """Two remedies need two codes: a translation knows one."""
+    """Two remedies need two codes: a code has one translation."""
     for code, chinese in translations().items():
         for field in chinese.keys() & {"rule", "remedy"}:
             texts = {each.named.get(field) for each in ALL if each.code == code}
@@ -100,7 +100,7 @@ def test_a_translation_says_what_every_problem_of_its_code_says() -> None:
 
 
 def test_nearly_all_that_readers_say_is_translated() -> None:
-    """A new problem needs no line in `problems.yaml`: until somebody writes one, it is quoted."""
+    """A new problem needs no line in `problems.yaml`: until it is translated, it is quoted."""
     said = {each.code for each in ALL if each.file.startswith(READERS)}
     unknown = said - translations().keys()
     assert len(said) > 170 and len(unknown) <= 0.1 * len(said), sorted(unknown)

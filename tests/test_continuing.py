@@ -1,4 +1,4 @@
-"""What an interrupted run has written is kept, and continued only by what would write the same."""
+"""The output of an interrupted run is kept, and continued only by a run that would write the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE, OTHER = Identity("1", "a", "x"), Identity("1", "a", "y")
 
 
 def interrupted(target: Path, identity: Identity, error: BaseException, overwrite: bool = False) -> None:
-    """A run that has written one file of two when it ends."""
+    """A run that is interrupted after writing one of two files."""
     journal = Journal(identity, {"command": "reshard convert", "folder": str(Path.cwd()), "bytes": 8})
     with (
         suppress(type(error), ReshardError),
@@ -36,7 +36,7 @@ def interrupted(target: Path, identity: Identity, error: BaseException, overwrit
 
 
 def continued(target: Path, identity: Identity | None = None) -> tuple[set[str], list[str]]:
-    """What a later run finds and hears."""
+    """The files and the messages of a later run."""
     journal, heard = Journal(identity), list[str]()
     stage = staged(
         target,
@@ -136,7 +136,7 @@ def test_a_journal_that_is_none_is_not_waited_for(tmp_path: Path) -> None:
 def test_what_the_system_does_not_tell_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, call: str
 ) -> None:
-    """Whether the folder is of the same user, and what its journal says."""
+    """Such as whether the folder belongs to the same user, and the content of its journal."""
     interrupted(tmp_path / "dst", ONE, KeyboardInterrupt())
     with monkeypatch.context() as patch:
         if call == "mkdir":
@@ -151,7 +151,7 @@ def test_what_the_system_does_not_tell_is_not_removed(
 
 
 def refuse(patch: pytest.MonkeyPatch, owner: object, name: str, path: str, number: int) -> None:
-    """Let a function fail for paths whose name begins so."""
+    """Make a function fail for paths whose names begin with `path`."""
     original = getattr(owner, name)
 
     def call(where: Path, *args: object, **options: object) -> object:
@@ -178,7 +178,7 @@ def test_the_journal_has_room_on_a_disk_that_fills_up(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_what_another_user_wrote_is_not_continued(tmp_path: Path) -> None:
-    """In /tmp, for one, anybody may have foreseen the name of the folder, and made it."""
+    """In /tmp, for example, anybody could have guessed the folder's name and created it."""
     interrupted(tmp_path / "dst", ONE, KeyboardInterrupt())
     (left,) = unfinished(tmp_path / "dst")
     os.chown(left.folder / "journal", 65534, 65534)

@@ -1,4 +1,4 @@
-"""The coverage argument counts what a plan does with every element, and fails for a plan that misses one."""
+"""The coverage argument counts every element of a plan, and fails for a plan that misses one."""
 
 from __future__ import annotations
 

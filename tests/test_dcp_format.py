@@ -1,6 +1,6 @@
-"""Folders of torch.distributed.checkpoint: what the real engines write is read, and they load what is written.
+"""Folders of torch.distributed.checkpoint: reshard reads what real engines write, and they load what it writes.
 
-A converted checkpoint is judged by its logits: transformers computes from the Hugging Face folder what the engine
+A converted checkpoint is judged by its logits: transformers must compute from the Hugging Face folder what the engine
 itself computed when it saved. A written one is judged by loading it into a live, sharded model.
 """
 
@@ -49,7 +49,7 @@ TITAN = Path(__file__).parent / "data" / "torchtitan"
 
 @pytest.fixture(scope="module")
 def saved(hf_model: Maker, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Get the folder that a user would name of a kind of `make_dcp.KINDS`, each made once."""
+    """Get the folder that a user would pass for a kind of `make_dcp.KINDS`, made once."""
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
@@ -69,7 +69,7 @@ def values(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def as_torch_reads(folder: Path) -> dict[str, Any]:
-    """What torch itself finds in a folder, nested as it was saved."""
+    """The contents of a folder as torch itself reads it, with the saved nesting."""
     state: dict[str, Any] = {}
     _load_state_dict(
         state, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
@@ -136,7 +136,7 @@ def test_what_is_no_weight_is_dropped_by_named_rules(saved: Callable[[str], Path
 
 
 def test_names_without_a_record_of_their_nesting_are_found(hf_model: Maker, tmp_path: Path) -> None:
-    """`.metadata` maps keys to paths; where the user flattened the state dict himself, the names have to tell."""
+    """`.metadata` maps keys to paths; if the user flattened the state dict, only the names show the nesting."""
     weights = tensors_of(hf_model("qwen2"))
     save({f"trainer.policy.{name}": tensor for name, tensor in weights.items()}, tmp_path / "dcp")
     assert reshard.open(tmp_path / "dcp").tensors.keys() == weights.keys()
@@ -166,7 +166,7 @@ def test_the_step_is_that_of_the_folder(saved: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("name", make_torchtitan.VARIANTS)
 def test_torchtitan_becomes_what_its_own_adapter_and_its_model_compute(name: str, tmp_path: Path) -> None:
-    """Bit for bit what torchtitan's adapter makes for Hugging Face, and the logits of torchtitan's model.
+    """Bit for bit the output of torchtitan's adapter for Hugging Face, and the logits of torchtitan's model.
 
     torchtitan computes experts in bfloat16.
     """
@@ -174,7 +174,7 @@ def test_torchtitan_becomes_what_its_own_adapter_and_its_model_compute(name: str
 
 
 def check_torchtitan(source: Path, out: Path) -> None:
-    """Convert, and compare with what torchtitan left beside."""
+    """Convert, and compare with the files that torchtitan saved next to it."""
     reshard.convert(source, out, no_tokenizer=True)
     found = {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors_of(out).items()}
     assert found == json.loads((source / "digests.json").read_text())
@@ -211,7 +211,7 @@ def test_torchtitan_without_a_config_asks_for_the_base(tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_not_the_embedding_is_not_dropped(tmp_path: Path) -> None:
-    """Where the config says that the head is tied, and torchtitan trained one of its own."""
+    """The config says that the head is tied, but torchtitan trained a separate one."""
     state = as_torch_reads(TITAN / "qwen3" / "checkpoint" / "step-1")
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     save(state, tmp_path / "dcp")
@@ -233,7 +233,7 @@ FUSED = sorted({*NAMED, *LIVE})
     [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in FUSED],
 )
 def test_live_names_become_the_hubs_and_the_hubs_become_live(model_type: str, tmp_path: Path) -> None:
-    """Against the state dict of the real model, and what its `save_pretrained` writes."""
+    """Compared with the state dict of the real model, and with the output of its `save_pretrained`."""
     live = live_and_hub(model_type, tmp_path / "hub")
     hub = tensors_of(tmp_path / "hub")
     save({"model": live}, tmp_path / "live")
@@ -312,7 +312,7 @@ def weights(hf_model: Maker) -> dict[str, torch.Tensor]:
 
 
 def refused(folder: Path) -> str:
-    """The message of opening a folder; through the command line, so that it is no traceback."""
+    """The error message of opening a folder; through the command line, so that a traceback would be noticed."""
     result = command("inspect", folder)
     assert result.code in (1, 2)
     return " ".join((result.out + result.err).split())

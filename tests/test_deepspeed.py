@@ -1,6 +1,6 @@
-"""DeepSpeed: what the real one wrote is read bit for bit, and what reshard writes the real one loads.
+"""DeepSpeed: reshard reads real checkpoints bit for bit, and DeepSpeed loads those that reshard writes.
 
-The checkpoints in `tests/data/deepspeed` are of `tests/genuine/make_deepspeed.py`, with DeepSpeed's own answers.
+The checkpoints in `tests/data/deepspeed` come from `tests/genuine/make_deepspeed.py`, with DeepSpeed's own results.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ DATA = Path(__file__).parent / "data" / "deepspeed"
 WHOLE = [name for name, variant in VARIANTS.items() if not variant.lora and variant.family != "moe"]
 MASTERS = [name for name in WHOLE if VARIANTS[name].stage]
 SKIPPED = {"z1_fp16": 1}
-"""How many of the two steps were skipped, because gradients overflowed."""
+"""How many of the two steps were skipped because gradients overflowed."""
 
 MIXED_UP = {"z2_round_robin"}
-"""Of which DeepSpeed's own converter takes states, and masters, from the wrong places: zero_to_fp32 does not."""
+"""Kinds for which DeepSpeed's own converter takes states and masters from the wrong places: zero_to_fp32 does not."""
 
 Weights = dict[str, torch.Tensor]
 
@@ -48,13 +48,13 @@ def copy(tmp_path: Path) -> Iterator[Any]:
 
 
 def converted(source: Path, out: Path, **options: Any) -> Weights:
-    """The tensors of the Hugging Face folder that `source` becomes."""
+    """The tensors of the Hugging Face folder that `source` is converted to."""
     reshard.convert(source, out, no_tokenizer=True, **options)
     return tensors_of(out)
 
 
 def assert_holds(ours: Weights, wanted: Weights) -> None:
-    """The same bits under each name that is wanted; a tied head may be left to its embedding."""
+    """Assert the same bits for each name in `wanted`; a tied head may be missing next to its embedding."""
     for name, tensor in wanted.items():
         if name == "lm_head.weight" and name not in ours:
             continue
@@ -63,7 +63,7 @@ def assert_holds(ours: Weights, wanted: Weights) -> None:
 
 
 def problems_of(folder: Path) -> list[Problem]:
-    """Why a checkpoint cannot be opened."""
+    """The reason why a checkpoint cannot be opened."""
     with pytest.raises(ReshardError) as caught:
         reshard.open(folder)
     return caught.value.problems
@@ -94,7 +94,7 @@ def test_transformers_computes_the_logits_of_the_engine(name: str, tmp_path: Pat
 
 
 def assert_computes_as(made: Path, folder: Path) -> None:
-    """transformers' logits of `folder` are those of the engine that made a checkpoint, in the precision it had."""
+    """Assert that transformers' logits of `folder` match those of the engine that made it, in its precision."""
     dtype = VARIANTS[made.name].dtype
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def assert_computes_as(made: Path, folder: Path) -> None:
 
 
 def assert_close(ours: Any, engine: Any, dtype: str) -> None:
-    """Logits relative to the greatest one: a sum in bfloat16 depends on the order in which a machine adds."""
+    """Assert that logits agree, relative to the largest: a bfloat16 sum depends on the machine's order of addition."""
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     assert engine.std() > 0.1
     assert np.abs(ours - engine).max() <= tolerance * np.abs(engine).max()
@@ -292,7 +292,7 @@ def exchange(first: Path, second: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if VARIANTS[name].stage in (1, 2)])
 def test_any_two_ranks_of_zero_1_and_2_that_were_exchanged(name: str, copy: Any, tmp_path: Path) -> None:
-    """What their lists of parameters do not tell, the weights of the module do; untouched files pass all of it."""
+    """If their lists of parameters do not show it, the module's weights do; untouched files pass all checks."""
     run = copy(name)
     files = sorted((run / TAG).glob("*optim_states.pt"))
     assert bool(files) != VARIANTS[name].universal
@@ -337,7 +337,7 @@ def test_masters_of_another_step_than_the_module_are_noticed(copy: Any, tmp_path
 
 
 def test_one_nan_is_as_good_as_another(copy: Any, tmp_path: Path) -> None:
-    """A GPU rounds NaN to another one than a CPU does."""
+    """A GPU rounds NaN to another NaN than a CPU."""
     run = copy("universal_z2")
     step = run / f"{TAG}_universal"
     master, model = step / "zero" / "model.norm.weight" / "fp32.pt", step / "mp_rank_00_model_states.pt"

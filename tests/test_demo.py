@@ -1,4 +1,4 @@
-"""The demo is the first thing that a newcomer runs."""
+"""The demo, the first thing that a newcomer runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized weights become plain ones, with the values that transformers and the publishers' formula give them."""
+"""Quantized weights become plain ones, with the values of transformers and of the publishers' formula."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _powers(scales: torch.Tensor) -> torch.Tensor:
 
 
 def assert_as_transformers(source: Path, out: Path) -> None:
-    """That transformers finds the weights in a plain folder that it computes itself of a quantized one, and logits."""
+    """Assert that transformers computes the same weights and logits from a plain folder as from the quantized one."""
     judge = quantized.dequantized_by_transformers(source)
     ours = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     expected, found = judge.state_dict(), ours.state_dict()
@@ -140,7 +140,7 @@ def test_every_value_of_eight_bits() -> None:
 
 
 def with_blocks(plain: Path, out: Path, block: tuple[int, int], scales: torch.dtype) -> Path:
-    """A folder of FP8 weights in blocks of any size, those at the edges smaller, with scales of any dtype."""
+    """A folder of FP8 weights in blocks of any size, smaller at the edges, with scales of any dtype."""
     generator = torch.Generator().manual_seed(0)
     tensors: Tensors = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
@@ -254,7 +254,7 @@ def unpacked(folder: Path) -> Tensors:
 
 @pytest.mark.parametrize("width", [64, 96], ids=["square", "oblong"])
 def test_mxfp4_becomes_plain(width: int, hf_model: Models, tmp_path: Path) -> None:
-    """The experts of gpt-oss are as wide as its hidden size, so that no shape tells which axis is which."""
+    """The experts of gpt-oss are as wide as its hidden size, so no shape tells which axis is which."""
     plain = hf_model("gpt_oss", dtype="bfloat16", hidden_size=64, intermediate_size=width)
     source = quantized.mxfp4(plain, tmp_path / "source")
     reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16")
@@ -333,7 +333,7 @@ def test_inspect_proposes_a_command_that_works(name: str, fp8: Callable[[str], P
 
 
 def test_scales_that_do_not_tell_their_blocks(hf_model: Models, tmp_path: Path) -> None:
-    """Without its size, the smaller block at an edge could be anywhere."""
+    """Without a block size, the smaller block could be at either edge."""
     source = with_blocks(hf_model("qwen3", dtype="bfloat16"), tmp_path / "source", (40, 24), torch.float32)
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]["weight_block_size"]

@@ -38,7 +38,7 @@ def test_as_compressed_tensors_decompresses(kind: str, hf_model: Models, tmp_pat
 
 
 def four_bits(plain: Path, out: Path, method: str) -> Tensors:
-    """A folder whose projections are any four bits, packed as `method` does, and the weights that they are."""
+    """A folder whose projections are random 4-bit values, packed as by `method`, and the corresponding weights."""
     draw = torch.Generator().manual_seed(0)
     stored: Tensors = {}
     weights: Tensors = {}
@@ -71,7 +71,7 @@ def four_bits(plain: Path, out: Path, method: str) -> Tensors:
 
 
 def packed_along(values: torch.Tensor, axis: int, order: torch.Tensor | None = None) -> torch.Tensor:
-    """Eight values of four bits in an item of 32, the first in its lowest bits unless `order` says otherwise."""
+    """Eight 4-bit values in a 32-bit item, the first in its lowest bits unless `order` differs."""
     eights = (values & 15).unflatten(axis, (-1, 8)).movedim(axis + 1, -1)
     eights = eights if order is None else eights[..., order]
     items = (eights << torch.arange(0, 32, 4)).sum(-1)
@@ -110,7 +110,7 @@ def test_a_group_that_is_not_there(hf_model: Models, tmp_path: Path) -> None:
 
 
 def looked_up(plain: Path, out: Path, *, nested: bool, **changed: object) -> Tensors:
-    """A folder with weights of four bits as bitsandbytes stores them, and the weights that they are."""
+    """A folder with 4-bit weights as bitsandbytes stores them, and the corresponding weights."""
     draw = torch.Generator().manual_seed(0)
     stored: Tensors = {}
     weights: Tensors = {}
@@ -205,7 +205,7 @@ def test_as_their_packages_unpack_four_bits(kind: str, hf_model: Models, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
 def test_as_bitsandbytes_dequantizes(kind: str, hf_model: Models, tmp_path: Path) -> None:
-    """Its kernel for CPUs wants rows of whole blocks of 64; others, and GPUs, take the blocks one after another."""
+    """Its CPU kernel needs rows of complete blocks of 64; others, and GPUs, process the blocks one by one."""
     plain, source = hf_model("qwen3", dtype="bfloat16", intermediate_size=128), tmp_path / "source"
     make = [python("quantizers"), "-m", "tests.genuine.make_quantized"]
     subprocess.run([*make, kind, plain, source], check=True)
@@ -236,7 +236,7 @@ INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "g
 
 
 def with_int4(plain: Path, out: Path, told: dict[str, object]) -> tuple[Path, Tensors]:
-    """The experts in four bits, in groups of 8, as Kimi-K2-Thinking has them, and all plain weights of that model."""
+    """The experts in 4 bits, in groups of 8, as in Kimi-K2-Thinking, and all plain weights of that model."""
     generator = torch.Generator().manual_seed(0)
     tensors = load_file(plain / "model.safetensors")
     expected: Tensors = dict(tensors)
@@ -299,7 +299,7 @@ def test_fp8_of_compressed_tensors_becomes_plain(per: str, hf_model: Models, tmp
 
 
 def test_eight_bits_of_bitsandbytes(hf_model: Models, tmp_path: Path) -> None:
-    """It divides by 127, which nothing but its name for scales tells where the config says nothing."""
+    """It divides by 127; if the config does not name it, only its name for scales shows that."""
     plain, name = hf_model("qwen3", dtype="bfloat16"), "model.layers.0.mlp.up_proj"
     tensors = load_file(plain / "model.safetensors")
     codes = (tensors[f"{name}.weight"].float() * 300).clamp(-127, 127).to(torch.int8)

@@ -1,4 +1,4 @@
-"""What must not be replaced, and where nothing can be written, is refused before anything is."""
+"""Outputs that must not be replaced, or cannot be written, are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.transfer.destination import space_problems, target_problems
 
 
 def found(target: Path, *sources: Path, foreign: list[str] | None = None) -> list[str]:
-    """What is in the way of a conversion."""
+    """The obstacles to a conversion."""
     return [problem.message for problem in target_problems(sources, target, foreign=foreign)]
 
 

@@ -1,4 +1,4 @@
-"""What the documentation says is so: commands parse, tables are true, links lead somewhere, code runs."""
+"""The documentation is correct: commands parse, tables are true, links have targets, code runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.tables import families as family_rows
 REPOSITORY = Path(__file__).parents[1]
 ENGLISH, CHINESE = REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"
 MADE = {"failures.md"}
-"""Pages made from data that has tests of its own, full of names of other programs."""
+"""Pages made from data that has its own tests, full of names of other programs."""
 
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if page.name not in MADE]
@@ -180,7 +180,7 @@ def definitions() -> set[str]:
 
 
 def exists(span: str, defined: set[str]) -> bool:
-    """Whether the file, the function or the flag that a piece of inline code names is there."""
+    """Whether the file, function or flag in a piece of inline code exists."""
     if re.fullmatch(r"(?:src|tests|docs|demo|bench|\.ci)/[\w./-]*", span):
         return (REPOSITORY / span).exists() or span in FOREIGN_FILES
     if re.fullmatch(r"[\w.*-]+\.(safetensors|json|bin|pt|txt|yaml|jinja|distcp)", span):
@@ -268,7 +268,7 @@ def test_python_in_the_readme_runs(
 
 @pytest.fixture
 def cobalt(monkeypatch: pytest.MonkeyPatch) -> Iterator[families.Family]:
-    """The families of docs/add-a-family.md, declared by the code that stands there."""
+    """The families of docs/add-a-family.md, declared by the code on that page."""
     page = REPOSITORY / "docs" / "add-a-family.md"
     in_module, _, larger = (fence.text for fence in fences(page) if fence.language == "python")
     module = types.ModuleType("cobalt")

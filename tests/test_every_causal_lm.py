@@ -61,7 +61,7 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
-"""A config gets those that its class has."""
+"""Small sizes; a config gets those that its class has."""
 
 LATENT = {"head_dim": 8, "num_key_value_heads": HEADS}
 ALTERNATIVES = [
@@ -70,7 +70,7 @@ ALTERNATIVES = [
         ({"num_key_value_heads": 4}, LATENT), ({"bos_token_id": None}, {"bos_token_id": 1})
     )
 ]
-"""What some models need and others cannot have, tried in turn."""
+"""Settings that some models need and others cannot have, tried in turn."""
 
 LARGEST = 20_000_000
 KNOWN_TO_BE_ALIKE = {
@@ -79,7 +79,7 @@ KNOWN_TO_BE_ALIKE = {
 
 
 def build(model_type: str) -> torch.nn.Module:
-    """A small model with random weights. Raises whatever its classes raise if they cannot be built so."""
+    """A small model with random weights. Raises any error of its classes if it cannot be built like this."""
     config_class = CONFIG_MAPPING[model_type]
     has = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys()
     failures: list[Exception] = []

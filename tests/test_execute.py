@@ -1,4 +1,4 @@
-"""Gathering, casting, checksums and the executor, each against numpy, zlib or torch."""
+"""Gathering, casting, checksums and the executor, each compared with numpy, zlib or torch."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ print(*seen)
 
 
 def test_a_source_that_is_cut_while_it_is_read_does_not_kill_the_process(tmp_path: Path) -> None:
-    """A page of a mapping that is no longer there would: by SIGBUS."""
+    """A missing page of a mapping would kill it, with SIGBUS."""
     command = [sys.executable, "-c", SHRINKING, str(tmp_path / "s")]
     (tmp_path / "s").touch()
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -215,7 +215,7 @@ def test_a_source_that_is_cut_while_it_is_read_does_not_kill_the_process(tmp_pat
 
 
 def test_a_read_that_the_system_refuses_names_the_file() -> None:
-    """Bytes that the system cannot read (EIO), which here are the first of the own memory."""
+    """Bytes that the system cannot read (EIO): here, the first bytes of the process's own memory."""
     view = View.of(Cells(Storage("/proc/self/mem", 0, 4096), U16), 2048)
     with pytest.raises(ReshardError) as caught:
         Gatherer(Files(), None).fill(view.pieces, U16, np.empty(2048, np.uint16))
@@ -296,7 +296,7 @@ def test_an_output_goes_through_the_page_cache_where_it_can_stay_there(
 
 @pytest.mark.parametrize("where", ["disk", "memory"])
 def test_a_sink_writes_what_it_is_given_where_it_is_told(tmp_path: Path, where: str) -> None:
-    """Whole pages past the page cache where the file system can (tmpfs may not), and edges through it."""
+    """Complete pages bypass the page cache if the file system can (tmpfs may not), and edges go through it."""
     folder = tmp_path if where == "disk" else Path(tempfile.mkdtemp(dir="/dev/shm"))
     content = np.random.default_rng(6).integers(0, 256, 3_000_000, dtype=np.uint8)
     sink, buffer = Sink(folder / "f", len(content)), Buffer(1000)

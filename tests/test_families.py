@@ -1,4 +1,4 @@
-"""Every family: what transformers makes, megatron-core computes alike, and comes back bit for bit.
+"""Every family: megatron-core computes the same as transformers, and the round trip is bit for bit.
 
 No mechanism of these families is beyond megatron-core on a CPU. Two are judged in two parts, because TransformerEngine
 itself needs a GPU: the local modules of megatron-core compute the logits of what was written for TransformerEngine's
@@ -52,7 +52,7 @@ DELTA = {name for name, (_, own) in VARIANTS.items() if "linear_num_key_heads" i
 
 
 def formats(name: str) -> tuple[str, ...]:
-    """Those that hold a variant: reshard does not write gated delta nets into files of ranks."""
+    """The formats of a variant: reshard does not write gated delta nets into rank files."""
     return FORMATS[:1] if name in DELTA else FORMATS
 
 
@@ -103,7 +103,7 @@ def test_megatron_computes_the_same_at_another_layout(
 def test_modules_of_transformer_engine_find_all_their_keys(
     name: str, to: str, converted: Callable[..., Path], transformer_engine: Executor
 ) -> None:
-    """No weight and no extra state is missing or left over; the layout is the one that was written."""
+    """No weight and no extra state is missing or unexpected; the layout is the one that was written."""
     folder = converted(name, to, WIDE[name])
     result = transformer_engine.submit(judged_by_megatron, folder, spec="te").result(timeout=120)
     assert (result.missing, result.unexpected, result.other) == ((), (), ())
@@ -112,7 +112,7 @@ def test_modules_of_transformer_engine_find_all_their_keys(
 def test_modules_of_transformer_engine_are_given_no_other_names(
     converted: Callable[..., Path], transformer_engine: Executor
 ) -> None:
-    """So that finding all keys means something: local modules call the norm before experts otherwise."""
+    """Proves that finding all keys means something: local modules have another name for the norm before experts."""
     folder = converted("qwen3_moe", "megatron", WIDE["qwen3_moe"], transformer_impl="local")
     with pytest.raises(ReshardError, match="does not find a weight") as raised:
         transformer_engine.submit(judged_by_megatron, folder, spec="te").result(timeout=120)
@@ -163,7 +163,7 @@ SHARING = ("internlm3_bias", "qwen3", "glm4_moe")
 def test_tensor_parallel_ranks_can_share_query_groups(
     name: str, hf_model: Models, transformer_engine: Executor, tmp_path: Path
 ) -> None:
-    """Four ranks and two groups: megatron-core computes alike, and all comes back bit for bit."""
+    """Four ranks and two groups: megatron-core computes the same, and the round trip is bit for bit."""
     source = hf_model(name, num_key_value_heads=2)
     expected = by_transformers(source)
     for to in formats(name):
@@ -210,7 +210,7 @@ def mtp_logits(folder: Path) -> Logits:
 
 
 def mimo_mtp_logits(folder: Path) -> Logits:
-    """The same for MiMo, by Qwen2's modules, of which its own code consists: the hidden state is before the embedding.
+    """The same for MiMo, by Qwen2's modules, which its own code consists of: the hidden state is before the embedding.
 
     Source: modeling_mimo.py of XiaomiMiMo/MiMo-7B-Base.
     """
@@ -243,7 +243,7 @@ def mimo_mtp_logits(folder: Path) -> Logits:
 def qwen3_next_mtp_logits(folder: Path) -> Logits:
     """The same for Qwen3-Next, by transformers' modules of its layers; transformers drops the MTP layer itself.
 
-    Source: qwen3_next_mtp.py of vLLM, whose order of embedding and hidden state this is.
+    Source: qwen3_next_mtp.py of vLLM, for the order of embedding and hidden state.
     """
     main, prefix = load_model(folder), "mtp.layers.0."
     own = {key: value for key, value in tensors_of(folder).items() if key.startswith("mtp.")}

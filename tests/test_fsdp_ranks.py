@@ -1,4 +1,4 @@
-"""FSDP checkpoints with a file for each rank: what torch, accelerate and verl write is read, and damage is noticed."""
+"""FSDP checkpoints with one file per rank: those of torch, accelerate and verl are read, and damage is noticed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FLAT: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_hidden_layers": 2}),
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 2}),
 }
-"""Sizes that four ranks do not divide, one storage under two names, renamed and fused experts, buffers beside them."""
+"""Sizes that four ranks do not divide, one storage under two names, renamed and fused experts, buffers."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def made_flat(flat_sources: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def broken(made: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a kind, to be broken."""
+    """A copy of a kind, to be damaged."""
 
     def copy(kind: str) -> Path:
         return Path(shutil.copytree(made / kind, tmp_path / "broken"))
@@ -95,14 +95,14 @@ def values(tensor: reshard.formats.checkpoint.Tensor) -> torch.Tensor:
 
 
 def assert_expected(folder: Path, expected: Path) -> None:
-    """The checkpoint in `folder` holds the tensors that torch saved as whole ones, bit for bit."""
+    """Assert that the checkpoint in `folder` has the complete tensors that torch saved, bit for bit."""
     checkpoint = reshard.open(folder)
     whole = torch.load(expected)
     assert_same_tensors({name: values(tensor) for name, tensor in checkpoint.tensors.items()}, whole)
 
 
 def problem_of(folder: Path) -> str:
-    """The one problem for which `folder` is not opened."""
+    """The only problem of opening `folder`."""
     with pytest.raises(ReshardError) as raised:
         reshard.open(folder)
     assert len(raised.value.problems) == 1, str(raised.value)
@@ -110,7 +110,7 @@ def problem_of(folder: Path) -> str:
 
 
 def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Let real torch load the file of a rank, change what it holds, and save it again."""
+    """Load a rank's file with torch, change its content, and save it again."""
     state = torch.load(file, weights_only=False)
     change(state)
     torch.save(state, file)
@@ -128,14 +128,14 @@ def rank_file(folder: Path, rank: int) -> Path:
 def test_the_model_becomes_what_its_ranks_computed(
     kind: str, made: Path, source: Path, tmp_path: Path
 ) -> None:
-    """The same tensors as the model had before it was sharded, and the logits of the sharded model itself."""
+    """The same tensors as in the model before sharding, and the logits of the sharded model itself."""
     reshard.convert(made / kind, tmp_path / "out", base=source)
     assert_same_tensors(tensors_of(tmp_path / "out"), torch.load(made / kind / "expected"))
     assert_agree(transformers_logits(tmp_path / "out", TOKENS), np.load(made / kind / "logits.npy"))
 
 
 def test_each_kind_is_what_it_is_named_after(made: Path) -> None:
-    """The files are of the classes that they are to test, so that no case is another one over again."""
+    """The files contain the classes that they should test, so that no two cases are the same."""
     variants = {kind: reshard.open(made / kind).variant for kind in MODELS}
     assert variants == {
         "fsdp2": "DTensor",
@@ -156,7 +156,7 @@ def test_each_kind_is_what_it_is_named_after(made: Path) -> None:
 
 
 def test_shards_that_do_not_divide(made: Path) -> None:
-    """Empty shards, uneven chunks, two cuts of one axis in either order: as torch itself gathers them."""
+    """Empty shards, uneven chunks, two splits of one axis in either order: as torch itself gathers them."""
     whole = torch.load(made / "odd" / "expected")
     assert torch.equal(whole["ordered"], whole["strided"])
     assert_expected(made / "odd", made / "odd" / "expected")
@@ -173,7 +173,7 @@ def test_flat_parameters_take_their_shapes_from_the_config(
 
 
 def test_flat_parameters_are_of_one_axis_until_the_model_is_known(made_flat: Path) -> None:
-    """The elements in their order, across ranks and without what pads the flat parameters."""
+    """The elements in order, across ranks and without the padding of flat parameters."""
     found = {name: values(tensor) for name, tensor in reshard.open(made_flat / "uneven").tensors.items()}
     whole = torch.load(made_flat / "uneven" / "expected")
     assert_same_tensors(found, {name: tensor.flatten() for name, tensor in whole.items()})
@@ -189,14 +189,14 @@ def test_older_versions_of_torch(version: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2-hsdp"])
 def test_verl(kind: str, tmp_path: Path) -> None:
-    """The run's folder is enough: weights, config and tokenizer are found below it."""
+    """The run's folder is enough: weights, config and tokenizer are found inside it."""
     reshard.convert(VERL / kind, tmp_path / "out")
     assert_agree(transformers_logits(tmp_path / "out", TOKENS), np.load(VERL / kind / "logits.npy"))
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def test_an_adapter_that_verl_trained(hf_model: Models, tmp_path: Path) -> None:
-    """Merged, by the alpha that verl noted beside it, it computes what the ranks computed with it."""
+    """Merged with the alpha that verl stored next to it, it computes the same as the ranks did."""
     base = hf_model("llama", **makers.TINY)
     reshard.convert(VERL / "fsdp2-lora", tmp_path / "out", merge=True, base=base)
     logits = transformers_logits(tmp_path / "out", TOKENS)
@@ -208,7 +208,7 @@ def test_an_adapter_that_verl_trained(hf_model: Models, tmp_path: Path) -> None:
 def test_files_that_changed_names_are_read_right(
     kind: str, broken: Callable[[str], Path], source: Path, tmp_path: Path
 ) -> None:
-    """Each tensor says where it belongs, so the weights do not depend on names; a note names the files."""
+    """Each tensor records its position, so the weights do not depend on file names; a note names the files."""
     folder = broken(kind)
     assert not any("renamed" in note for note in reshard.open(folder).notes)
     first, second = rank_file(folder, 1), rank_file(folder, 2)
@@ -264,7 +264,7 @@ def test_the_file_of_one_rank_leads_to_all(made: Path) -> None:
 
 
 def test_dtypes_stay_as_they_are(made: Path, source: Path, tmp_path: Path) -> None:
-    """Norms in float32 beside weights in bfloat16, which verl's own merger makes bfloat16 as well."""
+    """Norms in float32 next to weights in bfloat16, which verl's own merger makes bfloat16 as well."""
     reshard.convert(made / "mixed", tmp_path / "out", base=source)
     expected = makers.halved(torch.load(made / "mixed" / "expected"))
     assert {tensor.dtype for tensor in expected.values()} == {torch.float32, torch.bfloat16}
@@ -276,7 +276,7 @@ def test_dtypes_stay_as_they_are(made: Path, source: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-hsdp", "accelerate-1", "accelerate-local"])
 def test_the_file_of_one_rank_over_that_of_another(kind: str, broken: Callable[[str], Path]) -> None:
-    """torch and verl's merger take it, and the model is wrong."""
+    """torch and verl's merger accept it, and the model is wrong."""
     folder = broken(kind)
     shutil.copy(rank_file(folder, 0), rank_file(folder, 1))
     problem = problem_of(folder)
@@ -295,7 +295,7 @@ def test_the_copy_of_a_rank_from_an_older_torch(kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["fsdp2", "accelerate-1", "accelerate-2", "accelerate-local"])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_missing_rank_is_named(kind: str, rank: int, broken: Callable[[str], Path]) -> None:
-    """The last one too, of which accelerate's names do not tell that it was there."""
+    """Including the last one, whose existence accelerate's names do not show."""
     folder = broken(kind)
     file = rank_file(folder, rank)
     file.unlink()
@@ -324,7 +324,7 @@ def test_a_plain_tensor_that_differs_between_ranks(
 
 
 def test_a_replica_that_differs(broken: Callable[[str], Path], source: Path, tmp_path: Path) -> None:
-    """Ranks 0 and 2 of a hybrid mesh hold the same shards."""
+    """Ranks 0 and 2 of a hybrid mesh have the same shards."""
     folder = broken("fsdp2-hsdp")
     edit(rank_file(folder, 2), lambda state: state["lm_head.weight"].to_local().add_(1))
     with pytest.raises(ReshardError, match="different values") as raised:
@@ -445,7 +445,7 @@ def test_flat_parameters_without_a_config(to: str, made: Path, tmp_path: Path) -
 def test_flat_parameters_of_a_family_that_nobody_declared(
     broken: Callable[[str], Path], source: Path, tmp_path: Path
 ) -> None:
-    """Not taken as they are, as tensors with shapes would be; a family that is forced gives them."""
+    """They are not taken unchanged, as tensors with shapes would be; a forced family provides the shapes."""
     folder = broken("accelerate-local")
     config = {**json.loads((source / "config.json").read_text()), "model_type": "olmo2"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -462,7 +462,7 @@ def test_flat_parameters_of_a_family_that_nobody_declared(
 def test_flat_parameters_that_are_not_of_the_size_that_the_config_says(
     made: Path, hf_model: Models, tmp_path: Path
 ) -> None:
-    """All of them are listed, those that are alike in every layer once."""
+    """All of them are listed; those that are the same in every layer only once."""
     other = hf_model("llama", intermediate_size=112)
     with pytest.raises(ReshardError) as raised:
         reshard.convert(made / "accelerate-local", tmp_path / "out", base=other)
@@ -499,7 +499,7 @@ def test_names_with_the_mark_of_a_wrapper(
 
 
 def test_a_flipped_bit(broken: Callable[[str], Path], source: Path, tmp_path: Path) -> None:
-    """torch.load and verl's merger do not check the sums that the file has."""
+    """torch.load and verl's merger do not check the checksums in the file."""
     folder = broken("fsdp2")
     storage = next(
         piece.source.storage  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The guard: one explained error before a trap closes, on models as torch and transformers make them."""
+"""The guard: one explained error before a known failure, on models as torch and transformers make them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.slow
 def test_tensor_parallelism_of_transformers_over_two_processes(tmp_path: Path) -> None:
-    """Its norms are plain beside DTensors, and that is sound; the same model in DDP is not."""
+    """Its plain norms next to DTensors are correct; the same model in DDP is not."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).save_pretrained(tmp_path / "model")
     (tmp_path / "run.py").write_text(TENSOR_PARALLEL)
@@ -192,7 +192,7 @@ def test_an_optimizer_with_tensors_of_an_older_model() -> None:
 
 
 def test_an_optimizer_of_more_or_of_less() -> None:
-    """A head of its own in one optimizer, or only a part of the model: both are meant."""
+    """An optimizer with an additional head, or for a part of the model only: both are intended."""
     own = model()
     guard.check(own, torch.optim.AdamW([*own.parameters(), nn.Parameter(torch.ones(3))]))
     guard.check(own, torch.optim.AdamW(list(own.parameters())[:2]))

@@ -1,4 +1,4 @@
-"""Hugging Face folders, read in every form that they have, and written as safetensors and transformers read them."""
+"""Hugging Face folders: every variant is read, and the output loads in safetensors and transformers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def assert_same_model(ours: Path, reference: Path) -> None:
-    """The same tensors for safetensors, and the same logits, after a strict load, for transformers."""
+    """Assert the same tensors for safetensors, and the same logits for transformers, after a strict load."""
     assert_same_tensors(tensors_of(ours), tensors_of(reference))
     np.testing.assert_array_equal(transformers_logits(ours, TOKENS), transformers_logits(reference, TOKENS))
 
@@ -60,7 +60,7 @@ def assert_same_model(ours: Path, reference: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "llama_tied", "qwen3_moe", "deepseek_v3_mtp"])
 @pytest.mark.parametrize("limit", ["20KB", "100KB", "5GB"])
 def test_shards(name: str, limit: str, hf_model: Models, tmp_path: Path) -> None:
-    """No shard is larger than the limit but for one tensor that is; the index tells the true size."""
+    """No shard exceeds the limit, except with a single tensor that does; the index has the true size."""
     source = hf_model(name)
     out = converted(source, tmp_path / "out", max_shard_size=limit)
     assert_same_model(out, source)
@@ -129,7 +129,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_conversion_replaces_all_that_was_there(hf_model: Models, tmp_path: Path) -> None:
-    """No shard and no index of the folder before survives to be read in place of the new one."""
+    """No shard and no index of the earlier folder remains that could be read instead of the new one."""
     converted(hf_model("qwen3_moe"), tmp_path / "out", max_shard_size="100KB")
     with pytest.raises(ReshardError, match="--overwrite"):
         converted(hf_model("qwen2"), tmp_path / "out")
@@ -218,7 +218,7 @@ def test_the_file_itself_may_be_named(to: str, hf_model: Models, tmp_path: Path)
 
 
 def test_a_tied_head_that_is_stored_is_checked(hf_model: Models, tmp_path: Path) -> None:
-    """Some save it although config.json says that it is the embedding; transformers 5 does not."""
+    """Some tools save it although the config says that it is tied; transformers 5 does not."""
     source = hf_model("qwen2_tied")
     tensors = tensors_of(source)
     assert "lm_head.weight" not in tensors
@@ -245,7 +245,7 @@ def test_rotary_buffers_of_older_versions_are_dropped_by_name(
 
 
 def test_mtp_layers_that_only_the_config_names(hf_model: Models, tmp_path: Path) -> None:
-    """transformers leaves them out when it saves a model, and leaves their number in the config."""
+    """transformers leaves them out when it saves a model, but keeps their number in the config."""
     source = hf_model("deepseek_v3_mtp")
     plain = {name: tensor for name, tensor in tensors_of(source).items() if "model.layers.4." not in name}
     folder = with_weights(source, tmp_path / "plain", plain, "model.safetensors")
@@ -285,7 +285,7 @@ def test_what_it_is_need_be_said_only_for_another_format(hf_model: Models, tmp_p
 
 
 def test_an_unknown_model_that_fits_keeps_its_name(hf_model: Models, tmp_path: Path) -> None:
-    """Its config keeps its name, so that its own code still loads it; here Llama's reads the result."""
+    """Its config keeps its name, so that its own code still loads it; here Llama's code reads the output."""
     source = hf_model("llama")
     folder = with_weights(source, tmp_path / "source", tensors_of(source), "model.safetensors")
     edit_config(folder, model_type="newcomer", architectures=["NewcomerForCausalLM"])

@@ -1,4 +1,4 @@
-"""Remedies that say what to install are right for whoever reads them."""
+"""Remedies name the right package to install in each environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Requires-Dist: psutil>=5.9; extra == 'megatron'
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of metadata of a reshard that alone is installed, by a pip that a shell finds."""
+    """The metadata folder of a reshard installed on its own, by a pip that a shell finds."""
     folder = tmp_path / "site" / "reshard-0.2.0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: reshard\nVersion: 0.2.0\n{REQUIRES}")
@@ -109,7 +109,7 @@ def test_the_command_is_of_the_python_that_runs(installed: Path, monkeypatch: py
 
 
 def test_every_package_that_is_asked_for_has_an_extra() -> None:
-    """Held against the metadata of this very reshard."""
+    """Compared with the metadata of this reshard."""
     from reshard.stores.errors import PACKAGES
     from reshard.transfer.executors import EXECUTORS
 

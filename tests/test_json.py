@@ -1,4 +1,4 @@
-"""What `--json` prints follows docs/json.schema.json. `tests.commandline.reshard` holds every test's output to it."""
+"""The output of `--json` follows docs/json.schema.json. `tests.commandline.reshard` checks it in every test."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_does_not_follow_it_is_noticed() -> None:
 
 
 def test_every_kind_of_output(hf_model: Callable[..., Path], tmp_path: Path) -> None:
-    """Most kinds are seen by other tests too; here all that need no framework are seen once."""
+    """Other tests cover most kinds too; here all that need no framework appear once."""
     model, ckpt, log = hf_model("qwen3"), tmp_path / "ckpt", tmp_path / "train.log"
     log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
     assert reshard("convert", model, ckpt, "--to", "megatron", "--tp", 2, "--json").code == 0

@@ -1,4 +1,4 @@
-"""What `reshard support` says of who judged a family is what the tests do."""
+"""`reshard support` names exactly the judges that the tests use for a family."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ JUDGED = {
     MEGATRON_BRIDGE: families(test_megatron_bridge.NAMES)
     | {run.model_type for run in make_bridge.RUNS.values()},
 }
-"""The families that each judge is asked about."""
+"""The families tested with each judge."""
 
 
 @pytest.mark.parametrize("judge", JUDGED)

@@ -1,4 +1,4 @@
-"""CRC32s of ranges of what is read: put together in any order, in little memory, and lost truthfully where it ends."""
+"""CRC32s of byte ranges: combined in any order, in little memory, and reported as lost beyond that."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def as_range(begin: int, end: int) -> tuple[int, int, int]:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 399), st.integers(1, 60)), max_size=40))
 def test_ranges_come_in_any_order(spans: list[tuple[int, int]]) -> None:
-    """Beside a set of all bytes: what touches is one range, with the CRC32 of its bytes, and no byte is in two."""
+    """Compared with a set of all bytes: adjacent ranges merge, with the right CRC32, and no byte is in two ranges."""
     ranges, there = Ranges(), set[int]()
     for begin, length in spans:
         end = min(begin + length, len(DATA))
@@ -53,12 +53,12 @@ def test_ranges_come_in_any_order(spans: list[tuple[int, int]]) -> None:
 
 
 def rows(count: int, length: int = 4, step: int = 16) -> Iterator[tuple[int, memoryview]]:
-    """What a rank reads of a row-parallel weight: a part of each row."""
+    """The reads of a row-parallel weight by one rank: a part of each row."""
     return ((at * step, memoryview(DATA)[:length]) for at in range(count))
 
 
 def test_a_million_ranges_take_little() -> None:
-    """Two million are what a rank of Llama-3.1-405B at TP8 has read when the next one begins."""
+    """A rank of Llama-3.1-405B at TP8 has read two million when the next one begins."""
     found, count = Ledger(every=True), 4_000
     storage = Storage("weights", 0, 1 << 40)
     tracemalloc.start()
@@ -71,7 +71,7 @@ def test_a_million_ranges_take_little() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Storage:
-    """A file with a CRC32 of its content behind a header."""
+    """A file with a CRC32 of its content after a header."""
     path = tmp_path / "source"
     path.write_bytes(b"head" + DATA)
     return Storage(str(path), 4, len(DATA), crc32(DATA))
@@ -79,7 +79,7 @@ def source(tmp_path: Path) -> Storage:
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_of_too_many_those_of_one_file_are_lost(source: Storage, damaged: bool) -> None:
-    """Others are kept; and a checksum that the file records is compared, though the file is read again for that."""
+    """Others are kept; and a checksum recorded in the file is compared, though the file must be read again for that."""
     found, other = Ledger(every=True, most=8), Storage("other", 0, 100)
     if damaged:
         content = bytearray(Path(source.path).read_bytes())
@@ -141,7 +141,7 @@ def test_a_journal_keeps_what_is_lost_and_holds_no_second_copy(tmp_path: Path) -
 def test_the_record_says_nothing_of_a_file_whose_ranges_are_lost(
     hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output is the same; what was read in few pieces keeps its CRC32."""
+    """The output is the same; files read in few pieces keep their CRC32."""
 
     def made(name: str) -> dict[str, Any]:
         out = tmp_path / name

@@ -1,4 +1,4 @@
-"""Conversions on Dask, Ray, Slurm's submitit and MPI write what threads write, whoever is killed meanwhile."""
+"""Conversions on Dask, Ray, Slurm's submitit and MPI write the same as threads, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ROADS: dict[str, tuple[str, dict[str, Any]]] = {
     "from zip files to shards": ("saved", {"max_shard_size": "9MB", "no_tokenizer": True}),
     "to quantized weights": ("model", {"quantize": "fp8", "no_tokenizer": True}),
 }
-"""What is converted, and how: files that are cut, with checksums on either side, and tensors that are computed."""
+"""Conversions: sharded files, with checksums on either side, and tensors that are computed."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A scheduler and its address, with two worker processes, each with a nanny that starts it again."""
+    """A scheduler and its address, with two worker processes, each with a nanny that restarts it."""
     module = [sys.executable, "-m", "distributed.cli.dask_{}", "--no-dashboard"]
     there = folder / "scheduler.json"
     given = {
@@ -157,7 +157,7 @@ def test_a_scheduler_that_dies_ends_the_run_and_what_is_done_is_kept(
 
 
 def run(src: Path, dst: Path, how: str = "", launcher: tuple[str, ...] = (), **options: Any) -> Any:
-    """A conversion in a process of its own."""
+    """A conversion in its own process."""
     words = [
         *(launcher or (sys.executable,)),
         "-m",
@@ -239,7 +239,7 @@ def test_damage_is_told_as_threads_tell_it(sources: dict[str, Path], dask: str, 
 def test_what_a_worker_cannot_read_is_told_as_it_is(
     sources: dict[str, Path], dask: str, tmp_path: Path
 ) -> None:
-    """The source becomes shorter on the way: the workers see it first."""
+    """The source becomes shorter during the run: the workers see it first."""
     src, dst = tmp_path / "src", tmp_path / "dst"
     shutil.copytree(sources["model"], src)
 
@@ -282,7 +282,7 @@ def test_ray_writes_what_threads_write(sources: dict[str, Path], tmp_path: Path,
 def test_mpi_writes_what_threads_write(
     sources: dict[str, Path], tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is killed ends all of them: so says MPI. The same command continues."""
+    """MPI ends all ranks if one is killed. The same command continues."""
     library = ctypes.util.find_library("mpich")
     if not library or not shutil.which("mpiexec"):
         pytest.skip("there is no MPICH: apt-get install mpich")
@@ -303,7 +303,7 @@ def test_mpi_writes_what_threads_write(
 
 
 def _where(library: str) -> Path:
-    """The file that the linker takes for a library."""
+    """The file that the linker uses as a library."""
     ldconfig = shutil.which("ldconfig", path="/sbin:/usr/sbin") or "ldconfig"
     lines = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=True).stdout.splitlines()
     return next(Path(line.split(" => ")[1]) for line in lines if line.strip().startswith(f"{library} "))
@@ -465,7 +465,7 @@ def test_a_digest_is_the_same_whoever_saw_the_bytes(tmp_path: Path, seed: int) -
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_ledger_is_the_same_whoever_read_the_bytes(tmp_path: Path, seed: int) -> None:
-    """Workers read some bytes twice, and of some only a part."""
+    """Workers read some bytes twice, and some ranges only in part."""
     from reshard.algebra.storage import Storage
 
     rng = random.Random(seed)

@@ -1,7 +1,7 @@
-"""mcore-bridge judges model types in both directions: it reads what reshard writes, and wrote what reshard reads.
+"""mcore-bridge judges model types in both directions: it reads reshard's output, and reshard reads its output.
 
-A model type is added to `TYPES` of tests/genuine/model_types.py (or is a variant of tests/genuine/huggingface.py), and
-its name to `NAMES` below.
+To add a model type, add it to `TYPES` of tests/genuine/model_types.py (unless it is a variant of
+tests/genuine/huggingface.py), and its name to `NAMES` below.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAMES = {
     **dict.fromkeys(("olmoe", "llama4", "qwen3_next", "qwen3_5_moe"), MOE_LAYOUTS),
     **dict.fromkeys(("qwen3_5", "minicpmv4_6"), LAYOUTS),
 }
-"""Model types, each with the TP, PP and EP sizes that it is judged at."""
+"""Model types, each with its TP, PP and EP sizes in the tests."""
 
 pytestmark = pytest.mark.slow
 
@@ -72,12 +72,12 @@ def test_mcore_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) -> No
 
 
 def folders(path: Path, ranks: int) -> tuple[Path, Path, Path]:
-    """What mcore-bridge saves, what reshard writes, and what mcore-bridge makes of it."""
+    """What mcore-bridge saves, what reshard writes, and what mcore-bridge makes of that."""
     return path / f"theirs-{ranks}", path / f"ours-{ranks}", path / f"exported-{ranks}"
 
 
 def tensors_of(folder: Path, without: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder but those whose names begin so."""
+    """All tensors of a Hugging Face folder except those with these prefixes."""
     found = {
         name: tensor
         for file in sorted(folder.glob("*.safetensors"))
@@ -87,7 +87,7 @@ def tensors_of(folder: Path, without: tuple[str, ...] = ()) -> dict[str, torch.T
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same names, and for each the same dtype, shape and bits."""
+    """Assert the same names, and for each the same dtype, shape and bits."""
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
         other = found[name]

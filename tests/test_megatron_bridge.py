@@ -1,7 +1,7 @@
-"""Megatron-Bridge judges model types in both directions: it reads what reshard writes, and wrote what reshard reads.
+"""Megatron-Bridge judges model types in both directions: it reads reshard's output, and reshard reads its output.
 
-A model type is added to `TYPES` of tests/genuine/model_types.py (or is a variant of tests/genuine/huggingface.py), and
-its name to `NAMES` below.
+To add a model type, add it to `TYPES` of tests/genuine/model_types.py (unless it is a variant of
+tests/genuine/huggingface.py), and its name to `NAMES` below.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NAMES = {
     **dict.fromkeys(("llama", "nemotron", "gemma", "gemma2", "gemma3_text", "gemma3", "mistral3"), LAYOUTS),
     **dict.fromkeys(("olmoe", "nemotron_h", "qwen3_next"), MOE_LAYOUTS),
 }
-"""Model types, each with the TP, PP and EP sizes that it is judged at."""
+"""Model types, each with its TP, PP and EP sizes in the tests."""
 
 WITHOUT = {"qwen3_next": {"num_nextn_predict_layers": 0}}
-"""Megatron-Bridge builds MTP layers that the hub's config names, and that of Qwen3-Next names none."""
+"""Megatron-Bridge builds MTP layers that the hub's config names; Qwen3-Next's names none."""
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def test_megatron_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) ->
 
 
 def as_transformers_4_spells(base: Path) -> None:
-    """Megatron-Bridge runs with transformers 4, and a folder of the hub can be read by it."""
+    """Megatron-Bridge runs with transformers 4 and can read a folder of the hub."""
     for name, spelled in (("config.json", _older), ("tokenizer_config.json", portable_tokenizer_config)):
         file = base / name
         file.write_text(json.dumps(spelled(json.loads(file.read_text())), indent=2))

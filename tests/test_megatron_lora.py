@@ -1,4 +1,4 @@
-"""Adapters of Megatron-Core, judged by what megatron-core computed with them and by the real PEFT."""
+"""Adapters of Megatron-Core, compared with megatron-core's own results and judged by the real PEFT."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def base_of(name: str) -> Path:
 
 
 def made(name: str, out: Path) -> Path:
-    """Let the projects write a variant now."""
+    """Let the frameworks write a variant now."""
     shutil.copytree(base_of(name), out / base_of(name).name)
     command = [python("bridges"), "-m", "tests.genuine.make_megatron_lora", str(out), name]
     subprocess.run(command, check=True, timeout=300)
@@ -70,7 +70,7 @@ def test_projections_of_a_fused_linear_share_their_lora_a(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["bridge-canonical-tp2", "swift-tp2"])
 def test_shards_tell_the_order_of_rows_where_no_layout_is_recorded(name: str, tmp_path: Path) -> None:
-    """Gate and up lie in the order of the ranks that saved them; files beside the weights get lost."""
+    """Gate and up are in the order of the ranks that saved them; files next to the weights get lost."""
     bare = Path(shutil.copytree(DATA / name, tmp_path / "bare"))
     (bare / "iter_0000003" / "run_config.yaml").unlink(missing_ok=True)
     common = bare / "iter_0000003" / "common.pt"
@@ -146,7 +146,7 @@ def test_an_adapter_of_ranks_that_share_query_groups(name: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_an_adapter_that_mixed_its_tokens_is_refused(tmp_path: Path) -> None:
-    """Megatron-Bridge trains canonical adapters of ranks that share query groups, and computes no product of them."""
+    """Megatron-Bridge trains canonical adapters on ranks that share query groups, without computing their product."""
     name = "bridge-canonical-tp4"
     adapter = made(name, tmp_path)
     for options in ({"merge": True}, {"to": "peft"}, {"to": "megatron"}):

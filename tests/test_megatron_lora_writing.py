@@ -38,7 +38,7 @@ def adapter_of(base: Path, out: Path, **settings: Any) -> Path:
 
 
 def written(adapter: Path, out: Path, base: Path, **options: Any) -> dict[str, Any]:
-    """Write `adapter` for Megatron-Bridge, and return the settings that lie beside it."""
+    """Write `adapter` for Megatron-Bridge, and return the settings stored with it."""
     reshard.convert(adapter, out, to="megatron", base=base, **options)
     (file,) = out.glob("*/run_config.yaml")
     settings: dict[str, Any] = yaml.safe_load(file.read_text())["peft"]
@@ -58,7 +58,7 @@ def peft_tensors(adapter: Path, out: Path, base: Path) -> dict[str, torch.Tensor
 
 
 def products(adapter: Path, scale: float) -> dict[str, torch.Tensor]:
-    """What an adapter adds to each module."""
+    """The change of each module by an adapter."""
     tensors = load_file(adapter / "adapter_model.safetensors")
     return {
         name.removesuffix(".lora_A.weight"): scale * tensors[name.replace("_A", "_B")] @ tensors[name]
@@ -68,7 +68,7 @@ def products(adapter: Path, scale: float) -> dict[str, torch.Tensor]:
 
 
 def assert_same_products(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Where nothing was adapted, zeros may be."""
+    """Modules without an adapter may have zeros."""
     assert wanted and wanted.keys() <= got.keys()
     for name, product in got.items():
         torch.testing.assert_close(product, wanted.get(name, torch.zeros_like(product)), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Whose the files of Megatron's ranks are: what they say of their own ranks is what their names say."""
+"""Megatron's rank files: their content must belong to the rank in their names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
 def test_a_rank_stands_where_megatron_puts_it(order: str) -> None:
-    """In every layout that megatron-core accepts, by the groups that its own generator makes."""
+    """In every layout that megatron-core accepts, with the groups of its own generator."""
     seen = 0
     for tp, cp, pp, ep, etp, dp in LAYOUTS:
         world = tp * cp * pp * dp
@@ -75,7 +75,7 @@ def exchange(a: Path, b: Path) -> None:
     ],
 )
 def test_folders_of_ranks_that_were_exchanged(name: str, genuine: Maker, tmp_path: Path) -> None:
-    """Any two of them, although their shards are alike in name and shape; and the genuine ones are taken."""
+    """Any two of them, although their shards have the same names and shapes; the genuine ones are accepted."""
     source = genuine(name).iteration("torch")
     folders = sorted(path.name for path in source.iterdir())
     assert len(folders) > 1 and reshard.open(source).problems == []
@@ -128,7 +128,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_chunk_files_of_two_ranks_that_were_exchanged(
     pair: tuple[int, int], four_ranks: Path, tmp_path: Path
 ) -> None:
-    """By their sizes and what lies where, or else by the seeds of their random number states."""
+    """Found by their sizes and offsets, or else by the seeds of their random number states."""
     assert reshard.open(four_ranks).problems == []
     run = Path(shutil.copytree(four_ranks, tmp_path / four_ranks.name))
     for file in ("0.distcp", "1.distcp"):
@@ -143,7 +143,7 @@ def test_chunk_files_of_two_ranks_that_were_exchanged(
 
 
 def test_seeds_tell_stages_where_they_are_counted_as_megatron_lm_does() -> None:
-    """Which adds 100 for each stage; and seeds that are counted in no known way say nothing."""
+    """Megatron-LM adds 100 per stage; seeds counted in an unknown way are ignored."""
     right = {(stage, tensor): 42 + 2718 + 100 * stage + tensor for stage in range(3) for tensor in range(2)}
     assert _owners(right) == {place: place for place in right}
     moved = {**right, (0, 1): right[2, 1], (2, 1): right[0, 1]}
@@ -187,7 +187,7 @@ def loaded_by_torch(folder: Path) -> dict[str, torch.Tensor]:
 def test_ranks_of_files_whose_arguments_do_not_tell_the_model(
     name: str, genuine: Maker, tmp_path: Path
 ) -> None:
-    """As training loops with arguments of their own leave them: without experts, args alone tell no layout."""
+    """As saved by training loops with arguments of their own: without experts, args alone tell no layout."""
     run = Path(shutil.copytree(genuine(name).iteration("torch"), tmp_path / "iter_0000002"))
     for file in run.rglob("model_optim_rng.pt"):
         content = torch.load(file, weights_only=False)

@@ -1,4 +1,4 @@
-"""Whatever the real megatron-core writes becomes a folder that transformers loads, and computes alike.
+"""Every checkpoint of the real megatron-core becomes a folder that transformers loads, with the same logits.
 
 Each checkpoint comes from a few training steps, so that no two weights are equal. Both sides compute in float32.
 """
@@ -36,7 +36,7 @@ Maker = Callable[..., Genuine]
 
 
 def by_megatron(checkpoint: Genuine, format: Format) -> Logits:
-    """megatron-core's own logits: from torch_dist at one rank, from legacy files at the layout they were saved in."""
+    """megatron-core's own logits: torch_dist on one rank, legacy files in the layout they were saved in."""
     layout = checkpoint.layout if format == "torch" else None
     return megatron_logits(checkpoint.iteration(format), TOKENS, args=checkpoint.args, layout=layout).logits
 
@@ -68,7 +68,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_of_the_optimizer_are_dropped_by_name(name: str, genuine: Maker) -> None:
-    """Two moments and main weights in float32: six times the bytes of bfloat16 weights, or three without main ones."""
+    """Two moments and main weights in float32: six times bfloat16 weights. Moments alone: twice float32 weights."""
     for format, root in genuine(name).roots.items():
         checkpoint = reshard.open(root)
         states = checkpoint.dropped["optimizer states"]
@@ -87,7 +87,7 @@ def test_a_release_has_no_optimizer(genuine: Maker) -> None:
 
 @pytest.mark.parametrize("format", ["torch_dist", "torch"])
 def test_each_of_several_iterations(format: Format, genuine: Maker, tmp_path: Path) -> None:
-    """The tracked one unless told otherwise, by number or by the folder itself."""
+    """The tracked one by default, otherwise by number or by the folder itself."""
     source = genuine("qwen2-fp32")
     root = tmp_path / "run"
     shutil.copytree(source.roots[format], root)
@@ -185,7 +185,7 @@ TELLING = {
 def test_legacy_files_without_arguments_tell_the_layout_themselves(
     name: str, genuine: Maker, tmp_path: Path
 ) -> None:
-    """By the names of folders, and the names and shapes of tensors: stages, experts, and a tied head."""
+    """From the names of folders, and the names and shapes of tensors: stages, experts, and a tied head."""
     source = genuine(name)
     reshard.convert(source.roots["torch"], tmp_path / "base", no_tokenizer=True)
     run = Path(shutil.copytree(source.roots["torch"], tmp_path / "run"))
@@ -208,7 +208,7 @@ def test_legacy_files_without_arguments_tell_the_layout_themselves(
     ],
 )
 def test_an_argument_that_legacy_files_lack_says_nothing(gone: str, genuine: Maker, tmp_path: Path) -> None:
-    """The files tell what it would: it is not taken for Megatron-LM's default."""
+    """The files show its value: Megatron-LM's default is not assumed."""
     source = genuine("qwen3-moe-tp2-pp2-ep4-etp1").roots["torch"]
     run = Path(shutil.copytree(source, tmp_path / "run"))
     for file in run.rglob("model_optim_rng.pt"):
@@ -278,7 +278,7 @@ OF_THE_FILE = {"auto_map", "transformers_version", "rope_scaling"}
 def test_the_config_derived_from_arguments_makes_the_same_model(
     name: str, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Of a checkpoint that has no config beside it any more."""
+    """From a checkpoint whose config is no longer next to it."""
     source, run, back = hf_model(name), tmp_path / "run", tmp_path / "back"
     reshard.convert(source, run, to="megatron", no_tokenizer=True)
     for file in run.iterdir():
@@ -320,7 +320,7 @@ QUICK = ("qwen2-tp2-pp2", "0.12.3")
     ],
 )
 def test_older_versions(name: str, megatron: str, genuine: Maker, tmp_path: Path) -> None:
-    """Whose metadata names classes of its own, and which split latent attention's down projections."""
+    """Their metadata names their own classes, and latent attention's down projections are sharded."""
     source = genuine(name, megatron)
     for format, root in source.roots.items():
         assert reshard.open(root).dropped["optimizer states"] > 0

@@ -1,6 +1,6 @@
-"""What reshard writes for Megatron is what megatron-core itself writes for the same model and layout.
+"""reshard writes the same for Megatron as megatron-core itself does for that model and layout.
 
-megatron-core loads each checkpoint strictly into its own modules and saves it again; then the two are held side by side
+megatron-core loads each checkpoint strictly into its own modules and saves it again; then both are compared
 as torch reads them: keys, shapes, dtypes, chunk boundaries, extra states, files, values.
 """
 
@@ -40,7 +40,7 @@ FORMATS: dict[str, Format] = {"megatron": "torch_dist", "megatron-legacy": "torc
 
 @dataclass(frozen=True)
 class Case:
-    """A model of `make_model`, and how it is written."""
+    """A model of `make_model`, and the options for writing it."""
 
     variant: str
     layout: Layout
@@ -143,7 +143,7 @@ def test_megatron_writes_the_same(
 
 
 def assert_same_torch_dist(ours: Path, theirs: Path) -> None:
-    """As torch's own reader of distributed checkpoints sees them."""
+    """The contents as torch's own reader of distributed checkpoints sees them."""
     assert entries(ours) == entries(theirs)
     assert (ours / "metadata.json").read_text() == (theirs / "metadata.json").read_text()
     mine, other = (torch.load(folder / "common.pt", weights_only=False) for folder in (ours, theirs))
@@ -153,7 +153,7 @@ def assert_same_torch_dist(ours: Path, theirs: Path) -> None:
 
 
 def entries(folder: Path) -> dict[str, Any]:
-    """For each tensor its dtype, shape and chunks, for each object only that it is there; but no random states."""
+    """For each tensor its dtype, shape and chunks, for each object only its existence; without random states."""
     found: dict[str, Any] = {}
     for key, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -165,7 +165,7 @@ def entries(folder: Path) -> dict[str, Any]:
 
 
 def assert_same_legacy(ours: Path, theirs: Path) -> None:
-    """The same files with the same content, but for random states and schedulers."""
+    """Assert the same files with the same content, except random states and schedulers."""
     files = {path.relative_to(ours) for path in ours.rglob("*.pt")}
     assert files == {path.relative_to(theirs) for path in theirs.rglob("*.pt")}
     for file in files:
@@ -184,7 +184,7 @@ def weights(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def assert_same_arguments(ours: Namespace, theirs: Namespace) -> None:
-    """What the oracle, which follows Megatron-LM, says of the layout it ran at."""
+    """The layout that the oracle, which follows Megatron-LM, records for its run."""
     for name in LAYOUT_ARGUMENTS:
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.ckpt_format == theirs.ckpt_format
@@ -325,7 +325,7 @@ def test_the_arguments_are_those_that_use_checkpoint_args_reads(
 def test_the_vocabulary_is_padded_with_zeros_to_a_multiple(
     to: str, unit: int | None, tp: int, rows: int, hf_model: Models, tmp_path: Path
 ) -> None:
-    """`unit` times TP, as `_vocab_size_with_padding` of Megatron-LM counts; Megatron-LM's unit is 128."""
+    """A multiple of `unit` times TP, as in `_vocab_size_with_padding` of Megatron-LM; Megatron-LM's unit is 128."""
     source = hf_model("llama")
     reshard.convert(source, tmp_path / "out", to=to, tp=tp, vocab_divisible_by=unit)
     checkpoint = reshard.open(tmp_path / "out")
@@ -380,7 +380,7 @@ def test_megatron_to_megatron_in_another_layout(
     genuine: Callable[[str], Genuine],
     tmp_path: Path,
 ) -> None:
-    """Padding rows, which took part in training, travel too; the run's arguments stay, its layout does not."""
+    """Padding rows, which took part in training, are copied too; the run's arguments stay, except its layout."""
     source = genuine(variant)
     expected = by_megatron(source, format)
     out = tmp_path / "out"
@@ -444,7 +444,7 @@ def weights_of_rank(folder: Path) -> dict[str, torch.Tensor]:
 def test_dtypes_are_cast_as_torch_casts(
     to: str, stored: str, wanted: str, hf_model: Models, tmp_path: Path
 ) -> None:
-    """On the way in and on the way back; the router's bias stays in float32, where both frameworks keep it."""
+    """In both directions; the router's bias stays in float32, as in both frameworks."""
     source = hf_model("deepseek_v3", dtype=stored)
     original = tensors_of(source)
     expected = {

@@ -1,4 +1,4 @@
-"""Which model a checkpoint holds, where config, tokenizer and tensors tell different stories."""
+"""The model of a checkpoint if config, tokenizer and tensors contradict each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 def test_an_embedding_of_the_tokenizers_size_is_taken_for_that(tmp_path: Path) -> None:
-    """Megatron-LM pads what the tokenizer has; Qwen2.5's config counts more rows than that."""
+    """Megatron-LM pads the tokenizer's size; Qwen2.5's config has more rows than that."""
     model = make_model("qwen2", tmp_path / "hf")
     tokens = find_companions(model).vocab_size
     assert tokens is not None
@@ -74,7 +74,7 @@ def test_a_row_of_a_token_is_no_padding_though_the_config_counts_fewer(
 
 
 def test_tokens_without_rows_make_no_rows(tmp_path: Path) -> None:
-    """A tokenizer may have ids that the model never had rows for, as many of models that were tuned by adapters."""
+    """A tokenizer may have IDs without rows in the model, as in many models tuned with adapters."""
     model = make_model("qwen2", tmp_path / "model")
     source = with_tokens(model, tmp_path / "hf", "<one>", "<two>")
     reshard.convert(source, tmp_path / "mc", to="megatron", tp=2)

@@ -1,4 +1,4 @@
-"""Families that transformers' own code cannot make a folder of, or that Megatron-Core does not hold."""
+"""Families that transformers' own code cannot make a folder of, or that Megatron-Core does not support."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ Models = Callable[..., Path]
 def as_baichuan(llama: Path, folder: Path) -> Path:
     """A Llama model whose folder says Baichuan: the same weights under the names of its remote code.
 
-    Baichuan's code is not part of transformers and is never run here. It computes what Llama computes, from
+    Baichuan's code is not part of transformers and is never run here. It computes the same as Llama, from
     queries, keys and values of one projection. Source: configuration_baichuan.py and modeling_baichuan.py of
-    baichuan-inc/Baichuan-7B; rotary_emb.inv_freq stands in its weights, too.
+    baichuan-inc/Baichuan-7B; rotary_emb.inv_freq is in its weights, too.
     """
     folder.mkdir()
     tensors = load_file(llama / "model.safetensors")
@@ -74,7 +74,7 @@ def as_baichuan(llama: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def baichuan(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A folder of Baichuan, and the folder of the Llama model that computes the same."""
+    """A Baichuan folder, and the folder of the Llama model that computes the same."""
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     llama = hf_model("llama", head_dim=8, num_key_value_heads=8, rope_parameters=rope)
     return as_baichuan(llama, tmp_path_factory.mktemp("hub") / "baichuan"), llama
@@ -175,7 +175,7 @@ def test_what_cwm_does_not_say_is_what_transformers_assumes() -> None:
 
 
 def test_the_bias_of_a_router_that_mcore_bridge_drops_is_kept(tmp_path: Path) -> None:
-    """Ernie 4.5: what mcore-bridge saves has none, and such a checkpoint converts too."""
+    """Ernie 4.5: mcore-bridge saves none, and such a checkpoint converts too."""
     sizes = {**SIZES, "moe_k": 2, "moe_num_experts": 4, "moe_intermediate_size": 16}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("ernie4_5_moe", **sizes))
     randomise(model, torch.Generator().manual_seed(0))
@@ -209,7 +209,7 @@ def test_layers_of_glm_5_may_share_an_indexer() -> None:
 
 
 def test_megatron_computes_nemotron(tmp_path: Path) -> None:
-    """Layer norms with biases, stored less one; half of each head rotated; an MLP without a gate, by its own halves."""
+    """Zero-centred layer norms with biases; half of each head rotated; an MLP without a gate."""
     source = make_model_type("nemotron", tmp_path / "hub")
     expected = transformers_logits(source, TOKENS)
     for to in ("megatron", "megatron-legacy"):
@@ -226,7 +226,7 @@ UNDECLARED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def undeclared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A small random model of a family that nobody declared, as transformers saves it. No tokenizer."""
+    """A small random model of an undeclared family, as transformers saves it. No tokenizer."""
 
     @cache
     def make(model_type: str) -> Path:
@@ -267,7 +267,7 @@ def test_what_megatron_does_not_compute_is_refused_with_the_reason(
 
 
 def test_the_reasons_are_those_of_megatron_core() -> None:
-    """A layer has no norm behind attention or MLP, nothing scales embeddings or caps logits, and so on."""
+    """A layer has no norm after attention or MLP, nothing scales embeddings or caps logits, and so on."""
     sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     layer = {name for name in vars(get_gpt_layer_local_spec().submodules) if "norm" in name}
     assert layer == {"input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"}

@@ -1,4 +1,4 @@
-"""The norm of a delta net, which Megatron-Core stores less one: exact, or refused, or rounded where that is asked."""
+"""The norm of a delta net, which Megatron-Core stores minus one: exact, refused, or rounded on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORM = "model.layers.2.linear_attn.norm.weight"
 
 @pytest.fixture
 def folder(hf_model: Models, tmp_path: Path) -> Path:
-    """Qwen3-Next in bfloat16, with one element of one norm that less one is no bfloat16."""
+    """Qwen3-Next in bfloat16, with one norm element that bfloat16 cannot store minus one."""
     source = hf_model("qwen3_next", dtype="bfloat16")
     copy = tmp_path / "hub"
     copy.mkdir()
@@ -62,7 +62,7 @@ def test_rounding_is_asked_for_by_dtype_and_float32_loses_nothing(folder: Path, 
 
 
 def trained_to(folder: Path, value: float, out: Path) -> Path:
-    """A bfloat16 checkpoint of Megatron-Core whose norm has an element of `value`, finer than bfloat16 near one."""
+    """A bfloat16 checkpoint of Megatron-Core with a norm element of `value`, finer than bfloat16 near one."""
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     tensors[NORM][3] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -116,7 +116,7 @@ def test_a_trained_norm_that_the_hub_would_round_is_refused_too(folder: Path, tm
 
 
 def stepped(source: Path, out: Path) -> Path:
-    """A checkpoint of torch, after one step of AdamW in float32 by gradients that are made up."""
+    """A checkpoint of torch, after one step of AdamW in float32 with invented gradients."""
     draw = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

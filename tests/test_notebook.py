@@ -22,7 +22,7 @@ NOTEBOOK = Path(__file__).parents[1] / "docs" / "notebooks" / "fine-tuning.ipynb
 
 @pytest.fixture
 def place(hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, and a Megatron checkpoint of it whose attention moved, the first layer most."""
+    """A folder with a model, and a Megatron checkpoint of it whose attention changed, the first layer most."""
     (tmp_path / "base").symlink_to(hf_model("qwen3"))
     reshard.convert(tmp_path / "base", tmp_path / "edited", to="huggingface")
     file = tmp_path / "edited" / "model.safetensors"
@@ -36,7 +36,7 @@ def place(hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def run_cells() -> list[Any]:
-    """Run the notebook; the value of the last expression of each cell, as a notebook shows it."""
+    """Run the notebook and return the value of the last expression of each cell, which a notebook shows."""
     names: dict[str, Any] = {}
     shown = []
     for number, cell in enumerate(json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]):
@@ -81,7 +81,7 @@ reshard.convert("base", "none", dry_run=True, to="dcp")
 
 @pytest.mark.slow
 def test_calls_draw_a_bar_in_a_kernel(place: Path) -> None:
-    """As a notebook does it: a real kernel runs the cells, and each bar ends full."""
+    """A real kernel runs the cells, and each bar reaches 100%."""
     script = [
         "import json, sys, nbformat, nbclient",
         "cells = [nbformat.v4.new_code_cell(line) for line in sys.stdin.read().split('\\n') if line]",

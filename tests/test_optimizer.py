@@ -1,8 +1,8 @@
-"""`--with-optimizer`: training goes on at another layout as if it had never stopped.
+"""`--with-optimizer`: training continues in another layout as if it had never stopped.
 
-The judge is megatron-core: it loads weights, optimizer and scheduler strictly from what reshard wrote, trains on, and
-is held against its own run. Where it can load the source at the other layout by itself, both must agree to the last
-bit.
+The judge is megatron-core: it loads weights, optimizer and scheduler strictly from reshard's output, continues to
+train, and is compared with its own run. Where it can load the source in the other layout by itself, both must agree
+to the last bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Sizes = Layout
 
 @dataclass(frozen=True)
 class Case:
-    """A run at layout `source` that goes on at `target`; `alone` if megatron-core can take that step by itself."""
+    """A run at layout `source` that continues at `target`; `alone` if megatron-core can reshard that by itself."""
 
     args: dict[str, Any]
     source: Sizes
@@ -61,7 +61,7 @@ class Case:
         )
 
     def go_on(self, out: Path, checkpoint: Path, steps: int = 2, **options: Any) -> TrainingRun:
-        """Load everything from the iteration folder `checkpoint` at the target's layout, train; or save at once."""
+        """Load everything from the iteration folder `checkpoint` at the target's layout, and train; or save at once."""
         save = () if steps else PORTABLE
         return self.train(
             out,
@@ -75,7 +75,7 @@ class Case:
         )
 
     def convert(self, source: Path, out: Path, **options: Any) -> Path:
-        """Write the target's layout with reshard; the iteration folder."""
+        """Write the target's layout with reshard; returns the iteration folder."""
         to = self.target
         sizes = {"tp": to.tp, "pp": to.pp, "ep": to.ep, "etp": to.etp}
         options = {"with_optimizer": True, "transformer_impl": "local", **sizes, **options}
@@ -105,7 +105,7 @@ Runs = Callable[[str], tuple[Case, Path, tuple[float, ...]]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The case called so, what it saved after two steps, and the losses of the two steps that follow."""
+    """The case with this name, its checkpoint after two steps, and the losses of the next two steps."""
 
     @cache
     def run(name: str) -> tuple[Case, Path, tuple[float, ...]]:
@@ -119,7 +119,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def named(*, alone: bool | None = None) -> list[Any]:
-    """The names of the cases, those that take long marked so."""
+    """The names of the cases, with slow ones marked."""
     return [
         pytest.param(name, marks=[pytest.mark.slow] if name in MORE_CASES else [])
         for name, case in {**CASES, **MORE_CASES}.items()
@@ -129,7 +129,7 @@ def named(*, alone: bool | None = None) -> list[Any]:
 
 @pytest.mark.parametrize("name", named())
 def test_megatron_trains_on_as_if_it_had_never_stopped(name: str, runs: Runs, tmp_path: Path) -> None:
-    """bfloat16 rounds otherwise at another layout, whoever reshards; float32 shows that nothing is lost."""
+    """bfloat16 rounds differently in another layout, whichever program reshards; float32 shows that nothing is lost."""
     case, source, losses = runs(name)
     ours = case.go_on(tmp_path / "on", case.convert(source, tmp_path / "ours"))
     tolerance = 0.0 if case.target == case.source else 1e-3 if case.bf16 else 1e-5
@@ -137,7 +137,7 @@ def test_megatron_trains_on_as_if_it_had_never_stopped(name: str, runs: Runs, tm
 
 
 def test_without_the_states_training_would_go_on_otherwise(runs: Runs, tmp_path: Path) -> None:
-    """So that equal losses mean something."""
+    """Proves that equal losses mean something."""
     case, source, losses = runs("all in float32, tied")
     fresh = case.train(tmp_path, case.source, 2, checkpoint=source / "iter_0000002", save=())
     assert fresh.losses != pytest.approx(losses, rel=1e-3)
@@ -145,7 +145,7 @@ def test_without_the_states_training_would_go_on_otherwise(runs: Runs, tmp_path:
 
 @pytest.mark.parametrize("name", named(alone=True))
 def test_states_are_those_that_megatron_gathers_itself(name: str, runs: Runs, tmp_path: Path) -> None:
-    """Keys, shapes, dtypes, chunks and values of all tensors, and what common.pt says of the optimizer."""
+    """Keys, shapes, dtypes, chunks and values of all tensors, and the optimizer's part of common.pt."""
     case, source, _ = runs(name)
     ours = case.convert(source, tmp_path / "ours")
     theirs = case.go_on(tmp_path / "theirs", source / "iter_0000002", steps=0).folder
@@ -161,7 +161,7 @@ def test_states_are_those_that_megatron_gathers_itself(name: str, runs: Runs, tm
 
 @pytest.mark.parametrize("name", named(alone=False))
 def test_states_are_those_of_the_source(name: str, runs: Runs, tmp_path: Path) -> None:
-    """A tensor of torch_dist is whole whatever the layout."""
+    """A tensor of torch_dist is complete in any layout."""
     case, source, _ = runs(name)
     assert_same(values(case.convert(source, tmp_path / "ours")), values(source / "iter_0000002"))
 
@@ -185,7 +185,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 
 def test_padding_rows_have_states_like_their_weights(runs: Runs, tmp_path: Path) -> None:
-    """As megatron-core cuts them off where the vocabulary has less padding; new rows begin at zero."""
+    """Cut off like megatron-core does for a vocabulary with less padding; new rows begin at zero."""
     case, source, _ = runs("main weights in float32")
     less = case.convert(source, tmp_path / "less", tp=2, vocab_divisible_by=1)
     args = {**QWEN2, "padded_vocab_size": 250, "make_vocab_size_divisible_by": 1}
@@ -199,7 +199,7 @@ def test_padding_rows_have_states_like_their_weights(runs: Runs, tmp_path: Path)
 
 
 def test_in_float32_the_main_weights_become_the_weights(runs: Runs, tmp_path: Path) -> None:
-    """And megatron-core trains on with them, without main weights beside."""
+    """And megatron-core continues to train with them, without separate main weights."""
     case, source, losses = runs("main weights in float32")
     folder = case.convert(source, tmp_path / "ours", dtype="float32")
     ours, theirs = values(folder), values(source / "iter_0000002")
@@ -232,7 +232,7 @@ def test_frozen_weights_have_no_states(runs: Runs, tmp_path: Path) -> None:
 
 
 def copied(source: Path, out: Path, left_out: Callable[[str], bool]) -> Path:
-    """The run with a `.metadata` that knows nothing of some keys."""
+    """The run with a `.metadata` that lacks some keys."""
     shutil.copytree(source, out)
     file = out / "iter_0000002" / ".metadata"
     metadata = read_metadata(file)

@@ -1,7 +1,7 @@
-"""`--with-optimizer` between engines: a run of torch goes on in megatron-core, and the other way round.
+"""`--with-optimizer` between engines: a run of torch continues in megatron-core, and the reverse.
 
-Both train the same model in float32 with Adam on the same tokens, so the losses that follow tell whether weights, both
-moments, step, learning rate and weight decay have arrived, each where it belongs.
+Both train the same model in float32 with Adam on the same tokens, so the following losses show whether weights, both
+moments, step, learning rate and weight decay have all arrived in the right place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {"qwen2": {"vocab_size": 284}, "qwen3_tied
 
 
 def adam(model: Any) -> torch.optim.AdamW:
-    """As Megatron groups parameters: matrices decay, norms and biases do not."""
+    """Megatron's parameter groups: matrices decay, norms and biases do not."""
     groups: tuple[list[Any], list[Any]] = ([], [])
     for parameter in model.parameters():
         groups[parameter.ndim < 2].append(parameter)
@@ -73,7 +73,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, first: int, steps: int) 
 def run(
     request: pytest.FixtureRequest, hf_model: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[float]]:
-    """What torch saved after two steps, and the losses of the two steps that followed."""
+    """The checkpoint of torch after two steps, and the losses of the next two steps."""
     base = hf_model(request.param, **VARIANTS[request.param])
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     optimizer = adam(model)
@@ -202,7 +202,7 @@ DEEPSPEED = Path(__file__).parent / "data" / "deepspeed"
 
 @pytest.mark.parametrize("name", ["z1_fp32", "z3_fp32", "universal_z2"])
 def test_a_run_of_deepspeed_goes_on_in_megatron(name: str, tmp_path: Path) -> None:
-    """megatron-core loads it strictly; what it then holds is what DeepSpeed itself says of masters and moments."""
+    """megatron-core loads it strictly; its masters and moments are those that DeepSpeed itself reports."""
     source = DEEPSPEED / name
     reshard.convert(
         source,
@@ -237,7 +237,7 @@ def test_a_run_of_deepspeed_goes_on_in_megatron(name: str, tmp_path: Path) -> No
 
 
 def test_tensors_without_states_are_named(tmp_path: Path) -> None:
-    """Some weights of this run were frozen, so DeepSpeed has no states of them."""
+    """Some weights of this run were frozen, so DeepSpeed has no states for them."""
     options = {"to": "megatron", "dtype": "bfloat16", "with_optimizer": True, "no_tokenizer": True}
     plan = reshard.convert(DEEPSPEED / "z1", tmp_path, dry_run=True, **options).plan
     moments = load_file(DEEPSPEED / "z1" / "exp_avg.safetensors")
@@ -247,7 +247,7 @@ def test_tensors_without_states_are_named(tmp_path: Path) -> None:
 
 
 def test_masters_become_the_weights_of_a_float32_folder(tmp_path: Path) -> None:
-    """In bfloat16 they are named as dropped, with the way to keep them."""
+    """In bfloat16 they are reported as dropped, with the way to keep them."""
     case = Case({**QWEN2, "vocab_size": 256}, Sizes(tp=2), Sizes(tp=2))
     case.train(tmp_path / "run", case.source, 1, save=PORTABLE)
     convert = {"with_optimizer": True, "no_tokenizer": True}

@@ -1,4 +1,4 @@
-"""Where output goes: pipes, terminals, encodings, and nowhere."""
+"""Destinations of output: pipes, terminals, encodings, and nowhere."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ READER_GONE = 128 + signal.SIGPIPE
 
 
 def without_reader(*words: object, streams: Sequence[str]) -> tuple[int, str]:
-    """The status of a command whose output nobody reads, and what it says where somebody still does."""
+    """The status of a command whose output nobody reads, and its messages on the stream that is still read."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "reshard", *map(str, words)]
@@ -85,7 +85,7 @@ def test_a_reader_that_goes_away_ends_every_command_quietly(model: Path, other: 
 
 
 def test_a_conversion_whose_reader_goes_away_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    """It says what it drops before it is done, and is whole or not there at all."""
+    """It prints what it drops before the end, and is complete or absent."""
     words = ("convert", model, tmp_path / "dst", "--to", "megatron")
     assert without_reader(*words, streams=["stdout", "stderr"]) == (READER_GONE, "")
     assert [path.name for path in tmp_path.iterdir()] in ([], ["dst"])
@@ -93,7 +93,7 @@ def test_a_conversion_whose_reader_goes_away_leaves_nothing(model: Path, tmp_pat
 
 
 def test_output_that_goes_nowhere_hinders_no_command(model: Path, tmp_path: Path) -> None:
-    """Closed by whoever started it, as daemons and `>&-` do."""
+    """Closed by the parent process, as by daemons and `>&-`."""
     line = (
         f"{shlex.quote(sys.executable)} -m reshard convert {model} {tmp_path / 'dst'} --to megatron >&- 2>&-"
     )
@@ -102,7 +102,7 @@ def test_output_that_goes_nowhere_hinders_no_command(model: Path, tmp_path: Path
 
 
 def test_any_path_is_shown_in_any_encoding(model: Path, tmp_path: Path) -> None:
-    """A path with blanks, brackets, letters that ASCII lacks, and a byte that is none of UTF-8."""
+    """A path with blanks, brackets, letters outside ASCII, and a byte that is not UTF-8."""
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     for name in ("mein Mödell ☃ [b]", os.fsdecode(b"caf\xe9")):
         path = Path(shutil.copytree(model, tmp_path / name))

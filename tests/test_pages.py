@@ -1,4 +1,4 @@
-"""The pages of `inspect --html` and `verify --html`: what they say, and that a browser draws them without a network."""
+"""The pages of `inspect --html` and `verify --html`: their content, and that a browser draws them without a network."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, of which two layers moved by known amounts."""
+    """The same model with two layers changed by known amounts."""
     path = tmp_path_factory.mktemp("pages") / "tuned"
     reshard.convert(model, path, to="huggingface")
     (file,) = path.glob("*.safetensors")
@@ -52,7 +52,7 @@ def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data_of(page: Path) -> dict[str, Any]:
-    """What the charts of a page are given."""
+    """The data of a page's charts."""
     (text,) = re.findall(r"(?m)^const data = (.*);$", page.read_text(encoding="utf-8"))
     found: dict[str, Any] = json.loads(text)
     return found

@@ -1,4 +1,4 @@
-"""What ms-swift and Megatron-Bridge leave converts, bit for bit. Their own savers made what is in tests/data/peers."""
+"""Checkpoints of ms-swift and Megatron-Bridge convert bit for bit. Their own savers made those in tests/data/peers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_equal(a: Path, b: Path, base: Path | None = None) -> None:
 
 @pytest.mark.parametrize("name", SWIFT)
 def test_the_checkpoint_of_a_swift_run_converts(name: str, tmp_path: Path) -> None:
-    """mcore-bridge wrote the Hugging Face weights beside from the same model: it is the judge."""
+    """mcore-bridge also wrote the Hugging Face weights of the same model: it is the judge."""
     checkpoint = DATA / "swift" / name / "checkpoint-3"
     result = reshard.convert(checkpoint, tmp_path / "ours")
     assert result.plan.source == "megatron" and not result.plan.warnings
@@ -62,7 +62,7 @@ def test_the_index_of_shards_may_be_named_too(tmp_path: Path) -> None:
 
 
 def test_a_run_that_saves_weights_of_the_hub_alone(tmp_path: Path) -> None:
-    """With `--no_save_optim`, ms-swift leaves nothing but common.pt in iter_*."""
+    """With `--no_save_optim`, ms-swift leaves only common.pt in iter_*."""
     found = reshard.inspect(DATA / "swift" / "qwen3-hub-only" / "checkpoint-3")
     assert found.whole and found.checkpoint.format == "huggingface"
 
@@ -126,7 +126,7 @@ def test_what_megatron_bridge_imported_converts_back(name: str, tmp_path: Path) 
 
 
 def test_what_megatron_bridges_own_modules_hold_converts_back(tmp_path: Path) -> None:
-    """Gemma 3 with its tower: two ropes, norms behind attention and MLP, a transposed projector."""
+    """Gemma 3 with its tower: two ropes, norms after attention and MLP, a transposed projector."""
     base = make_model_type("gemma3", tmp_path / "base", **SMALL_GEMMA3)
     result = reshard.convert(DATA / "bridge" / "gemma3", tmp_path / "ours", base=base)
     assert not result.plan.warnings
@@ -149,7 +149,7 @@ def test_what_ms_swift_saved_of_gated_delta_nets_converts_back(tmp_path: Path) -
 
 @pytest.mark.parametrize("peer, name", [("swift", "qwen3_omni_moe"), ("bridge", "qwen3_vl_moe")])
 def test_a_model_of_several_parts_converts_back(peer: str, name: str, tmp_path: Path) -> None:
-    """mcore-bridge and Megatron-Bridge call its parts differently; what speaks is in the base alone."""
+    """mcore-bridge and Megatron-Bridge name its parts differently; only the base has the speech modules."""
     base = DATA / peer / f"base-{name}"
     result = reshard.convert(DATA / peer / name, tmp_path / "ours", base=base)
     assert not result.plan.warnings

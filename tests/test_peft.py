@@ -1,4 +1,4 @@
-"""Adapters, judged by the real PEFT: what it saves is read, what it merges is equalled, what is written loads."""
+"""Adapters, judged by the real PEFT: its files are read, its merges reproduced, and it loads what is written."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_merging_gives_the_bytes_of_merge_and_unload(
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_weights_that_lie_transposed_are_merged_as_peft_does(use_dora: bool, tmp_path: Path) -> None:
-    """GPT-2's Conv1D; nobody declared the family, so names stay as they are."""
+    """GPT-2's Conv1D; the family is undeclared, so names stay unchanged."""
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 90, "n_positions": 32}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
     model.save_pretrained(tmp_path / "base")
@@ -235,7 +235,7 @@ def test_peft_loads_what_is_carried_over_and_computes_the_same(
 def test_the_state_of_a_live_model_becomes_an_adapter_that_peft_loads(
     feature: str, hf_model: Model, tmp_path: Path
 ) -> None:
-    """As FSDP, DeepSpeed and DCP hold it: the adapter's name in the names, the base beside it, no adapter_config."""
+    """As in FSDP, DeepSpeed and DCP: the adapter's name in the names, with the base, without adapter_config."""
     name, settings = FEATURES[feature]
     settings = {key: value for key, value in settings.items() if key != "alpha_pattern"}
     base = hf_model(name, **SMALL)

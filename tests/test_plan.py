@@ -1,4 +1,4 @@
-"""Plans: every element is carried exactly once, and models far larger than memory are planned from headers."""
+"""Plans: every element is copied exactly once, and models far larger than memory are planned from headers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""inspect, convert, verify and doctor use nothing that only Linux has.
+"""inspect, convert, verify and doctor need nothing that only Linux has.
 
-Each command runs in a process that has lost it: names of `os`, `fcntl`, `signal` and `select`, functions of glibc, the
-file systems of the kernel. On a system that never had them nothing is taken away, so this file also runs on macOS, with
+Each command runs in a process without it: names of `os`, `fcntl`, `signal` and `select`, functions of glibc, the
+file systems of the kernel. On a system that never had them nothing is removed, so this file also runs on macOS, with
 numpy, safetensors and pytest alone: `pytest --noconftest tests/test_portable.py`.
 """
 
@@ -90,7 +90,7 @@ def reshard(*words: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A Llama of two layers with random weights; its embedding is large enough to be written directly on Linux."""
+    """A Llama of two layers with random weights; its embedding is large enough for direct writes on Linux."""
     shapes = {"model.embed_tokens.weight": (VOCABULARY, H), "lm_head.weight": (VOCABULARY, H)}
     shapes["model.norm.weight"] = (H,)
     for layer in range(LAYERS):

@@ -1,4 +1,4 @@
-"""What commands say while they read headers and plan: a spinner on a terminal, lines in a log, nothing for machines."""
+"""Messages of commands while they read headers and plan: a spinner on a terminal, lines in a log, none for machines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENSORS = 30_000
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of two files with many small tensors, of a model that nobody declared."""
+    """A folder of two files with many small tensors, of an undeclared model."""
     folder = tmp_path_factory.mktemp("many")
     for part in range(2):
         numbers = range(part, TENSORS, 2)

@@ -1,4 +1,4 @@
-"""Quantized folders are copied as they are, and counted as what they stand for."""
+"""Quantized folders are copied unchanged, and counted by the weights that they represent."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def test_transformers_finds_the_same_model_in_other_shards(
 
 COPIED_BY_OTHERS = ["W4A16", "W3A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "nf4", "int8"]
 PACKED_ALONE = ["W4A16_ASYM", "awq", "gptq"]
-"""Transformers loads these only on a GPU, or not at all as they were saved."""
+"""Methods that transformers loads only on a GPU, or not at all as saved."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*COPIED_BY_OTHERS, *PACKED_ALONE])
 def test_what_other_tools_quantized(kind: str, hf_model: Models, tmp_path: Path) -> None:
-    """Copied to the byte, and for transformers in their environment the same model."""
+    """Copied byte for byte, and for transformers in their environment the same model."""
     plain, source, out = hf_model("qwen3", dtype="bfloat16"), tmp_path / "source", tmp_path / "out"
     made = [python("quantizers"), "-m", "tests.genuine.make_quantized"]
     subprocess.run([*made, kind, plain, source], check=True)
@@ -205,7 +205,7 @@ def test_values_that_nobody_here_computes_are_refused(
 
 
 def awq(plain: Path, out: Path) -> Path:
-    """The names and shapes of AutoAWQ, for a kernel whose order of values is not known here."""
+    """The names and shapes of AutoAWQ, for a kernel with an unknown order of values."""
     tensors = load_file(plain / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         rows, columns = tensors[name].shape
@@ -392,7 +392,7 @@ def test_names_of_a_plain_model_that_sound_quantized(hf_model: Models, tmp_path:
 
 
 def test_every_type_that_safetensors_stores(hf_model: Models, tmp_path: Path) -> None:
-    """Also those of less than a byte, which are written by hand: torch cannot save them all."""
+    """Including those smaller than a byte, which are written by hand: torch cannot save all of them."""
     plain = hf_model("qwen3")
     folder = quantized.with_tensors(plain, tmp_path / "source", {}, None)
     edit(folder, model_type="nobodys")

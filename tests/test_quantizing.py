@@ -1,4 +1,4 @@
-"""Plain weights become quantized ones, to the bit of the quantizers that people use, and load where those do."""
+"""Quantizing plain weights: bit for bit like the common quantizers, and loadable where theirs are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def fp8_by_transformers(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales as transformers makes them; zeros fill up the blocks at the edges, as it cannot."""
+    """Values and scales as transformers makes them; blocks at the edges are padded with zeros, as it cannot do."""
     how = FineGrainedFP8Config(scale_fmt="ue8m0" if kind == "fp8-ue8m0" else "float")
     rows, columns = weight.shape[-2:]
     padded = torch.nn.functional.pad(weight, (0, -columns % 128, 0, -rows % 128))
@@ -50,7 +50,7 @@ def fp8_by_transformers(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, 
 
 
 def mxfp4_by_formula(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales of experts [expert, in, out], by what triton_kernels says of its rounding.
+    """Blocks and scales of experts [expert, in, out], as triton_kernels documents its rounding.
 
     The scale is the least power of two that brings the largest to 6 or below; to the nearest value, ties to even.
     """
@@ -67,7 +67,7 @@ def mxfp4_by_formula(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_quantized(folder: Path, plain: Tensors, kind: str) -> set[str]:
-    """That a folder holds weights as the reference makes them, and the others as they were; the quantized ones."""
+    """Assert that a folder has the reference's quantized weights, which it returns, and the others unchanged."""
     found, chosen = tensors_of(folder), set()
     expected: Tensors = {}
     for name, tensor in plain.items():
@@ -90,7 +90,7 @@ def assert_quantized(folder: Path, plain: Tensors, kind: str) -> set[str]:
 
 
 WHOLE = {"qk_nope_head_dim": 24, "v_head_dim": 8}
-"""Sizes of deepseek_v3 of which no block is cut: transformers finds the size of blocks by dividing."""
+"""Sizes of deepseek_v3 without a smaller block: transformers finds the block size by dividing."""
 
 MODELS: dict[str, dict[str, int]] = {"qwen3_tied": {}, "qwen2_moe": {}, "deepseek_v3_mtp": WHOLE}
 
@@ -113,7 +113,7 @@ def test_fp8_is_what_transformers_makes(name: str, kind: str, hf_model: Models, 
 
 
 def assert_the_modules_that_transformers_replaces(folder: Path, chosen: set[str]) -> None:
-    """That a GPU would find FP8 in all modules that transformers expects it in, and in no other."""
+    """Assert that a GPU would find FP8 in all modules that transformers expects it in, and in no other."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -128,10 +128,10 @@ def assert_the_modules_that_transformers_replaces(folder: Path, chosen: set[str]
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8-ue8m0"])
 def test_fp8_deepseek_with_mtp_through_megatron(kind: str, hf_model: Models, tmp_path: Path) -> None:
-    """A scale of weights in bfloat16 comes out of its values again, and so do the values: the same bytes.
+    """The scale of a bfloat16 weight can be recovered from its values, and so can the codes: the same bytes.
 
-    With powers of two values are exact in bfloat16. A block whose largest code was rounded down to 224 has half the
-    scale afterwards, and codes of twice the size: the same values, and then the same bytes.
+    With powers of two, values are exact in bfloat16. A block whose largest code was rounded down to 224 has half the
+    scale afterwards, and codes twice as large: the same values, and then the same bytes.
     """
     plain = hf_model("deepseek_v3_mtp", dtype="bfloat16", **WHOLE)
     source, native, out, again = (tmp_path / name for name in ("source", "megatron", "out", "again"))
@@ -153,7 +153,7 @@ def test_fp8_deepseek_with_mtp_through_megatron(kind: str, hf_model: Models, tmp
 
 
 def test_blocks_at_the_edges(hf_model: Models, tmp_path: Path) -> None:
-    """As DeepSeek has them in kv_a_proj_with_mqa of 576 rows."""
+    """As in DeepSeek's kv_a_proj_with_mqa with 576 rows."""
     plain = hf_model("deepseek_v3", dtype="bfloat16", kv_lora_rank=200, qk_nope_head_dim=20)
     plan = reshard.convert(plain, tmp_path / "out", quantize="fp8").plan
     (note,) = [note for note in plan.notes if "transformers" in note]
@@ -300,7 +300,7 @@ def test_mxfp4_experts_of_gpt_oss(hf_model: Models, tmp_path: Path) -> None:
 
 
 def test_mxfp4_keeps_every_value_that_it_can_hold(hf_model: Models, tmp_path: Path) -> None:
-    """Of blocks whose largest code is 4 or 6 the bytes, too; a smaller one was not scaled as far as it could be."""
+    """Blocks whose largest code is 4 or 6 also keep their bytes; others were not scaled as far as possible."""
     source = quantized.mxfp4(hf_model("gpt_oss", dtype="bfloat16"), tmp_path / "source")
     reshard.convert(source, tmp_path / "native", to="megatron", tp=2, etp=1)
     reshard.convert(tmp_path / "native", tmp_path / "out", quantize="mxfp4")
@@ -447,7 +447,7 @@ def test_an_adapter_by_itself_is_refused(hf_model: Models, tmp_path: Path) -> No
 
 
 def test_stacked_experts_are_refused_in_fp8(hf_model: Models, tmp_path: Path) -> None:
-    """As qwen3_vl_moe and llama4 have them: transformers would take the values without their scales."""
+    """As in qwen3_vl_moe and llama4: transformers would use the values without their scales."""
     plain = hf_model("gpt_oss", dtype="bfloat16")
     source = shutil.copytree(plain, tmp_path / "source")
     config = json.loads((source / "config.json").read_text()) | {"model_type": "nobodys"}

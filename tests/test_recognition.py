@@ -1,4 +1,4 @@
-"""What an engine computes is what the config describes: by another name, or not at all, or because the user insists."""
+"""An engine computes what the config describes, possibly under another name; otherwise it is refused or forced."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Models = Callable[..., Path]
 
 
 def edited(source: Path, folder: Path, **changes: Any) -> Path:
-    """A copy of a Hugging Face folder with other keys in its config."""
+    """A copy of a Hugging Face folder with other config keys."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
@@ -67,7 +67,7 @@ def test_megatron_computes_with_a_family_of_another_name(name: str, hf_model: Mo
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name(hf_model: Models, tmp_path: Path) -> None:
-    """transformers has no class for it; its own code computes what that of DeepSeek-V3 computes."""
+    """transformers has no class for it; its own code computes the same as DeepSeek-V3's."""
     deepseek = hf_model("deepseek_v3")
     kimi = edited(deepseek, tmp_path / "kimi", model_type="kimi_k2")
     reshard.convert(kimi, tmp_path / "there", to="megatron", tp=2, pp=2)
@@ -295,7 +295,7 @@ def test_what_is_said_twice_alike_is_no_contradiction(hf_model: Models, tmp_path
 def test_where_nothing_names_the_family_the_likeliest_is_assumed(
     name: str, assumed: str, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """In the arguments that Megatron-LM itself would have saved, no family is named."""
+    """The arguments that Megatron-LM itself saves name no family."""
     reshard.convert(hf_model(name), tmp_path / "m", to="megatron")
     (tmp_path / "m" / "config.json").unlink()
     file = tmp_path / "m" / "release" / "common.pt"

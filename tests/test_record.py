@@ -1,4 +1,4 @@
-"""A folder is checked against the digests that were taken while its bytes passed."""
+"""A folder is checked against digests computed while its bytes were written."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_source_that_was_read_in_part_says_so(
 
 
 def spoil(folder: Path, how: str) -> dict[str, str]:
-    """Change a folder; what `verify` says of its files."""
+    """Change a folder, and return the messages of `verify` about its files."""
     first, second = find(folder, "__1_0.distcp"), find(folder, "__2_0.distcp")
     if how == "flipped":
         flip(first, first.stat().st_size // 2)
@@ -167,7 +167,7 @@ def test_a_folder_without_a_record_is_told(written: Path) -> None:
 def test_a_read_that_gives_fewer_bytes_is_no_other_content(
     hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file server may do so, and so may a signal: what is asked for is not always what comes at once."""
+    """File servers and signals can cause short reads: a read may return fewer bytes than requested."""
     pread, preadv = os.pread, os.preadv
     monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 1000), offset))
     monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: preadv(fd, [parts[0][:1000]], offset))

@@ -1,4 +1,4 @@
-"""What strangers get: the wheel, the sdist, and the files that GitHub reads."""
+"""The published files: the wheel, the sdist, and the files that GitHub reads."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_files_of_github_are_valid(schema: str) -> None:
 
 
 def tool(name: str, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A program of the environment in which releases are made; what it prints is in `stdout`."""
+    """A program of the environment in which releases are made; its output is in `stdout`."""
     program = Path(environments.python("release")).with_name(name)
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(
@@ -91,7 +91,7 @@ def tool(name: str, *words: object, **environment: str) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The sdist, and the wheel that was built of it."""
+    """The sdist, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
     done = tool("python", "-m", "build", "--no-isolation", "-o", folder, REPOSITORY)
     assert done.returncode == 0, done.stdout
@@ -129,7 +129,7 @@ def test_links_on_the_page_of_the_index_lead_somewhere(built: tuple[Path, Path])
 
 @pytest.mark.slow
 def test_the_wheel_runs_where_nothing_else_is_installed(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """The base package alone: no torch, and a remedy that works as it is printed."""
+    """The base package alone: no torch, and a remedy that works as printed."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     binaries = tmp_path / "venv" / "bin"
     env = {"PATH": f"{binaries}:{os.environ['PATH']}", "HOME": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""The same command continues a conversion that was killed, and its output is what it would have been."""
+"""The same command continues a conversion that was killed, and writes the same output as without the kill."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ROADS: dict[str, tuple[str, dict[str, Any]]] = {
     "zip files from zip files": ("torch_dist moe", {"to": "megatron-legacy", "tp": 2}),
     "dcp": ("legacy moe", {"to": "dcp"}),
 }
-"""What is converted, and how: tensors that are cut and transposed, files with checksums on either side."""
+"""Conversions: tensors that are sharded and transposed, files with checksums on either side."""
 
 
 class Death:
-    """Ends a process before one of its system calls, as SIGKILL does, or as a machine does that fails.
+    """Ends a process before one of its system calls, like SIGKILL or a machine failure.
 
-    Such a machine forgets all that no one had waited for; here it is overwritten.
+    A failing machine loses all data that was not synced; here it is overwritten.
     """
 
     def __init__(self, at: int | None, *, forgets: bool) -> None:
@@ -83,7 +83,7 @@ class Death:
 
 
 def dying(convert: Callable[[], object], death: Death) -> int:
-    """Run something in a process that dies on the way; its exit status."""
+    """Run something in a process that dies partway; returns its exit status."""
     child = os.fork()
     if not child:
         try:
@@ -105,7 +105,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of many windows, each of which is noted."""
+    """Split files into many windows, each recorded in the journal."""
     for module in (batch, execute):
         monkeypatch.setattr(module, "WINDOW", 1 << 14)
     for module in (job, journal):
@@ -113,7 +113,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def killed_everywhere(src: Path, dst: Path, options: dict[str, Any], points: Callable[[int], range]) -> None:
-    """Kill a conversion at `points` of all its system calls, and the one that continues it, and compare the third."""
+    """Kill a conversion at `points` of all its system calls, then the one that continues it, and compare the third."""
 
     def convert() -> None:
         api.convert(src, dst, workers=2, **options)
@@ -136,13 +136,13 @@ def killed_everywhere(src: Path, dst: Path, options: dict[str, Any], points: Cal
 
 
 def left(dst: Path) -> list[str]:
-    """What is left when a run is killed behind its last rename; the next one for the same destination removes it."""
+    """Files left by a run killed after its last rename; the next run for the same destination removes them."""
     return [path.name for path in dst.parent.glob(".dst.*") if not (path / "output").exists()]
 
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder where waiting for the disk takes no time."""
+    """A folder in memory, where syncing takes no time."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     yield folder
     shutil.rmtree(folder)
@@ -161,13 +161,13 @@ def test_it_continues_where_it_was_killed(originals: Callable[[str], Path], memo
 def test_it_continues_wherever_it_was_killed(
     originals: Callable[[str], Path], tmp_path: Path, road: str
 ) -> None:
-    """On a disk, where most is written past the page cache."""
+    """On a disk, where most writes bypass the page cache."""
     source, options = ROADS[road]
     killed_everywhere(originals(source), tmp_path / "dst", options, lambda calls: range(0, calls, 11))
 
 
 def kills(convert: Callable[[], object], dst: Path, step: int) -> Iterator[int]:
-    """Kill a conversion after some steps, and after more of them, until it ends before; yield what it has written."""
+    """Kill a conversion after more and more steps, until it finishes first; yield the bytes written each time."""
     at = step
     while dying(convert, Death(at, forgets=False)) == 9 and not dst.exists():
         (found,) = unfinished(dst)
@@ -180,7 +180,7 @@ def kills(convert: Callable[[], object], dst: Path, step: int) -> Iterator[int]:
 def test_the_record_tells_what_both_runs_have_read(
     originals: Callable[[str], Path], memory: Path, monkeypatch: pytest.MonkeyPatch, road: str
 ) -> None:
-    """Nothing is read again for the checksums of the sources: the journal has what the first run has read."""
+    """Nothing is read again for the checksums of the sources: the journal has the reads of the first run."""
     monkeypatch.setattr(ledger, "LITTLE", 0)
     monkeypatch.setattr(ledger, "SHARE", 1 << 40)
     src, dst = memory / "src", memory / "dst"
@@ -241,7 +241,7 @@ def test_what_nobody_waits_for_cannot_be_read_back(originals: Callable[[str], Pa
 def test_damage_is_found_though_the_bytes_passed_before(
     originals: Callable[[str], Path], memory: Path
 ) -> None:
-    """Checksums are of all bytes of a tensor, of which the first run has seen a part, and the second the rest."""
+    """A checksum covers all bytes of a tensor; the first run has read one part of them and the second the rest."""
     src, dst = memory / "src", memory / "dst"
     shutil.copytree(originals("torch_dist"), src)
     path = find(src, "__0_0.distcp")

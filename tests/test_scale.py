@@ -1,4 +1,4 @@
-"""docs/scale.md says what the simulation gives for the costs that it states."""
+"""docs/scale.md has the results of the simulation for its stated costs."""
 
 from __future__ import annotations
 

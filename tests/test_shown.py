@@ -1,4 +1,4 @@
-"""Names, values, paths and logs that are made to look like our own lines, or to command the terminal."""
+"""Names, values, paths and logs that imitate reshard's own lines or contain terminal commands."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from reshard.shown import escape, shown, shown_json, shown_lines
 from tests.commandline import apart, in_terminal, reshard
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\n\x9b31merror: forged\r\n\u202eerror: forged\u2028error: forged"
-"""Clears the screen, names the window, and forges lines: by newlines, a carriage return, and where text is turned."""
+"""Clears the screen, sets the window title, and forges lines: by newlines, a carriage return, and reversed text."""
 OURS = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z])")
-"""What rich sends a terminal for colours, and to redraw a line."""
+"""The sequences that rich sends a terminal for colours, and to redraw a line."""
 TAG = "[bold red]"
 
 
 def assert_harmless(text: str) -> None:
-    """No command and no line of `EVIL` has come through; what a terminal was sent may be coloured."""
+    """Assert that no command and no line of `EVIL` came through; output for a terminal may be coloured."""
     assert "\x1b[2J" not in text and "owned\x07" not in text
     plain = OURS.sub("", re.sub(r"\r(?=\n|\x1b\[)", "", text))
     strange = {
@@ -39,7 +39,7 @@ def assert_harmless(text: str) -> None:
 
 
 def told(*words: object) -> str:
-    """All that a command says."""
+    """All output of a command."""
     done = reshard(*words)
     assert done.code != 3 and "mistake in reshard" not in done.err, done.err
     assert_harmless(done.out + done.err)
@@ -58,7 +58,7 @@ def good(hf_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def evil(good: Path, tmp_path: Path) -> Path:
-    """A model in a folder, with a tensor, files and values that are all named to deceive."""
+    """A model in a folder, with a tensor, files and values that all have deceptive names."""
     folder = Path(shutil.copytree(good, tmp_path / f"模型 {EVIL.replace('/', '')}"))
     tensors = {**load_file(folder / "model.safetensors"), f"{TAG}{EVIL}": torch.ones(3)}
     (folder / "model.safetensors").unlink()
@@ -192,7 +192,7 @@ def test_an_error_is_as_many_lines_as_it_has_fields() -> None:
 
 
 def test_foreign_text_has_one_way_to_the_terminal() -> None:
-    """Nothing that prints takes the `escape` of rich, which lets control characters pass."""
+    """No code that prints uses the `escape` of rich, which lets control characters pass."""
     source = Path(api.__file__).parent
     takers = [path for path in source.rglob("*.py") if "rich.markup" in path.read_text(encoding="utf-8")]
     assert [path.name for path in takers] == ["shown.py"]

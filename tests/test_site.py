@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, and needs nobody to be read."""
+"""The documentation site: it builds without a warning, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_link_leads_to_a_page_and_a_place_in_it(site: Path) -> None:
-    """Pictures and links in HTML too, which MkDocs does not look at."""
+    """Including pictures and links in HTML, which MkDocs does not check."""
     places = {
         page: set(re.findall(r'\bid="([^"]+)"', page.read_text(encoding="utf-8")))
         for page in site.rglob("*.html")

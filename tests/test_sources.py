@@ -1,4 +1,4 @@
-"""A source that changes while it is read is an error, in whatever way it changes and whoever reads it."""
+"""A source that changes while it is read is an error, for any change and any reader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shards(model: Path) -> list[Path]:
 
 
 def once(change: Callable[[], object]) -> Callable[[int], None]:
-    """A callback that changes something when the first bytes have passed."""
+    """A callback that changes something after the first bytes."""
     waiting = [change]
 
     def on_bytes(count: int) -> None:
@@ -45,7 +45,7 @@ def once(change: Callable[[], object]) -> Callable[[int], None]:
 
 
 def zero(path: Path) -> None:
-    """Zero the tensors in place, and leave header, size and inode as they are."""
+    """Zero the tensors in place, without changing header, size and inode."""
     with path.open("r+b") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
         file.seek(begin)
@@ -57,7 +57,7 @@ def cut(path: Path) -> None:
 
 
 def exchange(path: Path) -> None:
-    """Put another file of the same size and time in its place."""
+    """Replace it by another file of the same size and time."""
     before, other = path.stat(), path.with_name("other")
     other.write_bytes(path.read_bytes())
     zero(other)
@@ -68,7 +68,7 @@ def exchange(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [zero, cut, exchange, Path.unlink])
 def test_a_change_while_it_is_converted(model: Path, change: Change) -> None:
-    """Files of which nothing is left to read count, too: nobody knows what had been read by then."""
+    """Including files that were read completely: the change may have come before the end of the read."""
     files = shards(model)
 
     def all_of_them() -> None:
@@ -116,7 +116,7 @@ def test_a_config_that_is_written_again_as_it_was_is_no_change(model: Path) -> N
 
 
 def test_a_run_may_go_on(model: Path) -> None:
-    """The next step and its name in the tracker file are nothing that was read."""
+    """The next step and its name in the tracker file were not read."""
     run = model.parent / "run"
     api.convert(model, run, to="megatron")
 
@@ -153,7 +153,7 @@ def test_all_files_that_engines_wrote_are_noted(name: str) -> None:
 
 
 def test_what_cannot_be_read_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system names no file when it is handed an open one."""
+    """The system does not name a file that is passed as a descriptor."""
 
     def fails(*given: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -1,4 +1,4 @@
-"""Output appears whole or not at all, and what stood in its place is never lost."""
+"""Output appears complete or not at all, and what it replaces is never lost."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_run_that_was_killed_between_its_renames_is_put_right(tmp_path: Path) 
 
 
 def test_an_old_folder_that_something_else_replaced_is_never_removed(tmp_path: Path) -> None:
-    """It may be the only copy. A later run has a name of its own for what it moves aside."""
+    """It may be the only copy. A later run uses another name for what it moves aside."""
     write(tmp_path / f".dst.replaced-{LEFT}", "precious")
     write(tmp_path / "dst", "other")
     recover(tmp_path / "dst")
@@ -195,7 +195,7 @@ def test_an_old_folder_that_something_else_replaced_is_never_removed(tmp_path: P
 def test_where_nothing_can_be_renamed_the_old_folder_stays_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, first: str, said: str, left: set[str]
 ) -> None:
-    """From the first rename on that is about `first`."""
+    """From the first rename on that involves `first`."""
     write(tmp_path / "dst", "old")
     rename, begun = Path.rename, []
 
@@ -332,7 +332,7 @@ def spoil(folder: Path, how: str) -> None:
     ],
 )
 def test_a_folder_that_others_change_is_not_published(tmp_path: Path, how: str, found: str) -> None:
-    """As a sweep does that takes a run in another container for dead."""
+    """As by a cleanup that takes a run in another container for dead."""
     write(tmp_path / "dst", "old")
     with (
         pytest.raises(ReshardError, match="changed while it was written") as caught,
@@ -373,7 +373,7 @@ def test_what_the_system_refuses_is_a_problem(tmp_path: Path) -> None:
 def test_a_lock_that_its_holder_removed_meanwhile_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between opening a lock and taking it, whoever held it may be done and remove it: others would make a new one."""
+    """Between opening a lock and taking it, its holder may finish and remove it; others would create a new one."""
     path, take, taken = tmp_path / "lock", locks.fcntl.flock, []
 
     def removed_first(descriptor: int, how: int) -> None:

@@ -1,4 +1,4 @@
-"""Threads that begin together and end together."""
+"""Threads that start together, and end together if one of them fails."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_exception_stops_the_others() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C as a shell's foreground job hears it; a background job begins with it ignored."""
+    """Ctrl-C as in a shell's foreground job; a background job starts with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -69,7 +69,7 @@ def test_ctrl_c_stops_all_and_waits_for_them(impatient: bool) -> None:
 
 
 def test_ctrl_c_while_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread runs, and the pool does not know it yet."""
+    """The thread runs, but the pool does not know it yet."""
     worked, started, start = [], [], threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -89,7 +89,7 @@ def test_ctrl_c_while_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    """Let the system give so many threads and no more, as the limits of users and containers do."""
+    """Let the system start at most `threads` threads, like the limits of users and containers."""
     start, left = threading.Thread.start, [None] * threads
 
     def limited(thread: threading.Thread) -> None:

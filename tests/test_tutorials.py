@@ -1,4 +1,4 @@
-"""The commands of docs/tutorials, typed one after another in a folder that has what each page says you have."""
+"""The commands of docs/tutorials, run one after another in a folder with the files that each page assumes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def adapter_of(base: Path, folder: Path) -> None:
 
 @pytest.fixture
 def case(hf_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A working folder with the sources of a page, under the names that it gives them."""
+    """A working folder with the sources of a page, under the names that the page uses."""
     monkeypatch.chdir(tmp_path)
 
     def prepare(page: str) -> None:

@@ -1,4 +1,4 @@
-"""Command lines that are not quite right: all that is wrong, and what was meant."""
+"""Command lines with mistakes: all errors are reported, with suggestions."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_help_of_what_is_no_command() -> None:
 
 @pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS), ("train", "sft")])
 def test_help_fits_a_narrow_terminal(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what cannot be broken is longer: an option, a command to type."""
+    """Only unbreakable text is longer: an option, or a command to type."""
     monkeypatch.setenv("COLUMNS", "40")
     lines = reshard(*words, "--help").out.splitlines()
     assert [line for line in lines if len(line) > 40 and " reshard " not in line and "--" not in line] == []
@@ -187,7 +187,7 @@ def test_quiet_commands_tell_the_result_by_their_status(
 
 
 def completed(*words: str) -> list[str]:
-    """What bash is offered for the last word, as `type,value`."""
+    """The completions of the last word in bash, as `type,value`."""
     environment = {
         **os.environ,
         "_RESHARD_COMPLETE": "bash_complete",

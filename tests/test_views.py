@@ -1,4 +1,4 @@
-"""The index algebra against numpy: whatever sequence of operations numpy does, a view does."""
+"""The index algebra compared with numpy: a view supports the same sequences of operations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def factors(n: int) -> list[tuple[int, ...]]:
 
 @st.composite
 def operations(draw: st.DrawFn) -> tuple[View, np.ndarray, np.ndarray]:
-    """A random chain of view operations on one source, and what numpy makes of the same chain."""
+    """A random chain of view operations on one source, and numpy's result for the same chain."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     source = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
     view, array = View.of("s", *shape), source

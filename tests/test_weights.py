@@ -1,4 +1,4 @@
-"""An opened checkpoint as a mapping: what `convert` would write, read tensor by tensor and slice by slice."""
+"""An opened checkpoint as a mapping: the tensors that `convert` would write, read one by one and in slices."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ GENUINE: dict[str, dict[str, Any]] = {
     "verl/fsdp1": {},
     "verl/fsdp2-lora": {},
 }
-"""What the engines themselves wrote, and what it takes to read it."""
+"""Checkpoints of the engines themselves, and the options for reading them."""
 
 
 def read(path: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by the mapping."""
+    """Every tensor of a checkpoint, read through the mapping."""
     return {name: tensor.torch() for name, tensor in reshard.open(path, **options).items()}
 
 
 def written(path: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Every tensor of what `convert` makes of a checkpoint, by the safetensors library."""
+    """Every tensor of the folder that `convert` makes of a checkpoint, read by the safetensors library."""
     reshard.convert(path, out, no_tokenizer=True, **options)
     return tensors_of(out)
 
@@ -215,7 +215,7 @@ def test_a_file_that_changed_since_it_was_opened_is_not_read(run: Path, tmp_path
 
 
 def bytes_read() -> int:
-    """What this process has read, as Linux counts it."""
+    """The bytes that this process has read, as Linux counts them."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
