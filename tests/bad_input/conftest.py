@@ -1,4 +1,4 @@
-"""Whole checkpoints to damage, each made once, and copies of them."""
+"""Complete checkpoints to damage, each made once, and copies of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.bad_input.damage import Copy
 def originals(
     hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Whole checkpoints, each made once: Hugging Face models, and what `convert` makes of them."""
+    """Complete checkpoints, each made once: Hugging Face models, and what `convert` makes of them."""
     root = tmp_path_factory.mktemp("originals")
     models: dict[str, dict[str, Any]] = {
         "sharded": {"name": "qwen3", "max_shard_size": "200KB"},
@@ -43,5 +43,5 @@ def originals(
 
 @pytest.fixture
 def copy(originals: Callable[[str], Path], tmp_path: Path) -> Copy:
-    """A copy of an original, called `src`, for a test to damage."""
+    """A copy of an original, named `src`, for a test to damage."""
     return lambda name: Path(shutil.copytree(originals(name), tmp_path / "src"))

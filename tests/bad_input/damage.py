@@ -1,4 +1,4 @@
-"""Ways to damage a checkpoint, and what a refusal must be like."""
+"""Ways to damage a checkpoint, and checks of the refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Problems = list[dict[str, str]]
 def refused(*words: object) -> Problems:
     """Run a command that must be refused, and return the problems that it reports.
 
-    Below the parent of the destination (or of the only path), nothing may change.
+    Nothing may change in the parent of the destination (or of the only path).
     """
     paths = [word for word in words if isinstance(word, Path)]
     parent = paths[-1].parent
@@ -54,7 +54,7 @@ def converted(*words: object) -> Result:
 
 
 def convert(src: Path, *flags: object) -> tuple[object, ...]:
-    """The words of a conversion to `dst` beside the source."""
+    """The arguments of a conversion to `dst`, next to the source."""
     return ("convert", src, src.parent / "dst", *flags)
 
 
@@ -76,7 +76,7 @@ def flip(path: Path, at: int) -> Path:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Change keys of config.json; ... removes one."""
+    """Change keys of config.json; ... removes a key."""
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))

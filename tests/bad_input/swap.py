@@ -1,9 +1,9 @@
-"""Genuine files with a value exchanged for one of another type: what readers must take as a damaged file, or as it is.
+"""Genuine files with one value replaced by another type: readers must report damage, or accept the value.
 
     python -m tests.bad_input.swap SEED COUNT FOLDER...
 
-Prints a line for each kind of failure that is no ReshardError; each folder is one checkpoint, of which COUNT copies are
-made, each with another value exchanged.
+Prints a line for each kind of failure that is not a ReshardError; each folder is one checkpoint, and each of its COUNT
+copies has another value replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.commandline import Late, within
 
 ALLOWED = 1 << 30
 EACH = 10
-"""Seconds that one conversion may take to plan."""
+"""Seconds that planning one conversion may take."""
 
 PLAIN: list[Any] = [
     None,
@@ -83,7 +83,7 @@ _PUTS = "pqr\x94"
 
 
 def swapped(pickled: bytes, chance: random.Random) -> bytes:
-    """A pickle with another value in the place of one of its own."""
+    """A pickle with one of its values replaced by another."""
     ops = [(op.code, at) for op, _, at in pickletools.genops(pickled)]
     ends = [*(at for _, at in ops[1:]), len(pickled)]
     frames = [(at, end) for (code, at), end in zip(ops, ends, strict=True) if code == "\x95"]
@@ -101,7 +101,7 @@ def swapped(pickled: bytes, chance: random.Random) -> bytes:
 
 
 def swap_json(content: Any, chance: random.Random) -> Any:
-    """JSON with another value in the place of one of its own."""
+    """JSON with one of its values replaced by another."""
     places: list[tuple[Any, Any]] = []
     waiting = [content]
     while waiting:
@@ -119,7 +119,7 @@ def swap_json(content: Any, chance: random.Random) -> Any:
 
 
 def swap(file: Path, chance: random.Random) -> None:
-    """Exchange a value of a file."""
+    """Replace a value of a file."""
     if file.suffix in (".json", ".yaml"):
         import yaml
 
@@ -141,13 +141,13 @@ def swap(file: Path, chance: random.Random) -> None:
 
 
 def structured(folder: Path) -> list[Path]:
-    """The files of a checkpoint that say something about others, and those that hold tensors."""
+    """The files of a checkpoint with metadata, and those with tensors."""
     suffixes = {".json", ".yaml", ".safetensors", ".pt", ".bin"}
     return sorted(path for path in folder.rglob("*") if path.suffix in suffixes or path.name == ".metadata")
 
 
 def attempt(folder: Path) -> None:
-    """All that looks at a checkpoint and does not write."""
+    """Run everything that reads a checkpoint without writing."""
     with suppress(ReshardError):
         reshard.inspect(folder)
     for target in ("huggingface", "megatron", "peft"):
@@ -160,7 +160,7 @@ def attempt(folder: Path) -> None:
 
 
 def failures(folders: list[Path], seed: int, count: int) -> Iterator[str]:
-    """What else than a ReshardError is raised, and where."""
+    """Errors other than ReshardError, and where they were raised."""
     chance = random.Random(seed)
     seen: set[str] = set()
     for original in folders * count:

@@ -1,4 +1,4 @@
-"""Files that are damaged, ranks that do not agree, pickles with code in them."""
+"""Damaged files, inconsistent ranks, pickles with code in them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_flipped_byte_in_a_tensor(copy: Copy, name: str) -> None:
 
 
 def test_a_flipped_byte_in_a_header(copy: Copy) -> None:
-    """Whichever byte of a safetensors header it is: refused, or the name of a tensor is another one."""
+    """Any byte of a safetensors header may flip: it is refused, or the name of a tensor changes."""
     src = copy("qwen3")
     whole = (src / "model.safetensors").read_bytes()
     for at in (0, 1, 7, 8, 9, 20, 60, 100, 150, 201):
@@ -172,7 +172,7 @@ def test_the_same_legacy_rank_twice(copy: Copy, name: str, wrong: str, right: st
     ],
 )
 def test_two_legacy_ranks_exchanged(copy: Copy, name: str, one: str, other: str) -> None:
-    """Of a checkpoint that reshard wrote, which notes its ranks as a run of Megatron-LM does."""
+    """In a checkpoint that reshard wrote, which records its ranks like a run of Megatron-LM."""
     src = copy(name)
     first, second = (src / "release" / rank for rank in (one, other))
     first.rename(src / "spare")
@@ -238,7 +238,7 @@ def test_the_rank_of_another_run(copy: Copy) -> None:
 
 
 class Trap:
-    """An object whose pickle runs something."""
+    """An object whose pickle runs code."""
 
     def __init__(self, function: Callable[..., Any], argument: str) -> None:
         self.call = function, (argument,)
@@ -248,7 +248,7 @@ class Trap:
 
 
 def replace_pickle(path: Path, content: bytes) -> None:
-    """Put another pickle into a file of torch, with a valid checksum; a bare pickle is replaced whole."""
+    """Replace the pickle of a torch file, with a valid checksum; a bare pickle is replaced entirely."""
     if not zipfile.is_zipfile(path):
         path.write_bytes(content)
         return

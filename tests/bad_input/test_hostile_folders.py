@@ -1,4 +1,4 @@
-"""Folders that somebody made to harm whoever converts them: each is one clear error, in little time and memory."""
+"""Folders made to harm their readers: each gives one clear error, in little time and memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_not_a_file(copy: Copy, name: str, file: str, put: Callable[[Pat
 @pytest.mark.parametrize("put", [fifo, zeros, folder, loop])
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "args.json", "x.model", "x.jinja"])
 def test_companions_that_are_not_files(copy: Copy, file: str, put: Callable[[Path], None]) -> None:
-    """They are not there: what is missing is said, or nothing."""
+    """They count as missing, which is reported if they are required."""
     src = copy("qwen3")
     (src / file).unlink(missing_ok=True)
     put(src / file)
@@ -123,7 +123,7 @@ def test_a_file_larger_than_any_of_its_kind(copy: Copy, name: str, file: str, fo
 
 
 def test_a_pickle_larger_than_any_in_an_archive(copy: Copy) -> None:
-    """Its place in the archive is a hole of 64 GiB, which no disk has to hold."""
+    """Its place in the archive is a hole of 64 GiB, which needs no space on the disk."""
     src = copy("torch_dist")
     path, size, name = find(src, "common.pt"), 64 << 30, b"archive/data.pkl"
     wide = struct.pack("<HHQQ", 1, 16, size, size)
@@ -146,7 +146,7 @@ def test_a_pickle_larger_than_any_in_an_archive(copy: Copy) -> None:
 
 @pytest.mark.parametrize("code", ["a" + ".b" * 200_000, "-" * 200_000 + "1", "\0", "\udcff"])
 def test_python_that_cannot_be_parsed(copy: Copy, code: str) -> None:
-    """It is copied where it is named, and looked at by the doctor; nothing runs it."""
+    """It is copied if something names it, and read by the doctor; nothing runs it."""
     src, dst = copy("qwen3"), "modeling_x.py"
     (src / dst).write_bytes(code.encode(errors="surrogateescape"))
     edit_config(src, auto_map={"AutoModel": "modeling_x.X"})
@@ -254,7 +254,7 @@ def test_a_large_companion_is_copied(copy: Copy) -> None:
     "content", [b"\0" * 9999, b'{"model": {', b"[]", b"version https://git-lfs.github.com/spec/v1\n"]
 )
 def test_a_damaged_tokenizer_is_no_companion(copy: Copy, content: bytes) -> None:
-    """Where nothing else parses it: the config of the base says how many tokens there are."""
+    """Nothing else parses it: the config of the base has the number of tokens."""
     src = copy("qwen3")
     names = ("tokenizer.json", "special_tokens_map.json")
     for name in names:
@@ -266,7 +266,7 @@ def test_a_damaged_tokenizer_is_no_companion(copy: Copy, content: bytes) -> None
 
 
 def test_weights_may_be_links(copy: Copy, outside: Path) -> None:
-    """Where shards lie is up to whoever owns them; the folder as a whole may be a link as well."""
+    """Shards may be anywhere that their owner links to; the folder itself may be a link as well."""
     src = copy("sharded")
     for shard in src.glob("model-*.safetensors"):
         shard.rename(outside / shard.name)
@@ -357,7 +357,7 @@ def test_a_tracker_with_another_number(copy: Copy, content: str) -> None:
     ],
 )
 def test_yaml_that_grows(copy: Copy, text: str) -> None:
-    """The arguments of a checkpoint are in it: without it, the weights are those of the config beside them."""
+    """It contains the arguments of a checkpoint: without it, the config next to the weights counts."""
     src = copy("torch_dist")
     (find(src, ".metadata").parent / "run_config.yaml").write_text(text)
     with within(30):
@@ -371,7 +371,7 @@ def test_yaml_that_grows(copy: Copy, text: str) -> None:
     "text", ["model: abc", "model: [1]", "model: !!python/tuple [a]", "model: {transformer: 5}"]
 )
 def test_run_config_without_arguments(tmp_path: Path, text: str) -> None:
-    """What is no section says nothing: the config beside the weights counts."""
+    """Without the section, the config next to the weights counts."""
     base = _bridge_with(tmp_path, text)
     out = tmp_path / "out"
     assert reshard("convert", tmp_path / "src", out, "--base", base).code == 0
@@ -428,7 +428,7 @@ def test_entries_of_a_safetensors_header(tmp_path: Path, key: str, entry: str) -
 
 
 def test_a_config_with_half_a_character(copy: Copy) -> None:
-    """JSON can name half of a pair; it is copied as it is."""
+    """JSON can contain half of a surrogate pair; it is copied unchanged."""
     src = copy("qwen3")
     edit_config(src, _name_or_path="\ud800")
     converted(src, src.parent / "dst", *MEGATRON)

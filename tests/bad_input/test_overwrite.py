@@ -1,4 +1,4 @@
-"""What `--overwrite` may delete: what reshard wrote, or one checkpoint, and nothing that it reads."""
+"""`--overwrite` may delete reshard's own output, or one checkpoint, and nothing that it reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_overwrite_replaces_a_checkpoint_as_a_whole(copy: Copy) -> None:
 
 
 def test_overwrite_deletes_nothing_that_reshard_did_not_write(copy: Copy) -> None:
-    """Neither a repository, nor a step of a run that began there, nor somebody's thesis."""
+    """Such as a repository, a step of a run that began there, or somebody's thesis."""
     src = copy("qwen3")
     dst = src.parent / "dst"
     converted(src, dst, *MEGATRON)
@@ -49,7 +49,7 @@ def test_overwrite_deletes_nothing_that_reshard_did_not_write(copy: Copy) -> Non
 def test_overwrite_replaces_what_reshard_wrote(
     hf_model: Callable[..., Path], tmp_path: Path, to: str, said: bool
 ) -> None:
-    """Also if it was written in the days when `reshard.json` did not say which files there were."""
+    """Including output of versions whose `reshard.json` did not list the files."""
     src = hf_model("llama", head_dim=8) if to == "internlm" else hf_model("qwen3")
     dst = tmp_path / "dst"
     flags = ("--to", to, "--max-shard-size", "300KB")
@@ -66,7 +66,7 @@ def test_overwrite_replaces_what_reshard_wrote(
 
 
 def test_overwrite_replaces_a_checkpoint_of_elsewhere(copy: Copy, tmp_path: Path) -> None:
-    """With what the hub and Trainer lay beside the weights, and nothing else."""
+    """With the files that the hub and Trainer put next to the weights, and nothing else."""
     src, dst = copy("qwen3"), tmp_path / "dst"
     shutil.copytree(src, dst)
     beside = ("README.md", "optimizer.pt", "rng_state_0.pth", "trainer_state.json", ".cache/huggingface/x")
@@ -100,7 +100,7 @@ def test_overwrite_replaces_what_an_engine_wrote(copy: Copy, tmp_path: Path, nam
 
 
 def test_overwrite_never_deletes_what_it_reads(copy: Copy) -> None:
-    """A folder of links, an index, a base and a base that the adapter names: each may lead into the destination."""
+    """A folder of links, an index, a base and the adapter's base may each point into the destination."""
     src = copy("sharded")
     dst, links, index = src.parent / "dst", src.parent / "links", src.parent / "index"
     shutil.copytree(src, dst)
@@ -151,7 +151,7 @@ def test_overwrite_does_not_replace_what_is_no_checkpoint(copy: Copy) -> None:
 
 
 def test_overwrite_replaces_one_checkpoint_and_not_more(copy: Copy) -> None:
-    """Not a run with several iterations, nor a folder of folders in which a file of weights happens to lie."""
+    """Not a run with several iterations, nor nested folders that happen to contain a weights file."""
     src = copy("qwen3")
     dst = src.parent / "dst"
     converted(src, dst, *MEGATRON)

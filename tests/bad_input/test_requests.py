@@ -1,4 +1,4 @@
-"""Iterations, flags, sources and destinations that do not fit."""
+"""Iterations, flags, sources and destinations that do not match."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_source_without_a_checkpoint(tmp_path: Path) -> None:
 def test_what_is_near_a_path_without_a_checkpoint_is_told(
     copy: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of one, a folder of several, a name that was mistyped, and the name of a model of the hub."""
+    """Part of a path, a folder of several checkpoints, a typing error, and the name of a model on the hub."""
     src = copy("legacy")
     rank = src / "release" / "mp_rank_00_000"
     for part in (rank, rank / "model_optim_rng.pt"):
@@ -263,7 +263,7 @@ def test_the_disk_is_too_small(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_dry_run_tells_what_is_in_the_way(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that the real run would refuse, and `--overwrite` counts as it would there."""
+    """Everything that the real run would refuse; `--overwrite` has the same effect as there."""
     src = copy("qwen3")
     (src.parent / "file").touch()
     converted(src, src.parent / "old", *MEGATRON)
@@ -286,7 +286,7 @@ def test_a_dry_run_tells_what_is_in_the_way(copy: Copy, monkeypatch: pytest.Monk
 
 
 def test_a_mount_point_cannot_be_replaced(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume of a container: the system would refuse only when all is written."""
+    """Such as a container's volume: the system would refuse only after everything is written."""
     src = copy("qwen3")
     volume = src.parent / "volume"
     volume.mkdir()
@@ -326,7 +326,7 @@ def test_everything_wrong_with_a_request_is_reported_at_once(
 
 
 def test_no_option_is_complained_of_that_nobody_typed(hf_model: Callable[..., Path], tmp_path: Path) -> None:
-    """--etp is --tp unless it is typed."""
+    """--etp equals --tp unless it is passed."""
     model = hf_model("qwen3_moe")
     for wrong in (("--tp", 3), ("--tp", 2, "--quantize", "fp8")):
         told = reshard("convert", model, tmp_path / "out", "--to", "megatron", *wrong, "--json").json

@@ -1,6 +1,6 @@
-"""Values of another type than a framework writes: refused as damage, or taken as they are, and never a mistake of ours.
+"""Values with other types than frameworks write: refused as damage, or accepted, but never an internal error.
 
-`swap` finds more where it is run for longer: `python -m tests.bad_input.swap SEED COUNT FOLDER...`.
+`swap` finds more if it runs longer: `python -m tests.bad_input.swap SEED COUNT FOLDER...`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs that do not finish, and how anything is told."""
+"""Runs that do not finish, and their messages."""
 
 from __future__ import annotations
 
@@ -140,9 +140,9 @@ main(sys.argv[2:])
 def begin_slowly(
     src: Path, dst: Path, *flags: str, how: str = "INT", within: tuple[str, ...] = ()
 ) -> subprocess.Popen[str]:
-    """A conversion in a process of its own that has begun to write, and will take long to finish.
+    """A conversion in its own process that has begun to write, and will take long to finish.
 
-    With a gate, it stays there until `go` lies in the source; a gate that opens lets it go on when it is interrupted.
+    With a gate, it waits until `go` exists in the source; a gate that opens lets it continue when it is interrupted.
     """
     before = set(dst.parent.glob(f".{dst.name}.partial-*"))
     command = [*within, sys.executable, "-c", SLOW, how, "convert", str(src), str(dst), *MEGATRON, *flags]
@@ -175,7 +175,7 @@ SIGNALS = [
 )
 @pytest.mark.parametrize("again", [False, True])
 def test_a_signal_in_the_middle(copy: Copy, number: int, status: int, by: str, again: bool) -> None:
-    """Ctrl-C, the end of a job of Slurm, a terminal that is closed; some of them send it twice."""
+    """Ctrl-C, the end of a Slurm job, a closed terminal; some of them send the signal twice."""
     src = copy("qwen3")
     before = listing(src.parent)
     process = begin_slowly(src, src.parent / "new" / "dst", "--no-resume")
@@ -216,7 +216,7 @@ def test_a_hangup_that_is_ignored_stays_so(copy: Copy) -> None:
 
 
 def test_a_command_that_runs_beside_the_main_thread(copy: Copy) -> None:
-    """Only the main thread may say what a signal does."""
+    """Only the main thread can install signal handlers."""
     src = copy("qwen3")
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(reshard, *convert(src, *MEGATRON)).result().code == 0
@@ -224,7 +224,7 @@ def test_a_command_that_runs_beside_the_main_thread(copy: Copy) -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C as a shell's foreground job hears it; a background job begins with it ignored."""
+    """Ctrl-C as in a shell's foreground job; a background job starts with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -301,7 +301,7 @@ def test_what_a_killed_run_left_is_swept_before_space_is_counted(
 
 
 def test_an_old_checkpoint_comes_back_and_is_not_lost_to_one_who_did_not_ask(copy: Copy) -> None:
-    """A run was killed between its renames. The next one finds what had been there, and refuses it as then."""
+    """A run was killed between its renames. The next one finds the old checkpoint and refuses to replace it."""
     src = copy("qwen3")
     dst = src.parent / "dst"
     converted(src, dst, *MEGATRON)
@@ -328,7 +328,7 @@ def test_an_old_checkpoint_that_cannot_come_back_is_told(copy: Copy) -> None:
 
 @pytest.fixture(scope="module")
 def container() -> tuple[str, ...]:
-    """The words that run a command with process numbers of its own, as a container does."""
+    """The command line that runs a command in its own PID namespace, as a container does."""
     for user in ((), ("--user", "--map-root-user")):
         words = ("unshare", *user, "--pid", "--fork", "--mount-proc")
         if shutil.which("unshare") and not subprocess.run([*words, "true"], capture_output=True).returncode:
@@ -379,7 +379,7 @@ def test_without_locks_one_of_two_has_its_whole_output_there(
 
 
 def test_a_folder_that_is_swept_in_the_middle_is_not_published(copy: Copy) -> None:
-    """By what takes a process that it does not see for dead."""
+    """By a cleanup that takes a process it cannot see for dead."""
     src = copy("qwen3")
     before = listing(src.parent)
     process = begin_slowly(src, src.parent / "dst", "--max-shard-size", "100KB")

@@ -1,4 +1,4 @@
-"""Which rank never came, and which key nobody knows: by the words of torch, argparse and others."""
+"""Missing ranks and unknown keys, in the words of torch, argparse and others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NCCL = "node{1}:11:12 [{2}] NCCL INFO comm 0x55 rank {0} nranks 16 cudaDev {2} b
 
 
 def told(text: str) -> str:
-    """What the first finding says of a log."""
+    """The text of the first finding about a log."""
     first = diagnose_text("log", text)[0]
     return "\n".join([first.code, first.rule.en, *map(str, first.evidence)])
 

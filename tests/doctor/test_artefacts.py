@@ -1,4 +1,4 @@
-"""Checkpoints of another kind given to transformers: what the real library says, and what the doctor makes of it."""
+"""Checkpoints of another kind given to transformers: the real library's errors, and the doctor's findings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATHS = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What transformers says of each path."""
+    """transformers' error for each path."""
     root = tmp_path_factory.mktemp("artefacts")
     for path in PATHS:
         place = root / path

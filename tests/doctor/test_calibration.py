@@ -1,4 +1,4 @@
-"""What makes an answer sure, where a failure ends, and what is said of files in which there is none."""
+"""When a finding is certain, where a failure ends, and the output for files without a failure."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_entries_that_share_hardly_a_word_are_not_near() -> None:
 # -------------------------------------------------------------------------------------- messages that are not whole
 
 SHARED = 0.92
-"""Of entries whose message is long enough; others have a message that begins as that of another one."""
+"""Required share of entries with long enough messages; other messages begin like those of another entry."""
 
 
 @pytest.mark.parametrize(

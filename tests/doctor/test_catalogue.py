@@ -1,4 +1,4 @@
-"""Every entry of the doctor's catalogue is whole, bilingual, sourced and recognises its own excerpt."""
+"""Every entry of the doctor's catalogue is complete, bilingual, sourced and recognises its own excerpt."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PAGE = (REPOSITORY / "docs" / "add-a-failure.md").read_text(encoding="utf-8")
 
 
 def example() -> dict[str, Any]:
-    """The entry that docs/add-a-failure.md shows."""
+    """The entry in docs/add-a-failure.md."""
     (found,) = re.findall(r"(?ms)^```yaml\n(.*?)^```$", PAGE)
     return yaml.safe_load(found)
 

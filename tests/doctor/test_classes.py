@@ -1,4 +1,4 @@
-"""Whole classes of causes, computed from the words of a failure: names of weights, records, calls, refusals, parts."""
+"""Classes of causes, computed from the words of a failure: names of weights, records, calls, refusals, parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def raised(said: str, code: str = "f()", file: str = "/home/user/train.py") -> s
 
 
 def lists(missing: str = "", unexpected: str = "") -> str:
-    """What torch says of names that do not fit; names are separated by spaces."""
+    """torch's message about mismatched names; names are separated by spaces."""
     told = [("Missing", missing), ("Unexpected", unexpected)]
     quoted = (f'{how} key(s) in state_dict: "{names}". ' for how, names in told if names)
     return LOAD + "\n\t".join(quoted).replace(" h.", '", "h.').replace(" a.", '", "a.')
@@ -399,7 +399,7 @@ def test_whatever_may_be_sure_says_where_its_facts_are_from() -> None:
 
 
 SURE = ("env-", "script-", "config-", "checkpoint-", "launch-", "sharded-", "grpo-", "base-")
-"""Rules that are told as sure where nothing else is said: what is read in environments, files and scripts."""
+"""Rules that are certain by default: those that read environments, files and scripts."""
 
 
 def test_parts_are_told_in_both_languages() -> None:

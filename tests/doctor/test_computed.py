@@ -1,4 +1,4 @@
-"""What follows from the words of a failure that no entry knows: of linkers, compilers, resolvers, checks."""
+"""Findings computed from failures that no entry knows: of linkers, compilers, resolvers, checks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_is_missing_is_named_with_what_brings_it(said: str) -> None:
 
 
 def test_a_compiler_that_failed_is_told_with_its_own_words() -> None:
-    """As triton raises it: the words of the compiler stand above the traceback."""
+    """As triton raises it: the compiler's words are above the traceback."""
     code = "import subprocess, sys; subprocess.check_call(['gcc', 'nowhere.c', '-o', 'x'])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     found = diagnose_text("log", ran.stderr)[0]
@@ -126,7 +126,7 @@ def test_requirements_that_exclude_each_other_are_listed(said: str) -> None:
 
 
 def test_pip_itself_says_so(tmp_path: Path) -> None:
-    """Two wheels that ask for other releases of a third."""
+    """Two wheels that need different releases of a third."""
     for name, version, needs in [
         ("nicate", 1, "frob>=2"),
         ("wibble", 1, "frob<2"),
@@ -200,7 +200,7 @@ def test_a_package_that_lacks_what_it_asks_itself_for_is_named() -> None:
 
 
 def test_arguments_by_position_have_a_history_too() -> None:
-    """`Trainer.log` hands on `start_time` since transformers 4.47, and TRL's trainers take it since 0.13."""
+    """`Trainer.log` passes `start_time` since transformers 4.47, and TRL's trainers accept it since 0.13."""
     said = "TypeError: DPOTrainer.log() takes 2 positional arguments but 3 were given"
     found = first(*raised(said, f"{SITE}/transformers/trainer.py"))
     assert found.code == "api-came-later" and "'trl>=0.13.0'" in found.remedy.en

@@ -196,7 +196,7 @@ def test_a_config_with_a_mistake_is_one_error_with_its_line(tmp_path: Path, name
 
 
 def test_accelerate_refuses_what_is_said_to_be_refused() -> None:
-    """The rules about options of FSDP 1 and 2, held against accelerate itself."""
+    """The rules about options of FSDP 1 and 2, compared with accelerate itself."""
     accelerate = pytest.importorskip("accelerate")
     plugin = accelerate.FullyShardedDataParallelPlugin
     with pytest.raises(ValueError, match="forward_prefetch is not yet implemented in FSDP2"):

@@ -1,4 +1,4 @@
-"""Diagnoses: of disturbed logs, clean logs, checkpoints, and of several targets at once."""
+"""Diagnoses of noisy logs, clean logs, checkpoints, and several targets at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PREFIXES = (
 
 
 def disturbed(excerpt: str, rng: random.Random) -> str:
-    """An excerpt as a large run shows it: on several ranks at once, prefixed, coloured, amid other lines."""
+    """An excerpt as in a large run: from several ranks at once, with prefixes and colours, amid other lines."""
     prefix = rng.choice(PREFIXES)
     ranks = rng.sample(range(8), 3) if "{}" in prefix else [0]
     queues = [[prefix.format(rank) + line for line in excerpt.splitlines()] for rank in ranks]
@@ -56,7 +56,7 @@ def test_failures_are_recognised_however_their_logs_are_disturbed() -> None:
 
 
 def test_the_last_lines_are_enough() -> None:
-    """Logs are cut off: from the middle of a traceback on, most failures are still told."""
+    """Logs may be cut off: most failures are still found from the second half of a traceback."""
     missed = []
     for entry in SHOWN:
         lines = entry.excerpt.splitlines()
@@ -91,14 +91,14 @@ CACHE_OFF = (
 
 @pytest.mark.parametrize("identifier", ["old-gc", "peft-unsharded", "hf-newly-initialized"])
 def test_a_trap_in_a_run_that_ended_well_is_told_as_a_warning(identifier: str) -> None:
-    """Exit status 0 is no proof: weights were drawn anew, or an adapter was saved in pieces."""
+    """Exit status 0 proves nothing: weights were initialized again, or an adapter was saved in pieces."""
     ran = (CLEAN / "sft-lora-ddp.log").read_text()
     found = diagnose_text("log", ENTRIES[identifier].excerpt + "\n" + ran)
     assert [(finding.code, finding.severity) for finding in found] == [(identifier, "warning")]
 
 
 def test_a_warning_that_does_no_harm_here_is_not_told() -> None:
-    """Without the cache training is as fast as with it, and generating is not."""
+    """Training is as fast without the cache, only generation is slower."""
     trained, generated = ((CLEAN / f"{name}-ddp.log").read_text() for name in ("sft", "grpo"))
     assert diagnose_text("log", f"{CACHE_OFF}\n{trained}") == []
     assert [finding.code for finding in diagnose_text("log", f"{CACHE_OFF}\n{generated}")] == [

@@ -1,4 +1,4 @@
-"""What versions, GPUs and variables break together."""
+"""Failures caused by combinations of versions, GPUs and variables."""
 
 from __future__ import annotations
 

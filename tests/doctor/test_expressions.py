@@ -1,4 +1,4 @@
-"""No expression that the doctor holds against a line takes long for any line: hostile, or only minified."""
+"""No regular expression of the doctor takes long for any line, hostile or minified."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ METHODS = [
     for name in ("compile", "search", "match", "fullmatch", "finditer", "findall", "sub", "split")
 ]
 AT_BEGINNING = {"reshard.doctor.tracebacks._FRAMES"}
-"""Containers whose expressions are all tried at the beginning of a line only."""
+"""Containers whose expressions are only tried at the beginning of a line."""
 OWN = {"reshard.doctor.entries._PARTS"}
-"""Held against our own texts."""
+"""Only matched against reshard's own texts."""
 ENDLESS = 1.0
 QUICK = 0.15
-"""Seconds that no line twice as long as any may take, unless the time grows as the line does."""
+"""Seconds that no line may take when its length doubles, unless the time grows linearly."""
 GENERAL = [
     *"a0_é \t\n./\\()[{<\"'`:=-+|#*^",
     *(
@@ -62,9 +62,9 @@ GENERAL = [
 
 
 def sample(pattern: re.Pattern[str], choice: int) -> str:
-    """A text that comes near to matching: each part of the expression as seldom as it may be, and once at least.
+    """A text that nearly matches: each part of the expression as few times as allowed, and at least once.
 
-    Of alternatives, the one that is numbered `choice` is taken.
+    Among alternatives, number `choice` is taken.
     """
 
     def of(parts: Any) -> str:
@@ -92,7 +92,7 @@ def sample(pattern: re.Pattern[str], choice: int) -> str:
 
 
 def units(pattern: re.Pattern[str]) -> Iterator[tuple[str, str]]:
-    """What adversarial lines begin with, and what they then repeat."""
+    """Prefixes of adversarial lines, and the parts that they repeat."""
     yield from (("", unit) for unit in GENERAL)
     samples = {sample(pattern, choice) for choice in range(min(20, 1 + pattern.pattern.count("|")))}
     parts = 8 if len(samples) == 1 else 4
@@ -148,7 +148,7 @@ def method_of(module: ModuleType, name: str) -> str:
 
 
 def written_in(module: ModuleType) -> Iterator[tuple[str, re.Pattern[str], str]]:
-    """Expressions that stand in the functions that use them: `re.search("…", text)`."""
+    """Expressions inside the functions that use them: `re.search("…", text)`."""
     nodes = ast.walk(ast.parse(getsource(module)))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     for node in (node for function in functions for node in ast.walk(function)):
@@ -160,7 +160,7 @@ def written_in(module: ModuleType) -> Iterator[tuple[str, re.Pattern[str], str]]
 
 
 def seconds(search: Callable[[str], object], text: str) -> float:
-    """How long a search takes, in seconds of this process (others work on this machine, too): `ENDLESS` at most."""
+    """The duration of a search in seconds of processor time (the machine runs other work, too): at most `ENDLESS`."""
     begin = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, ENDLESS)
     with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""The five failures that the doctor exists for: real runs, each told from its log, its script, and its checkpoint.
+"""The five failures that the doctor exists for: real runs, each explained from its log, its script, and its checkpoint.
 
 The fast tests read the logs beside the scripts; the slow ones make them anew with the frameworks of their time, and go
 on to the cure: the line is fixed, or the command typed, and the same run goes through.
@@ -26,9 +26,9 @@ from tests.genuine.megatron import Genuine
 
 @dataclass(frozen=True)
 class Told:
-    """What the doctor must say of a run: ids from its log, script and checkpoint alone, and from all together.
+    """The expected findings for a run: ids from its log, script and checkpoint separately, and from all together.
 
-    `words` stand in the cure of all together, in both languages.
+    `words` are in the cure for all together, in both languages.
     """
 
     log: str
@@ -94,7 +94,7 @@ def script_of(name: str) -> Path:
 def checkpoint_of(
     genuine: Callable[[str], Genuine], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path | None]:
-    """The checkpoint of a run, made by the framework that made it there; None where the run had none."""
+    """The checkpoint of a run, made by the original framework; None if the run had none."""
     remote = tmp_path_factory.mktemp("Qwen-14B-Chat")
     tiny_model.main(str(remote))
     runs.add_remote_code(remote)
@@ -161,7 +161,7 @@ def test_log_script_and_checkpoint_point_at_one_cause(
 
 
 def typed(cure: str, base: Path, out: Path) -> list[str]:
-    """The one command of a cure as a person types it: with a base of their own, to a place of their choice."""
+    """The single command of a cure as a person types it: with their own base and destination."""
     (line,) = re.findall(r"(?m)^reshard convert .*$", cure)
     words = [str(base) if word == "HF_FOLDER" else word for word in shlex.split(line)[1:]]
     return [*words[:2], str(out), *words[3:]]
@@ -220,7 +220,7 @@ def test_the_run_made_anew_fails_and_is_told_alike(name: str, tmp_path: Path) ->
 
 
 def fix(script: Path) -> None:
-    """Put the lines that the doctor gives in the place of those that it found."""
+    """Replace the lines that the doctor found by those that it suggests."""
     lines = script.read_text().splitlines()
     for finding in reshard.diagnose(script):
         for place in finding.places:

@@ -1,9 +1,9 @@
-"""The failures that the doctor exists for, to their end: what the failed run was for is done by `reshard`.
+"""The failures that the doctor exists for, to their end: `reshard` completes the task of the failed run.
 
-That they fail, and what the doctor makes of log, script and checkpoint, is in `test_head.py`: with the frameworks of
-their time, on a CPU. Two things were part of the reports and cannot fail here: bfloat16 on a GPU before Ampere (V100),
-and DDP's own `aten.cat` over NCCL. Of the first, what is looked at before a launch is tested in
-`tests/train/test_preflight_machine.py` with a described V100; the second comes about under gloo in the same words.
+That they fail, and what the doctor finds in log, script and checkpoint, is in `test_head.py`: with the frameworks of
+their time, on a CPU. Two parts of the reports cannot fail here: bfloat16 on a GPU before Ampere (V100),
+and DDP's own `aten.cat` over NCCL. The check of the first before a launch is tested in
+`tests/train/test_preflight_machine.py` with a described V100; the second occurs under gloo with the same message.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ REWARD = """\
 def reward_short(completions, **kwargs):
     return [-float(len(completion)) for completion in completions]
 """
-"""The reward of `cat_mixed/train_grpo.py`, in a file of its own."""
+"""The reward of `cat_mixed/train_grpo.py`, in its own file."""
 SFT = (
     *("--model", "models/Qwen-14B-Chat", "--data", "texts.jsonl", "-o", "out/qwen-lora", "--lora"),
     *("--lora_r", "4", "--lora_alpha", "8", "--lora_target_modules", "q_proj", "v_proj"),
     *("--per_device_train_batch_size", "2", "--max_steps", "2", "--gradient_checkpointing", "true"),
 )
-"""What `device_map/finetune.py` asks of Trainer and PEFT."""
+"""The options that `device_map/finetune.py` passes to Trainer and PEFT."""
 GRPO = (
     *("--model", "models/Qwen2.5-0.5B", "--data", "prompts.jsonl", "-o", "out/grpo"),
     *("--reward", "rewards:reward_short", "--per_device_train_batch_size", "2", "--num_generations", "2"),
     *("--max_completion_length", "8", "--max_steps", "1"),
 )
-"""What `cat_mixed/train_grpo.py` asks of TRL."""
+"""The options that `cat_mixed/train_grpo.py` passes to TRL."""
 
 
 def lay_data(folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_frameworks_in_which_it_failed_are_named_before_anything_starts(tmp_
 def test_the_checkpoint_of_swift_s_qwen3_moe_is_exported_with_its_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ms-swift leaves it where it was asked for Megatron's files alone: a user's export finds no tokenizer."""
+    """As ms-swift saves it if only Megatron's files are requested: a user's export finds no tokenizer."""
     run = make_swift.RUNS["qwen3_moe-megatron-only"]
     base = make_base(run, tmp_path / "base")
     made = [python("ms-swift"), "-m", "tests.genuine.make_swift", "qwen3_moe-megatron-only", str(base)]

@@ -1,4 +1,4 @@
-"""The history of releases: made from archives, looked up in logs, scripts and configs, and never wrong of direction."""
+"""The history of releases: made from archives, looked up in logs, scripts and configs, never the wrong way round."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SAID = {
     "transformers-method-gone": ("hf-remote-code-too-old", "'transformers<4.54.0'", "transformers 5.23.0"),
     "transformers-registry": ("api-clash", "'transformers<4.54.0'", "transformers 5.23.0"),
 }
-"""By log: the finding, what pip is to install, and the version that the log was made with (`history/record.py`)."""
+"""By log: the finding, the package for pip to install, and the version that made the log (`history/record.py`)."""
 
 
 UNSURE = ("peft-of-another-transformers",)
@@ -84,7 +84,7 @@ def test_a_version_in_the_log_makes_it_sure(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [case for case in SAID if case not in (*UNSURE, "transformers-registry")])
 def test_a_version_that_has_it_silences_the_history(case: str, tmp_path: Path) -> None:
-    """What the log says and the table deny each other: the module is another one than it seems."""
+    """The log contradicts the table, so the module is not the one it seems to be."""
     package = SAID[case][2].split()[0]
     lines = [line for line in first(LOGS / f"{case}.log").remedy.en.splitlines() if "pip install" in line]
     pins = [line.split("'")[1] for line in lines if f"'{package.replace('_', '-')}" in line]
@@ -98,7 +98,7 @@ def test_a_version_that_has_it_silences_the_history(case: str, tmp_path: Path) -
 
 
 def test_what_a_log_misses_is_gone_even_if_newer_files_may_hide_it(tmp_path: Path) -> None:
-    """transformers 5 serves names that no file of it shows; one that an import did not find is none of these."""
+    """transformers 5 provides names that its files do not show, but not one that an import did not find."""
     said = "ImportError: cannot import name 'AdamW' from 'transformers' "
     said += "(/home/user/venv/lib/python3.11/site-packages/transformers/__init__.py)\n"
     log = tmp_path / "run.log"
@@ -155,7 +155,7 @@ def test_a_bound_names_releases_that_have_it_and_never_the_one_at_hand(
     "package", [pytest.param("transformers", marks=pytest.mark.slow), "trl", "peft", "accelerate"]
 )
 def test_the_table_has_the_parameters_of_the_installed_classes(package: str) -> None:
-    """Held against the classes themselves, so that the tables cannot go wrong."""
+    """Compared with the classes themselves, so that the tables cannot be wrong."""
     module = pytest.importorskip(package)
     known = table(package)
     assert known is not None
@@ -362,7 +362,7 @@ def archives() -> Iterator[tuple[str, bytes]]:
 
 @pytest.fixture
 def index() -> Iterator[tuple[str, list[str]]]:
-    """An index on this machine, with ranges; its address, and what it was asked for."""
+    """A local index that supports byte ranges; its address, and the requests that it received."""
     files, asked = dict(archives()), list[str]()
 
     class Handler(BaseHTTPRequestHandler):

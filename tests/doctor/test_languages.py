@@ -1,4 +1,4 @@
-"""What the doctor says in Chinese is Chinese: English stands in code, quotations and names alone."""
+"""The doctor's Chinese texts are Chinese: English appears only in code, quotations and names."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _ENGLISH = re.compile(
     r"(?<![\w./=-])(?:the|is|are|was|were|of|that|it|its|has|have|no|not|there|from|for|with|which|does|do|must"
     r"|cannot|missing|here|this|these|be|been|by|at least|instead|first|when|then|because)(?![\w./=-])"
 )
-"""Words that no sentence goes without, and no name has."""
+"""Words that every English sentence has, and no name."""
 
 
 def english_in(text: str) -> list[str]:
-    """What is English in a text, outside of code and quotations."""
+    """The English parts of a text, outside of code and quotations."""
     return _ENGLISH.findall(_QUOTED.sub("", text))
 
 
 def said(finding: Finding) -> Iterator[str]:
-    """All that a finding says in Chinese; lines of logs and files, which places show, are quotations."""
+    """All Chinese text of a finding; lines of logs and files, which places show, are quotations."""
     yield from (text.zh for text in (finding.message, finding.rule, finding.remedy, *finding.evidence))
     yield from (place.text for place in finding.places if place.target == "environment")
 

@@ -1,4 +1,4 @@
-"""Logs taken apart: prefixes, colours, interleaved ranks, chains, what they tell of versions and of who died first."""
+"""Parsing of logs: prefixes, colours, interleaved ranks, chains, versions, and which rank died first."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_start_without_frames_holds_nothing_back_for_ever() -> None:
 
 
 def in_a_box(error: Exception) -> str:
-    """What rich prints, as in torchtune and the command lines made with typer."""
+    """A traceback by rich, as in torchtune and the command lines made with typer."""
     file = io.StringIO()
     Console(file=file, width=120, force_terminal=True).print(
         Traceback.from_exception(type(error), error, error.__traceback__)
@@ -148,7 +148,7 @@ def in_a_box(error: Exception) -> str:
 
 
 def line_by_line(error: Exception) -> str:
-    """What a logger prints that is given a traceback in pieces."""
+    """A traceback that was passed to a logger in pieces."""
     file = io.StringIO()
     handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s"))
@@ -457,7 +457,7 @@ def test_other_wordings_and_quotation_marks_are_recognised(said: str, identifier
 
 
 def test_no_rank_is_named_that_the_log_does_not_name() -> None:
-    """A question mark in its place would be a riddle, and in a command a trap."""
+    """A question mark in its place would be a riddle, and would break a command."""
     clash = "ValueError: 'qwen3_5' is already used by a Transformers config, pick another name."
     lost = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
     codes = set()

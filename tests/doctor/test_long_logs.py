@@ -41,10 +41,10 @@ def failing() -> list[str]:
 
 
 def long_log(steps: int, ranks: int = 512) -> Iterator[str]:
-    """Lines of a run: real warnings from every rank, a line of each step from every rank, and then it fails.
+    """Lines of a run: real warnings from every rank, a line per step from every rank, and then a failure.
 
-    Rank `FIRST` fails with a traceback of its own; while it is still printed all others lose it, and their tracebacks
-    come in between.
+    Rank `FIRST` fails with its own traceback; before it is printed completely, all others lose that rank, and their
+    tracebacks come in between.
     """
     rng = random.Random(0)
     banner = (CLEAN / "trainer-transformers-5.23.log").read_text().splitlines()
@@ -94,7 +94,7 @@ def test_what_happens_once_in_the_middle_of_a_long_log_is_kept() -> None:
 
 
 def long_lines(length: int) -> dict[str, str]:
-    """Lines as they stand in logs, each of as many characters."""
+    """Lines as in logs, each with the given number of characters."""
     rng = random.Random(0)
     record = json.dumps(
         [{"step": i, "loss": rng.random(), "text": "lorem ipsum"} for i in range(length // 60)]
@@ -111,7 +111,7 @@ def long_lines(length: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", long_lines(1))
 def test_a_line_of_any_length_hides_no_failure(kind: str, tmp_path: Path) -> None:
-    """Ten million characters at once, and twenty thousand now and then: in seconds of this process."""
+    """Ten million characters at once, and twenty thousand occasionally: in seconds of processor time."""
     once, often = long_lines(10_000_000)[kind], long_lines(20_000)[kind]
     lines = [once, *failing(), once]
     for each in (

@@ -1,4 +1,4 @@
-"""Logs as people paste and encode them, failures inside of others, and what is said of a failure that nobody knows."""
+"""Logs as people paste and encode them, nested failures, and the output for an unknown failure."""
 
 from __future__ import annotations
 

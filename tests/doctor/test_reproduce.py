@@ -1,15 +1,16 @@
-"""Failures of the catalogue, made with the real frameworks, are recognised from what these really print.
+"""Failures of the catalogue, made with the real frameworks, are recognised from the real output.
 
-Each file of `reproduce/` makes one failure: `<id>.py`, or `<id>.<how>.py` where it comes about in several ways. Its
-comments say what it takes:
+Each file of `reproduce/` makes one failure: `<id>.py`, or `<id>.<how>.py` if it has several causes. Its
+comments state the requirements:
 
     # processes: 2                  started by torchrun; without it, one process
     # needs: transformers<4.54      another Python that has these; without it, the one that runs the tests
     # environment: NAME=value
     # exits: 0                      although its kind is an error
 
-A case that knows CURED applies the cure of its entry if the environment has CURED=1, and must then succeed. What
-needs no other Python and one process runs in forks of one process that has imported the frameworks; the rest is slow.
+A case that reads CURED applies the cure of its entry if the environment has CURED=1, and must then succeed. Cases
+without another Python and with one process run in forks of one process that has imported the frameworks; the rest
+are slow.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT = 200
 
 NOT_REPRODUCED = yaml.safe_load(Path(__file__).with_name("not-reproduced.yaml").read_text(encoding="utf-8"))
-"""Entries that have no case, by the reason."""
+"""Entries without a case, by reason."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Warm:
         )
 
     def run(self, script: Path, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
-        """Run a script in a folder: its exit status and what it printed."""
+        """Run a script in a folder: its exit status and its output."""
         log = folder / "log.txt"
         request = {"script": script, "folder": folder, "log": log, "environment": environment}
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -123,7 +124,7 @@ def environment(changes: dict[str, str]) -> dict[str, str]:
 
 
 def run_apart(case: Case, folder: Path, changes: dict[str, str]) -> tuple[int, str]:
-    """Run a case in processes of its own: its exit status and what it printed."""
+    """Run a case in its own processes: its exit status and its output."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.processes}"]
     python = python_with(case.needs)
     path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # where DeepSpeed looks for ninja

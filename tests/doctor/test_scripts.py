@@ -1,4 +1,4 @@
-"""Scripts are diagnosed by reading them: each trap with its line and the fixed line, and nothing else."""
+"""Scripts are diagnosed by reading them: each mistake with its line and the fixed line, and nothing else."""
 
 from __future__ import annotations
 

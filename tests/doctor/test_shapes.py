@@ -1,4 +1,4 @@
-"""Shapes that do not fit: which class they are of, with the numbers, for the messages of each framework."""
+"""Shape mismatches: their class, with the numbers, for the messages of each framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was asked for and not there, with its numbers, in the words of every maker."""
+"""Requested but missing resources, with their numbers, in the words of every framework."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_each_is_a_failure_that_is_not_unknown(said: str) -> None:
 
 
 def test_a_host_that_has_too_little_is_told_what_was_requested() -> None:
-    """numpy's own words, from this interpreter."""
+    """numpy's own message, from this interpreter."""
     run = subprocess.run(
         [sys.executable, "-c", "import numpy; numpy.ones((10**7, 10**7))"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Remedies in the language of the program that was run: its keys are read in its own releases."""
+"""Remedies use the keys of the program that was run, from its own releases."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def keys(tool: str) -> set[str]:
 
 
 LAUNCHERS = {"trl": {"accelerate_config", "num_processes", "main_process_port"}}
-"""What a program's command line takes and hands on to `accelerate launch`."""
+"""Options of a program's command line that it passes on to `accelerate launch`."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What users give by mistake, or as their machines write it: encodings, notebooks, empty pipes, wrong targets."""
+"""Targets passed by mistake, or in unusual forms: encodings, notebooks, empty pipes, wrong targets."""
 
 from __future__ import annotations
 

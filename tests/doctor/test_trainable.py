@@ -1,4 +1,4 @@
-"""Whether a checkpoint would load, train and be saved again, held against transformers where it says so itself."""
+"""Whether a checkpoint would load, train and be saved again, compared with transformers where it can tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs and Megatron-LM arguments say the same; transformers and Megatron-Core are asked whether that is true."""
+"""Configs and Megatron-LM arguments are equivalent, as judged by transformers and Megatron-Core."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def megatron_config(config: dict[str, Any], args: dict[str, Any]) -> TransformerConfig:
-    """As `core_transformer_config_from_args` does: fields of the same name, and a few that are renamed."""
+    """Like `core_transformer_config_from_args`: fields of the same name, and a few that are renamed."""
     kind = MLATransformerConfig if args["multi_latent_attention"] else TransformerConfig
     names = {field.name for field in dataclasses.fields(kind)}
     renamed = {"num_moe_experts": args.get("num_experts"), "gated_linear_unit": args["swiglu"]}
@@ -269,7 +269,7 @@ def test_both_frameworks_route_alike(name: str, overrides: dict[str, Any], tmp_p
 
 
 def transformers_routing(layer: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(chosen experts, their weights) of a mixture of experts, as its router hands them to the experts."""
+    """(chosen experts, their weights) of a mixture of experts, as its router passes them to the experts."""
     caught: list[tuple[torch.Tensor, torch.Tensor]] = []
     layer.experts.forward = lambda states, experts, weights: caught.append((experts, weights)) or states
     layer(hidden[None])

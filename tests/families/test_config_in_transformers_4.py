@@ -1,4 +1,4 @@
-"""The config.json that reshard writes means the same to transformers 4 as to transformers 5."""
+"""The config.json that reshard writes has the same meaning in transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ for folder in sys.argv[2:]:
 
 
 OTHERWISE = ("deepseek_v2", "gpt_oss")
-"""What transformers 4.57 computes otherwise, whatever the config: its DeepSeek-V2 leaves YaRN's mscale out of the
-softmax, its gpt-oss clamps at 7.0 and not at `swiglu_limit`."""
+"""Differences of transformers 4.57 for any config: its DeepSeek-V2 leaves YaRN's mscale out of the softmax, its gpt-oss
+clamps at 7.0 and not at `swiglu_limit`."""
 
 NEWER = {
     "4.51": (
@@ -51,7 +51,7 @@ NEWER = {
     "4.53": ("glm4_moe", "ernie4_5", "cwm", "qwen3_next", "qwen3_5_text"),
     "4.57": ("cwm", "qwen3_5_text"),
 }
-"""What each version does not know yet, or not whole."""
+"""Families that a version does not support, or not completely."""
 
 
 @pytest.mark.slow

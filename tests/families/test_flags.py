@@ -1,4 +1,4 @@
-"""What Megatron-LM is told beside `--use-checkpoint-args`: all that it needs, and nothing that it takes anyway."""
+"""The flags in addition to `--use-checkpoint-args`: everything that Megatron-LM needs, and no defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Models = Callable[..., Path]
 
 
 def architecture(args: Mapping[str, Any]) -> dict[str, Any]:
-    """All that decides in megatron-core's own config which function weights compute."""
+    """The fields of megatron-core's own config that decide which function the weights compute."""
     full = complete({"padded_vocab_size": 256, **args})
     kind = MLATransformerConfig if full.multi_latent_attention else TransformerConfig
     config = kind(**config_fields(full, kind))
@@ -38,7 +38,7 @@ def architecture(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parsed(flags: list[str]) -> dict[str, Any]:
-    """What Megatron-LM's parser makes of flags."""
+    """The result of Megatron-LM's parser for flags."""
     found: dict[str, Any] = {}
     name = ""
     for word in flags:
@@ -53,7 +53,7 @@ def parsed(flags: list[str]) -> dict[str, Any]:
 
 
 def loaded(args: Mapping[str, Any], flags: list[str]) -> dict[str, Any]:
-    """The arguments that Megatron-LM has: those that it restores, and those that are typed."""
+    """The arguments of Megatron-LM: those that it restores, and those that are typed."""
     restored = {name: value for name, value in args.items() if name not in {*NOT_RESTORED, "norm_epsilon"}}
     return {**restored, **parsed(flags)}
 
@@ -89,7 +89,7 @@ def test_defaults_are_those_of_megatron() -> None:
 def test_what_a_run_stores_of_mechanisms_that_it_does_not_use_is_not_said(
     genuine: Callable[..., Genuine], tmp_path: Path
 ) -> None:
-    """And the epsilon is, whatever the version of Megatron-LM calls it."""
+    """But the epsilon is, under the name of any version of Megatron-LM."""
     for name, said in {
         "qwen2-tp2-pp2": "--norm-epsilon 1e-06",
         "qwen3-moe-ep2": "--norm-epsilon 1e-06 --qk-layernorm",

@@ -1,4 +1,4 @@
-"""Strike conversions with faults and print what came of it.
+"""Inject faults into conversions and print the outcomes.
 
 python -m tests.faults                               a sample of everything
 python -m tests.faults --runs 200 "quantized"        more of one conversion
@@ -23,7 +23,7 @@ from tests.faults.sample import what
 
 
 def main() -> int:
-    """The exit status says whether all that has to hold did."""
+    """The exit status tells whether all requirements held."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.split("\n")[0])
     parser.add_argument("roads", nargs="*", metavar="ROAD", help="all by default")
     parser.add_argument("--runs", type=int, default=40, help="of each conversion; 40 by default")

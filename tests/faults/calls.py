@@ -1,7 +1,7 @@
-"""The calls of a process to the system, counted, and one of them made to fail, to stop short, or to be the last.
+"""The system calls of a process, counted, with one of them made to fail, to stop short, or to be the last.
 
-All that Python has for files is wrapped, in `os`, `io` and `fcntl`, so nothing here knows who in reshard calls it.
-Calls count that are about something below `root`. `tests/faults/test_strace.py` does the same to the system calls.
+All file functions of Python are wrapped, in `os`, `io` and `fcntl`, whichever part of reshard calls them.
+Only calls about paths below `root` count. `tests/faults/test_strace.py` does the same to the system calls.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ CHANGES = (
 
 
 class Call(NamedTuple):
-    """A call: the function, and the path that it was about."""
+    """A call: the function, and its path."""
 
     name: str
     path: str
 
 
 class Fault(NamedTuple):
-    """What happens to the call number `at` of those that the function `name` makes (to all of any, if it is empty).
+    """A fault at call number `at` of the function `name` (of all functions, if it is empty).
 
     `kind` is the name of an error ("EIO"), or one of "short", "delay", "kill before", "kill after", "power". With `on`
-    the fault stays from then on: the disk is full, or gone. With `late` the call is carried out before it fails.
+    the fault persists: the disk is full, or gone. With `late` the call is executed before it fails.
     """
 
     kind: str
@@ -100,14 +100,14 @@ KILLED = 9
 
 @dataclass
 class _Turn:
-    """One call on its way: how often the function was called before, and whether the fault strikes."""
+    """One call in progress: how often the function was called before, and whether the fault strikes."""
 
     number: int
     struck: bool
 
 
 class Calls:
-    """The calls of this process, with a fault or without. `made` are all of them, in their order."""
+    """The calls of this process, with or without a fault. `made` are all calls, in order."""
 
     def __init__(self, root: Path, fault: Fault | None = None, seed: int = 0) -> None:
         self.made: list[Call] = []
@@ -213,7 +213,7 @@ class Calls:
         return not fault.name or number == fault.at or (fault.on and number > fault.at)
 
     def _shortened(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a read or a write of less."""
+        """The arguments of a shorter read or write."""
         if name in ("read", "pread"):
             return (args[0], max(1, self._random.randint(0, args[1])), *args[2:])
         if name in ("write", "pwrite") and len(args[1]) > 1:
@@ -227,7 +227,7 @@ class Calls:
     def _noted(
         self, name: str, path: str, call: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        """Carry a call out, and note what a machine would forget that fails now."""
+        """Execute a call, and record the data that a failing machine would lose."""
         result = call(*args, **options)
         if self._fault and self._fault.kind == "power":
             with self._lock:
@@ -238,7 +238,7 @@ class Calls:
         return result
 
     def _die(self) -> None:
-        """End here. A machine that fails forgets what nobody had waited for; it is overwritten."""
+        """End here. A failing machine loses all unsynced data, so it is overwritten."""
         for path, ranges in self._unsynced.items():
             try:
                 descriptor = self._open(path, os.O_WRONLY)
@@ -304,7 +304,7 @@ class Calls:
 
 
 def _path_of(descriptor: int) -> str:
-    """The path that a descriptor was opened by, for a file that was removed since, too."""
+    """The path that a descriptor was opened with, even for a file that was removed since."""
     return _READLINK(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
 
 

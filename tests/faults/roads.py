@@ -1,6 +1,6 @@
-"""Conversions that faults strike: a source of every kind, and a target of every kind.
+"""Conversions for faults: a source of every kind, and an output of every kind.
 
-Sources are what the frameworks wrote, in tests/data; what is written by reshard and read again is made of those.
+Sources are files of the frameworks, in tests/data; sources in reshard's own output are made of those.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def converted(source: Path, **options: Any) -> Make:
 
 
 def as_pytorch_model(out: Path) -> None:
-    """A folder whose weights are those of `torch.save`."""
+    """A folder with weights saved by `torch.save`."""
     import torch
     from safetensors.torch import load_file
 
@@ -39,12 +39,12 @@ def as_pytorch_model(out: Path) -> None:
 
 
 def adapter(out: Path) -> None:
-    """An adapter as PEFT has it."""
+    """An adapter in PEFT's format."""
     reshard.convert(DATA / "megatron_lora" / "swift-tp2", out, to="peft", base=LLAMA, no_tokenizer=True)
 
 
 class Road(NamedTuple):
-    """What makes the source (and, at `base`, its base), and the flags of the command."""
+    """A function that makes the source (and, at `base`, its base), and the flags of the command."""
 
     make: Make
     flags: tuple[str, ...]
@@ -85,11 +85,11 @@ CHECKS = {
     "verify of one": (converted(MISTRAL, to="megatron-legacy", tp=2), ("verify",)),
     "inspect": (copied(SWIFT), ("inspect",)),
 }
-"""What makes a checkpoint, and the command that finds the damage in it."""
+"""A function that makes a checkpoint, and the command that finds its damage."""
 
 
 def check(name: str, root: Path) -> Check:
-    """A checkpoint with one byte that is another, or without a file, and the command that finds it."""
+    """A checkpoint with one changed byte, or without a file, and the command that finds it."""
     make, words = CHECKS[name]
     make(root / "src")
     if name == "inspect":

@@ -1,4 +1,4 @@
-"""Runs of the command line in processes that a fault may end, and what has to hold whatever happened."""
+"""Command-line runs in processes that a fault may end, and the requirements that hold after any fault."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from reshard.cli import main
 from tests.faults.calls import KILLED, Call, Calls, Fault
 
 PATIENCE = 120
-"""Seconds after which a run is said to hang."""
+"""Seconds after which a run counts as hung."""
 SMALL = {"WINDOW": 1 << 14, "WIDE_WINDOW": 1 << 15, "EVERY": 1 << 14}
-"""Sizes in `reshard.transfer` that make of small files many windows, each of which is noted."""
+"""Sizes in `reshard.transfer` that split small files into many windows, each recorded in the journal."""
 Content = dict[str, bytes]
 
 
 class Ended(NamedTuple):
-    """How a run ended: its exit status (None if it hung), what it printed, and its calls as far as they are known."""
+    """The end of a run: its exit status (None if it hung), its output, and its calls as far as they are known."""
 
     code: int | None
     out: str
@@ -42,7 +42,7 @@ class Ended(NamedTuple):
 
 @contextmanager
 def small_windows() -> Iterator[None]:
-    """Files of many windows, wherever the code keeps these sizes."""
+    """Split files into many windows, wherever the code keeps these sizes."""
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("reshard.transfer.")]
     places = [
         (module, name, size) for module in modules for name, size in SMALL.items() if hasattr(module, name)
@@ -65,7 +65,7 @@ def run(
     seed: int = 0,
     on_start: Callable[[int], None] = lambda process: None,
 ) -> Ended:
-    """Run the command line in a process of its own, with a fault in its calls below `root`."""
+    """Run the command line in its own process, with a fault in its calls below `root`."""
     with tempfile.TemporaryDirectory() as told:
         child = os.fork()
         if not child:
@@ -136,7 +136,7 @@ def _is_weights(name: str) -> bool:
 
 @dataclass
 class Check:
-    """A command that changes nothing, and finds fault with what lies in `root`: its exit status is 1, or 2."""
+    """A command that changes nothing, and finds problems in `root`: its exit status is 1 or 2."""
 
     root: Path
     words: tuple[object, ...]
@@ -147,7 +147,7 @@ class Check:
         self.code, self.calls = found.code, found.calls
 
     def strike(self, fault: Fault, seed: int = 0) -> str:
-        """Run it with a fault, after which nothing may look right that is not."""
+        """Run it with a fault, after which nothing damaged may look correct."""
         ended = run(self.words, self.root, fault, seed)
         if fault.kind in ("short", "delay"):
             assert ended.code == self.code, f"{fault}: exit status {ended.code}\n{ended.err}"
@@ -161,10 +161,10 @@ class Check:
 
 @dataclass
 class Scene:
-    """A folder with `src`, what else the command reads, and a command that makes `dst`.
+    """A folder with `src`, other inputs of the command, and a command that makes `dst`.
 
-    With `before`, a folder stands at the destination that the command is to replace. With `interrupted`, an earlier run
-    has met a full disk, and what it wrote is there.
+    With `before`, the destination has a folder that the command replaces. With `interrupted`, the disk was full in an
+    earlier run, whose output is still there.
     """
 
     root: Path
@@ -190,7 +190,7 @@ class Scene:
         return self.root / "dst"
 
     def clear(self) -> None:
-        """Put all back as it was."""
+        """Restore the initial state."""
         for path in self.root.iterdir():
             if path.name not in self.given:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -204,7 +204,7 @@ class Scene:
             os.utime(path, ns=(modified, modified))
 
     def _interrupt(self) -> int:
-        """Let a run meet a full disk half way, and keep what it leaves; how many bytes of the output it noted."""
+        """Let a run fill the disk halfway, and keep its output; returns the bytes of output that it recorded."""
         writes = sum(call.name == "pwrite" for call in run(self.words, self.root).calls)
         self.clear()
         stopped = run(self.words, self.root, Fault("ENOSPC", "pwrite", writes // 2, on=True))
@@ -218,12 +218,12 @@ class Scene:
         return int(unfinished["written"])
 
     def strike(self, fault: Fault, seed: int = 0) -> str:
-        """Run the command with a fault, then without. The outcome in a word; AssertionError if something is wrong."""
+        """Run the command with a fault, then without. Returns the outcome in a word; AssertionError if it is wrong."""
         self.clear()
         return self.judged(fault, run(self.words, self.root, fault, seed))
 
     def judged(self, fault: Fault, ended: Ended) -> str:
-        """What came of a run with a fault, after which the same command runs without."""
+        """The outcome of a run with a fault, after which the same command runs without."""
         try:
             return self._judged(fault, ended)
         except AssertionError as error:
@@ -268,9 +268,9 @@ class Scene:
             assert any(ended.struck.path in line for line in lines), "the file that failed is not named"
 
     def _lacks_files_alone(self, found: Content) -> bool:
-        """Whether the output is complete but for a tokenizer or another file that may be missing in the source.
+        """Whether the output is complete except for a tokenizer or another file that may be missing in the source.
 
-        A system that says that there is no such file is believed.
+        If the system reports that a file does not exist, this is believed.
         """
         assert self.expected is not None
         same = {name for name, data in found.items() if data == self.expected.get(name)}
@@ -280,7 +280,7 @@ class Scene:
         )
 
     def _is_ours(self, path: str) -> bool:
-        """Whether a path is the destination, or something that a run makes beside it."""
+        """Whether a path is the destination, or something that a run creates next to it."""
         return not self.given.intersection(Path(os.path.relpath(path, self.root)).parts[:1])
 
     def _lists_what_is_left(self) -> int:
@@ -295,7 +295,7 @@ class Scene:
         return sum(each["written"] or 0 for each in told["unfinished"])
 
     def _is_beside(self, ended: Ended) -> bool:
-        """Whether the old folder lies where `inspect` says, as does the run unless it was killed."""
+        """Whether the old folder is where `inspect` reports it, and so is the run unless it was killed."""
         (told,) = self._listed()["set_aside"]
         said_so = ended.code == KILLED or f"mv {told['folder']} {self.dst}" in " ".join(ended.err.split())
         return said_so and content(Path(told["folder"])) == self.before

@@ -1,4 +1,4 @@
-"""Which faults strike which calls: all of them, or a sample that has each function and each kind in it."""
+"""Pairs of faults and calls: all of them, or a sample that has each function and each kind in it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from random import Random
 from tests.faults.calls import CHANGES, READS, WRITES, Call, Fault
 
 ERRORS = ("EIO", "ESTALE", "EACCES", "ENOENT", "EMFILE", "EINVAL", "ENOMEM")
-"""What any call may meet: a disk that fails, a file server that is gone, rights, files that vanish, and limits."""
+"""Errors of any call: a failing disk, a lost file server, permissions, files that disappear, and limits."""
 FULL = ("ENOSPC", "EDQUOT")
 IMMOVABLE = ("EPERM", "EXDEV", "EBUSY")
-"""What a rename meets: a file system without, a folder of an image's lower layer, a mount point."""
+"""Errors of a rename: a file system without it, a folder in an image's lower layer, a mount point."""
 KILLS = ("kill before", "kill after", "power")
 EVERYWHERE = (Fault("short"), Fault("delay"))
-"""Each read and write of less than was asked for; each call late, so that those of threads change their order."""
+"""Short reads and writes; and each call delayed, so that threads change their order."""
 
 
 def of_call(name: str, at: int) -> Iterator[Fault]:
-    """All that can happen to one call."""
+    """All faults of one call."""
     for kind in ERRORS:
         yield Fault(kind, name, at)
     for kind in ("EIO", "ESTALE"):
@@ -51,7 +51,7 @@ def every(calls: Sequence[Call]) -> Iterator[Fault]:
 
 
 def sampled(calls: Sequence[Call], runs: int, seed: int) -> list[Fault]:
-    """So many of them. Functions take turns, so that the one rename is struck as often as the many reads."""
+    """A sample of `count` faults. Functions take turns, so that the one rename is hit as often as the many reads."""
     random = Random(seed)
     faults = list(EVERYWHERE)
     waiting = {

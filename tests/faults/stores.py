@@ -1,6 +1,6 @@
-"""The same for stores: requests that fail, stop short, come late, or are the last before the process dies.
+"""The same for stores: requests that fail, stop short, are late, or are the last before the process dies.
 
-The server is moto's, in a process of its own: a process with threads cannot be forked, and runs are.
+The server is moto's, in its own process: runs are forked, and a process with threads cannot be forked.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ KINDS = (*STATUSES, "short", "kill")
 
 
 class Server:
-    """A server with one bucket, in a process of its own. Requests are known by their numbers since `strike`."""
+    """A server with one bucket, in its own process. Requests are numbered from the last `strike`."""
 
     def __init__(self, orders: Connection) -> None:
         self._orders = orders
         self.environment: dict[str, str] = orders.recv()
 
     def ask(self, name: str, *given: Any) -> Any:
-        """Have the other process do something, and get what came of it."""
+        """Have the server process run something, and return the result."""
         self._orders.send((name, given))
         return self._orders.recv()
 
 
 @contextmanager
 def server() -> Iterator[Server]:
-    """A server that runs until the block ends; what the block runs finds it."""
+    """A server that runs until the block ends, and that the processes in the block use."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -78,7 +78,7 @@ def _serve(orders: Connection) -> None:
 
 
 class _Orders:
-    """What the server is told."""
+    """Handle the commands sent to the server."""
 
     def __init__(self, s3: S3) -> None:
         self._s3 = s3
@@ -86,7 +86,7 @@ class _Orders:
         self._is_known = Event()
 
     def strike(self, fault: Fault | None, seed: int = 0) -> None:
-        """From now on, let a fault strike request `at`, all behind it if it is `on`; all if it has no name."""
+        """From now on, apply a fault to request `at`, and to all later ones if it is `on`; to all if it has no name."""
         self._s3.clear_faults()
         self._s3.requests.clear()
         self._is_known.clear()
@@ -117,16 +117,16 @@ class _Orders:
         return {"reset": 0, "kill": 0}.get(kind, int(kind) if kind.isdigit() else None)
 
     def victim(self, process: int) -> None:
-        """Which process dies."""
+        """Set the process that dies."""
         self._victim = process
         self._is_known.set()
 
     def requests(self) -> list[tuple[str, str, str]]:
-        """All so far."""
+        """All requests so far."""
         return list(self._s3.requests)
 
     def fill(self, files: Content) -> None:
-        """Let the bucket hold these objects and nothing else, and no part of any."""
+        """Set the contents of the bucket, without incomplete uploads."""
         self.strike(None)
         self._s3.clear()
         for upload in self.uploads():
@@ -135,25 +135,25 @@ class _Orders:
             self._s3.client.put_object(Bucket=BUCKET, Key=key, Body=body)
 
     def objects(self, prefix: str) -> Content:
-        """What lies in the bucket."""
+        """The contents of the bucket."""
         self.strike(None)
         return self._s3.objects(prefix)
 
     def uploads(self) -> list[dict[str, str]]:
-        """Objects of which only parts were uploaded."""
+        """Objects with incomplete uploads."""
         found = self._s3.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
         return [{"Key": each["Key"], "UploadId": each["UploadId"]} for each in found]
 
 
 @dataclass
 class Remote:
-    """A command whose source or destination lies in a bucket: `src`, or `dst`."""
+    """A command whose source or destination is in a bucket: `src`, or `dst`."""
 
     root: Path
     server: Server
     words: tuple[object, ...]
     objects: Content
-    """What lies in the bucket before."""
+    """The initial contents of the bucket."""
 
     def __post_init__(self) -> None:
         (self.root / "tmp").mkdir()
@@ -166,11 +166,11 @@ class Remote:
         assert self.expected
 
     def found(self) -> Content:
-        """What lies at the destination."""
+        """The contents of the destination."""
         return self.server.ask("objects", "dst/") if self.to_bucket else content(self.root / "dst") or {}
 
     def clear(self) -> None:
-        """Put all back as it was. What is read stays, for outputs tell its time."""
+        """Restore the initial state. The source stays, because outputs record its time."""
         if self.to_bucket:
             self.server.ask("fill", self.objects)
         for path in [*self.root.glob("*dst*"), *(self.root / "tmp").iterdir()]:
@@ -185,7 +185,7 @@ class Remote:
         return ended._replace(code=KILLED if ended.code == -signal.SIGKILL else ended.code)
 
     def strike(self, fault: Fault, seed: int = 0) -> str:
-        """Run the command with a fault, then without. The outcome in a word; AssertionError if something is wrong."""
+        """Run the command with a fault, then without. Returns the outcome in a word; AssertionError if it is wrong."""
         self.clear()
         ended = self._run(self.words, fault, seed)
         requests = self.server.ask("requests")
@@ -225,7 +225,7 @@ class Remote:
         return f"{outcome}, kept" if written else outcome
 
     def _listed(self, found: Content) -> int:
-        """Bytes that need not be written again, of what `inspect` lists if anything is there."""
+        """Bytes that need not be written again, among those that `inspect` lists, if any."""
         dst = f"{URL}/dst" if self.to_bucket else self.root / "dst"
         if not (found or list(self.root.glob(".dst.*-*"))):
             return 0
@@ -271,7 +271,7 @@ def every(requests: Sequence[tuple[str, str, str]]) -> Iterator[Fault]:
 
 
 def sampled(requests: Sequence[tuple[str, str, str]], runs: int, seed: int) -> list[Fault]:
-    """So many of them, each kind as often as the others."""
+    """A sample of `count` faults, with each kind equally often."""
     random = Random(seed)
     first, *rest = every(requests)
     waiting: dict[str, list[Fault]] = {}

@@ -1,4 +1,4 @@
-"""Conversions on a system that fails: the destination is whole or as before, and the same command ends well."""
+"""Conversions on a failing system: the destination is complete or as before, and the same command then succeeds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.faults.roads import CHECKS, ROADS, check, scene
 from tests.faults.sample import sampled
 
 TODAY = date.today().toordinal()
-"""Another sample each day; a failure names the fault, and `python -m tests.faults` takes the number as --seed."""
+"""Another sample each day; a failure names the fault, and `python -m tests.faults` accepts the number as --seed."""
 
 
 def struck(road: str, root: Path, runs: int, seed: int, workers: int = 1) -> Counter[str]:
-    """Strike a conversion so often; how often it ended how."""
+    """Run a conversion with `runs` faults, and count the outcomes."""
     stage = scene(ROADS[road], root, workers)
     faults = sampled(stage.calls, runs, seed)
     assert {fault.name for fault in faults} - {""} or runs < 5

@@ -1,4 +1,4 @@
-"""The same faults in the system calls themselves, by strace: no function of Python stands between."""
+"""The same faults in the system calls themselves, by strace, without Python in between."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KINDS = (*ERRORS, "delay", "kill")
 
 
 def traced(scene: Scene, options: Sequence[str]) -> tuple[Ended, str]:
-    """Run the command of a scene under strace; how it ended, and what strace wrote."""
+    """Run the command of a scene under strace; its end, and the output of strace."""
     assert STRACE
     with tempfile.NamedTemporaryFile("r") as log:
         command = [STRACE, "-f", "-y", "-qq", "-s", "4096", "-o", log.name, *options]
@@ -78,7 +78,7 @@ def traced(scene: Scene, options: Sequence[str]) -> tuple[Ended, str]:
 
 
 def calls_of(scene: Scene) -> tuple[list[str], Counter[str]]:
-    """All paths below the scene that a run touches, and the calls that are about them, by their names."""
+    """All paths below the scene that a run uses, and the calls on them, by name."""
     scene.clear()
     ended, log = traced(scene, ["-e", f"trace={','.join(CALLS)}"])
     assert ended.code == 0, ended.err
@@ -89,7 +89,7 @@ def calls_of(scene: Scene) -> tuple[list[str], Counter[str]]:
 
 
 def sampled(calls: Counter[str], runs: int, seed: int) -> Iterator[Fault]:
-    """So many faults; the names of calls and the kinds take turns."""
+    """A sample of `count` faults; the names of calls and the kinds take turns."""
     random = Random(seed)
     names = [name for name in CALLS if calls[name]]
     kinds = list(KINDS)

@@ -111,7 +111,7 @@ CODE = {
 @pytest.mark.parametrize("where", ["config", "tokenizer_config", "preprocessor_config"])
 @pytest.mark.parametrize("classes", ["modeling_x.X", [None, "modeling_x.X"]])
 def test_python_files_travel_where_auto_map_names_them(where: str, classes: object, tmp_path: Path) -> None:
-    """And what they import, as transformers loads it; nothing else, and not without a note."""
+    """And the files that they import, as transformers loads them; nothing else, and with a note."""
     folder = write(tmp_path, config__json={}, **CODE)
     assert not find_companions(folder).code
     write(
@@ -153,7 +153,7 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
 
 
 def content_of(file: Path) -> bytes:
-    """What is written in place of a file: other bytes, or its own."""
+    """The content to write in place of a file: other bytes, or its own."""
     written = output_file(file.name, file)
     return b"".join(content for _, content in written.literals()) if not written.blocks else file.read_bytes()
 
@@ -222,7 +222,7 @@ def test_the_cache_of_the_hub_is_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_links_to_a_model(tmp_path: Path) -> None:
-    """With a config of its own, which is why people make it: what lies beside the weights belongs to them."""
+    """With its own config, which is why people make such folders: the files next to the weights belong to them."""
     model = make_model("qwen3", tmp_path / "model")
     folder = write(tmp_path / "mine", config__json={})
     for path in model.iterdir():
@@ -267,7 +267,7 @@ def test_json_that_could_not_be_loaded_is_named(content: bytes, tmp_path: Path) 
 def test_large_json_is_looked_through(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is too large to be parsed is read in windows: it is text from brace to brace, or it is damaged."""
+    """JSON that is too large to parse is read in windows: it is text from brace to brace, or damaged."""
     monkeypatch.setattr(companions, "fits", lambda nbytes: nbytes < 10 * companions.JSON_WEIGHT)
     monkeypatch.setattr(sources, "WINDOW", 3)
     write(tmp_path, tokenizer__json=' {"a": "\u20ac\u20ac"}\n ', vocab__json="{}")

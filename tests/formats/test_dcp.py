@@ -1,4 +1,4 @@
-"""Metadata that the real torch and megatron-core wrote is read; what we write, they load."""
+"""Metadata of the real torch and megatron-core is read; they load reshard's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def raw(stored: StoredTensor) -> bytes:
 
 @pytest.fixture(scope="module")
 def genuine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder that `dcp.save` wrote, and what it saved, by flattened key."""
+    """A folder that `dcp.save` wrote, and the saved values, by flattened key."""
     folder = tmp_path_factory.mktemp("dcp")
     tensors = {name: of_type(torch.arange(6).reshape(2, 3), name) for name in dtypes.BY_NAME}
     state = {"model": tensors, "scalar": torch.tensor(1.5), "step": 3, "options": {"lr": 0.1}}
@@ -165,7 +165,7 @@ def test_megatron_core_loads_what_we_wrote(tmp_path: Path) -> None:
 
 
 def test_metadata_of_other_versions_is_read(genuine: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Older torch lacks fields, newer has more; megatron-core has named its own classes with save plans."""
+    """Older torch lacks fields, newer has more; megatron-core's save plans name its own classes."""
     folder, _ = genuine
     for file in folder.glob("*.distcp"):
         (tmp_path / file.name).write_bytes(file.read_bytes())

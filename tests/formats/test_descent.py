@@ -1,4 +1,4 @@
-"""From the folder that people name to the one with the weights."""
+"""Finding the folder with the weights from the folder that people pass."""
 
 from __future__ import annotations
 

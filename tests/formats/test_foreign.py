@@ -1,4 +1,4 @@
-"""Files of other tools: recognized by all commands, and the way out that is told works."""
+"""Files of other tools: recognized by all commands, with working instructions for converting them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nemo(path: Path, mode: str, members: dict[str, bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the tools wrote, and what torch and tar write now."""
+    """Files of the tools, and new files by torch and tar."""
     folder = tmp_path_factory.mktemp("foreign") / "files"
     shutil.copytree(DATA, folder)
     linear = torch.nn.Linear(4, 2)

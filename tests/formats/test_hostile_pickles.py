@@ -1,6 +1,6 @@
-"""Pickles that ask for more memory than they hold, or for more time than it takes to read them: refused at once.
+"""Pickles that need more memory than their size, or more time than reading them: refused at once.
 
-Each set is loaded in a process of its own that may not grow by more than `ALLOWED`.
+Each set is loaded in its own process that may not grow by more than `ALLOWED`.
 
     python -m tests.formats.test_hostile_pickles FILE...
 """
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 ALLOWED = 256 << 20
 FEW = 1 << 20
-"""What the loading of a few bytes may take at its peak."""
+"""The peak memory that loading a few bytes may take."""
 
 _BUILD_RANGE = b"\x80\x02cbuiltins\nrange\n\x8a\x05\x00\x00\x00\x00\x02\x85R"
 """range(8589934592)"""
 _NESTED = b"K\x01" + b"2\x86" * 60
-"""A pair of a pair … of ones, each twice the same: 2⁶⁰ ones to whoever prints them."""
+"""A pair of a pair … of ones, each twice the same object: 2⁶⁰ ones when printed."""
 
 CRAFTED = {
     "LONG_BINPUT": b"\x80\x02Nr\xff\xff\xff\x7f.",
@@ -86,7 +86,7 @@ CRAFTED = {
 
 
 def load(data: bytes) -> str:
-    """What reshard says of a pickle; "" if it can be read."""
+    """reshard's error for a pickle; "" if it can be read."""
     try:
         _load(data, "x.pt", lambda key, nbytes: Storage("x.pt", 0, 1 << 20))
     except ReshardError as error:
@@ -95,7 +95,7 @@ def load(data: bytes) -> str:
 
 
 def pickles_of(path: Path) -> bytes:
-    """The pickle in a file of torch, or that a file is."""
+    """The pickle in a torch file, or the file itself if it is a pickle."""
     if not zipfile.is_zipfile(path):
         return path.read_bytes()
     with zipfile.ZipFile(path) as archive:
@@ -103,7 +103,7 @@ def pickles_of(path: Path) -> bytes:
 
 
 def elsewhere(*words: object) -> dict[str, tuple[str, int]]:
-    """What this module prints when it is run with these arguments."""
+    """The output of this module when it is run with these arguments."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.formats.test_hostile_pickles", *map(str, words)],
         capture_output=True,
@@ -123,7 +123,7 @@ def test_a_few_bytes_take_a_few_bytes() -> None:
 
 
 def test_what_is_honest_is_read() -> None:
-    """Memos as long as honest pickles have them, in each protocol, and a range that is no trap."""
+    """Memos as long as in honest pickles, in each protocol, and a harmless range."""
     for protocol in range(6):
         for count in (10, 300, 70_000):
             content = [str(index) for index in range(count)]
@@ -145,7 +145,7 @@ def test_what_is_honest_is_read() -> None:
 
 
 def test_an_object_stays_what_it_is() -> None:
-    """No state of a pickle changes the class of an object, or puts something in the place of its methods."""
+    """No state in a pickle changes the class of an object, or replaces its methods."""
     other = b"X\x09\x00\x00\x00__class__ctorch\nOther\ns"
     assert "a pickle cannot be read" in load(b"\x80\x02cargparse\nNamespace\n)\x81N}" + other + b"\x86b.")
     items = b"X\x05\x00\x00\x00itemsN"
@@ -156,7 +156,7 @@ def test_an_object_stays_what_it_is() -> None:
 
 
 def test_no_container_is_walked_through_twice() -> None:
-    """Lists that hold another twice, as a pickle can make them, and one that contains itself."""
+    """Lists that contain another list twice, as a pickle can make them, and one that contains itself."""
     tensor = StoredTensor(Storage("x.pt", 0, 4), BY_NAME["float32"], (1,), (1,))
     nest: Any = {"step": 3, "tensors": [tensor]}
     for _ in range(60):
@@ -178,7 +178,7 @@ def test_mutated_pickles_of_frameworks(genuine: Callable[..., Genuine]) -> None:
 
 
 def fuzz(samples: list[bytes]) -> None:
-    """Mutate, load: our error or none, and never for want of memory."""
+    """Mutate and load: only a ReshardError or none, and no lack of memory."""
 
     @settings(max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
@@ -209,7 +209,7 @@ OPCODES = [
 
 
 def main() -> None:
-    """Load with little memory: what is crafted, or what becomes of the pickles in files."""
+    """Load with little memory: crafted pickles, or mutations of the pickles in files."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     samples = [pickles_of(Path(word)) for word in sys.argv[1:]]
     resource.setrlimit(resource.RLIMIT_AS, (size + ALLOWED, size + ALLOWED))

@@ -1,4 +1,4 @@
-"""Files that the real torch wrote, hostile pickles, and files that are damaged."""
+"""Files of the real torch, hostile pickles, and damaged files."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_non_contiguous_and_large_chunks(tmp_path: Path) -> None:
 
 
 def write_pickle(path: Path, data: bytes) -> Path:
-    """A file as torch writes it, around a pickle of our own."""
+    """A file as torch writes it, with the given pickle."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", data)
         archive.writestr("archive/data/0", b"\x00" * 64)

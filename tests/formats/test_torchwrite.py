@@ -1,4 +1,4 @@
-"""Images filled with bytes are files of torch: the real torch reads them, and they equal its own."""
+"""Images filled with bytes are torch files: the real torch reads them, and they equal its own files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.judges import of_type
 
 
 def filled(image: Image, content: Mapping[Any, bytes]) -> bytes:
-    """The file of an image whose slots have been written and whose checksums have been patched."""
+    """The file of an image with its slots written and its checksums patched."""
     file = bytearray(image.size)
     written = 0
     for offset, literal in image.literals:
@@ -91,7 +91,7 @@ def test_torch_reads_every_dtype_in_every_way(tmp_path: Path, state: dict[str, t
 
 
 def test_torch_can_calculate_the_offsets(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:
-    """torch may compute where storages lie instead of asking the archive: ours lie where it expects."""
+    """torch may compute the offsets of storages instead of reading the archive: reshard's are where it expects them."""
     image = layout_torch_file({name: new(name, tensor) for name, tensor in state.items()})
     path = tmp_path / "model.pt"
     path.write_bytes(filled(image, {name: elements(tensor) for name, tensor in state.items()}))
@@ -104,7 +104,7 @@ def test_torch_can_calculate_the_offsets(tmp_path: Path, state: dict[str, torch.
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("shape", [(2, 3), (0,), (), (1, 1, 4096)])
 def test_the_archive_is_that_of_torch(monkeypatch: Any, name: str, shape: tuple[int, ...]) -> None:
-    """Byte for byte, given torch's spelling of the pickle and the number it makes of all checksums."""
+    """Byte for byte, given torch's spelling of the pickle and the number that it derives from all checksums."""
     tensor = example(name, *shape)
     buffer = io.BytesIO()
     torch.save(tensor, buffer)

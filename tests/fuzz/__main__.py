@@ -1,11 +1,11 @@
-"""Fuzz one target after another, and keep what went wrong.
+"""Fuzz one target after another, and keep the inputs that fail.
 
     python -m tests.fuzz                           all targets, a minute each
     python -m tests.fuzz --seconds 600 pickle      one of them for ten minutes
     python -m tests.fuzz --list
 
-Mutation follows what the inputs reach, by atheris, which tests/environments.py installs; with --blind it does not. What
-goes wrong is written to --out, one file for each place where it does, and becomes a test when it is put into
+Mutation is guided by coverage, with atheris, which tests/environments.py installs; with --blind it is not. Failing
+inputs are written to --out, one file for each place of failure; an input becomes a test when it is put into
 tests/fuzz/found/TARGET/.
 """
 
@@ -26,7 +26,7 @@ from tests.fuzz.targets import TARGETS
 
 
 def main() -> int:
-    """Fuzz each target in a process of its own; the exit status says whether all went well."""
+    """Fuzz each target in its own process; the exit status tells whether all passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n")[0])
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="all by default")
     parser.add_argument(

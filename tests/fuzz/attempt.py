@@ -1,4 +1,4 @@
-"""One input after another for one target, and what goes wrong with them."""
+"""Feeds inputs to one target, and collects the failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = str(Path(reshard.__file__).parent)
 
 
 class Attempts:
-    """A target in a folder of its own, in memory, which goes when the object does."""
+    """A target with its own folder in memory, which is removed with the object."""
 
     def __init__(self, target: Target) -> None:
         shared = Path("/dev/shm")
@@ -39,7 +39,7 @@ class Attempts:
         self.failures: dict[str, bytes] = {}
 
     def __call__(self, data: bytes) -> str | None:
-        """Take one input. What goes wrong is returned, and kept once for each place where it does."""
+        """Run one input. A failure is returned, and kept once for each place of failure."""
         self.inputs += 1
         try:
             with watching(self.folder):
@@ -57,7 +57,7 @@ class Attempts:
         self._temporary.cleanup()
 
     def keep(self, folder: Path) -> list[str]:
-        """Write the inputs that failed to a folder; what went wrong with them, and where each of them lies."""
+        """Write the failing inputs to a folder; returns the errors, and the path of each input."""
         said = []
         for failure, data in self.failures.items():
             folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class Attempts:
 
 
 def _described(error: BaseException) -> str:
-    """The kind of an error and its words in short, and the line of ours that it went through last."""
+    """The type of an error with its message in short, and the last line of reshard in its traceback."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename.startswith(SOURCE)]
     where = f"{Path(frames[-1].filename).relative_to(SOURCE)}:{frames[-1].lineno}" if frames else "?"
     return f"{where} {type(error).__name__}: {str(error)[:160]!r}"

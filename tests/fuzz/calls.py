@@ -1,4 +1,4 @@
-"""What is called with an input: each is what a user calls, or what stands right behind it."""
+"""The calls under test: functions that users call, or the ones directly behind them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.fuzz.seeds import DATA, copied
 
 Take = Callable[[bytes], None]
 Open = Callable[[Path], Take]
-"""Makes in an empty folder what takes one input after another."""
+"""Makes a function that takes inputs, in an empty folder."""
 BASE = DATA / "peers" / "bridge" / "base-mistral"
 
 
@@ -65,12 +65,12 @@ def checkpoint(path: Path, **options: Any) -> None:
 
 
 def to_megatron(path: Path) -> None:
-    """The same of a Hugging Face folder, which has to become something else."""
+    """The same with a Hugging Face folder, which is converted to another format."""
     checkpoint(path, to="megatron", tp=2)
 
 
 def merged(path: Path) -> None:
-    """The same of an adapter."""
+    """The same with an adapter."""
     checkpoint(path, base=DATA / "megatron_lora" / "base-llama", merge=True)
 
 
@@ -87,9 +87,9 @@ def file_of(
     call: Callable[[Path], object] = checkpoint,
     put: Callable[[bytes], Callable[[bytes], bytes]] = lambda original: lambda data: data,
 ) -> Open:
-    """Exchange a file, found by a pattern, in a copy of a folder of tests/data, and call with the folder.
+    """Replace a file, found by a pattern, in a copy of a folder of tests/data, and call with the folder.
 
-    `put(original)` makes of an input what the file holds then.
+    `put(original)` makes the file's content from an input.
     """
     return in_copy(lambda folder: copied(source, folder), name, call, put)
 
@@ -100,7 +100,7 @@ def in_copy(
     call: Callable[[Path], object] = checkpoint,
     put: Callable[[bytes], Callable[[bytes], bytes]] = lambda original: lambda data: data,
 ) -> Open:
-    """The same in a folder that `make` makes; a file that is not there is added."""
+    """The same in a folder that `make` makes; a file that does not exist is added."""
 
     def opened(folder: Path) -> Take:
         made = make(folder / "src")
@@ -117,7 +117,7 @@ def in_copy(
 
 
 def pickled(original: bytes) -> Callable[[bytes], bytes]:
-    """An archive of torch with another pickle in it: inputs are spent on the pickle alone."""
+    """A torch archive with another pickle in it, so that inputs only mutate the pickle."""
     with zipfile.ZipFile(io.BytesIO(original)) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
 
@@ -138,19 +138,19 @@ def sharded(folder: Path) -> Path:
 
 
 def adapter(folder: Path) -> Path:
-    """An adapter as PEFT has it."""
+    """An adapter in PEFT's format."""
     base = DATA / "megatron_lora" / "base-llama"
     reshard.convert(DATA / "megatron_lora" / "swift-tp2", folder, to="peft", base=base, no_tokenizer=True)
     return folder
 
 
 def content_of(make: Callable[[Path], Path], name: str, folder: Path) -> list[bytes]:
-    """The content of one file of what `make` makes."""
+    """The content of one file of the folder that `make` makes."""
     return [next(make(folder / "seed").glob(name)).read_bytes()]
 
 
 def safetensors_as_its_library(path: Path) -> None:
-    """What is read, the library of safetensors reads too, and finds the same places in it."""
+    """Files that reshard reads, the safetensors library reads too, with the same offsets."""
     from safetensors import SafetensorError, safe_open
 
     ours = read_tensors(path)
@@ -166,7 +166,7 @@ def safetensors_as_its_library(path: Path) -> None:
 
 
 def torch_file_as_torch(path: Path) -> None:
-    """Where torch loads a file too, the tensors are the same."""
+    """If torch loads a file too, the tensors are the same."""
     import torch
 
     ours = read_torch_file(path)
@@ -197,7 +197,7 @@ def _compare(ours: Any, theirs: Any, depth: int) -> None:
 
 
 def journal(folder: Path) -> Take:
-    """The journal of an unfinished run, each line with its checksum, found by whoever looks at the destination."""
+    """The journal of an unfinished run, each line with its checksum, found at the destination."""
     run = folder / ".dst.partial-0123abcd"
     (run / "output").mkdir(parents=True)
     (run / "output" / "model.safetensors").write_bytes(bytes(4096))
@@ -216,7 +216,7 @@ def journal(folder: Path) -> Take:
 
 
 def arguments(folder: Path) -> Take:
-    """Words on the command line, behind a source and a destination; nothing is written."""
+    """Command-line arguments after a source and a destination; nothing is written."""
 
     def take(data: bytes) -> None:
         try:
@@ -235,14 +235,14 @@ def arguments(folder: Path) -> Take:
 
 
 def marker(data: bytes) -> None:
-    """What reshard keeps in a bucket while it writes there."""
+    """The files that reshard keeps in a bucket during an upload."""
     found = parsed_marker(data)
     if found:
         json.dumps([sorted(found.names), found.written, found.anywhere, found.identity])
 
 
 def url(data: bytes) -> None:
-    """A URL of a store, of which no user, password or query may be shown."""
+    """The URL of a store, whose user, password and query must never be shown."""
     text = data.decode("utf-8", "replace")
     if is_url(text):
         place = parsed(text)
@@ -252,24 +252,24 @@ def url(data: bytes) -> None:
 
 
 def diagnosed(path: Path) -> None:
-    """The doctor takes a file by its suffix."""
+    """The doctor detects a file's kind by its suffix."""
     diagnose(path)
 
 
 def request(path: Path) -> None:
-    """A config of `reshard train`, as far as no framework is asked."""
+    """A config of `reshard train`, up to the first use of a framework."""
     check(run_of("sft", {}, (), path))
 
 
 def record_of_run(path: Path) -> None:
-    """What a run left, which another one resumes."""
+    """The files of a run, which another run resumes."""
     json.dumps(Run.read(path).as_dict())
 
 
 def data(name: str) -> Open:
-    """Data to train on in a file of this name, as far as a run goes with it until a model sees tokens.
+    """A data file with this name, up to the point where a model sees tokens.
 
-    TRL gets a table of them, preflight counts their tokens, and Megatron's rows are made of those.
+    TRL gets a table of the records, preflight counts their tokens, and Megatron's rows are made from those.
     """
 
     def opened(folder: Path) -> Take:

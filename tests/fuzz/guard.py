@@ -1,4 +1,4 @@
-"""What no input may lead to: code that runs, a file that changes elsewhere, more time or memory than there is."""
+"""Limits for every input: no code runs, no other file changes, and time and memory are bounded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 20.0
-"""Processor time for one input. An honest one takes some milliseconds, a fuzzer's instrumentation ten times that."""
+"""Processor time for one input. An honest one takes some milliseconds, ten times as much when instrumented."""
 MEMORY = 1 << 30
-"""Bytes of address space by which the process may grow."""
+"""Bytes by which the address space of the process may grow."""
 
 _NEVER = (
     *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.kill", "pty.spawn"),
@@ -24,21 +24,21 @@ _CHANGES = {
     **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.utime"), 1),
     **dict.fromkeys(("os.rename", "os.link", "os.symlink"), 2),
 }
-"""Events of Python's audit that change files, and how many of their arguments are paths."""
+"""Python's audit events that change files, and the number of their arguments that are paths."""
 
 
 class Forbidden(BaseException):
-    """Code under test did what no input may lead to. No handler of exceptions takes this for one of its own."""
+    """Code under test did something forbidden. No exception handler in the code under test catches this."""
 
 
 _folder: str | None = None
-"""Where files may change, while an input is watched. An audit hook stays for the life of a process, so there is one."""
+"""Folders where files may change during an input. An audit hook cannot be removed, so there is only one."""
 _installed = False
 
 
 @contextmanager
 def watching(folder: Path) -> Iterator[None]:
-    """Raise Forbidden, or MemoryError, from what the block must not do; it may change files below `folder`."""
+    """Raise Forbidden, or MemoryError, for anything forbidden in the block; it may change files below `folder`."""
     global _folder, _installed
     if not _installed:
         sys.addaudithook(_audit)
@@ -91,7 +91,7 @@ def _is_elsewhere(path: Any, below: int | None = None) -> bool:
 
 
 def _within(file: str) -> bool:
-    """Whether code of this file is at work below."""
+    """Whether code of this file is in the call stack."""
     frame = sys._getframe()
     while frame.f_back:
         frame = frame.f_back

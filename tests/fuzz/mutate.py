@@ -1,4 +1,4 @@
-"""Inputs that are nearly right: genuine ones with a value exchanged, in the grammar that their parser has."""
+"""Nearly valid inputs: genuine ones with a value replaced, in the grammar of their parser."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ODD: tuple[Any, ...] = (
     *("\ud800", "\u202e", "\x1b[2J", "²", "١", "*", "[", "{}", "%s", "__class__", "torch.float32", "float32"),
     *([], {}, [[]], [0], ["a"], [None], {"a": 1}, [1, 2, 3], [[1, 2], [3]], {"": ""}, [-1], [0, 0], [10**20]),
 )
-"""Values of any kind for a place that expects another."""
+"""Values of any type to put in place of another."""
 
 _CHUNKS = (
     b"",
@@ -67,7 +67,7 @@ _CHUNKS = (
 
 
 def of_bytes(data: bytes, random: Random) -> bytes:
-    """Some bytes exchanged, cut out, or put in twice."""
+    """Replace, remove or duplicate some bytes."""
     content = bytearray(data)
     for _ in range(random.choice((1, 1, 2, 4))):
         at, length = random.randint(0, len(content)), random.choice((0, 1, 1, 2, 8, 64))
@@ -82,7 +82,7 @@ def _piece(data: bytes, random: Random) -> bytes:
 
 
 def of_words(data: bytes, random: Random) -> bytes:
-    """Words, numbers and lines of a text exchanged, left out or repeated."""
+    """Replace, remove or repeat words, numbers and lines of a text."""
     if random.random() < 0.3:
         return of_bytes(data, random)
     separator = random.choice((b"\n", b"\n", b" ", b'"', b"=", b":", b","))
@@ -96,7 +96,7 @@ def of_words(data: bytes, random: Random) -> bytes:
 
 
 def of_json(data: bytes, random: Random) -> bytes:
-    """A value somewhere in it exchanged, left out, nested deeper, or given another name."""
+    """Replace, remove, nest or rename a value somewhere in JSON."""
     if random.random() < 0.2:
         return of_bytes(data, random)
     try:
@@ -109,7 +109,7 @@ def of_json(data: bytes, random: Random) -> bytes:
 
 
 def of_json_lines(data: bytes, random: Random) -> bytes:
-    """The same in one line of several."""
+    """The same in one of several lines."""
     lines = data.split(b"\n")
     at = random.randrange(len(lines))
     lines[at] = of_json(lines[at], random)
@@ -198,7 +198,7 @@ _OPCODES = (
 
 
 def of_pickle(data: bytes, random: Random) -> bytes:
-    """Opcodes put in, exchanged and left out."""
+    """Insert, replace and remove opcodes."""
     if random.random() < 0.4:
         return of_bytes(data, random)
     content = bytearray(data)

@@ -1,4 +1,4 @@
-"""Genuine inputs to begin with: files of tests/data that frameworks wrote, and texts as documentation has them."""
+"""Genuine inputs to start with: files of frameworks in tests/data, and texts as in documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 DATA = TESTS / "data"
 MOST = 64 << 10
-"""Bytes of a seed, at most."""
+"""The largest seed in bytes."""
 
 
 def files(*patterns: str, below: Path = DATA, most: int = 40) -> list[bytes]:
@@ -25,7 +25,7 @@ def files(*patterns: str, below: Path = DATA, most: int = 40) -> list[bytes]:
 
 
 def pickles(*patterns: str) -> list[bytes]:
-    """The pickles in files of torch whose paths match."""
+    """The pickles in torch files whose paths match."""
     return list(dict.fromkeys(_pickle(content) for content in files(*patterns, most=100)))[:40]
 
 
@@ -35,7 +35,7 @@ def _pickle(content: bytes) -> bytes:
 
 
 def notebook(code: str, printed: str) -> bytes:
-    """A notebook of one cell, and what it printed."""
+    """A notebook of one cell, and its output."""
     error = {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": printed.splitlines()}
     stream = {"output_type": "stream", "name": "stdout", "text": printed.splitlines(keepends=True)}
     cell = {"cell_type": "code", "source": code.splitlines(keepends=True), "outputs": [stream, error]}
@@ -43,7 +43,7 @@ def notebook(code: str, printed: str) -> bytes:
 
 
 def logs() -> list[bytes]:
-    """Whole logs, and failures as frameworks print them."""
+    """Complete logs, and failures as frameworks print them."""
     return files("doctor/clean/*.log", "data/train/*.log", "doctor/tracebacks/*", below=TESTS)
 
 
@@ -53,7 +53,7 @@ def scripts() -> list[bytes]:
 
 
 def notebooks() -> list[bytes]:
-    """Such a script in a cell, with a log beneath it."""
+    """Such a script in a cell, with a log below it."""
     both = zip(scripts(), logs(), strict=False)
     return [notebook(code.decode(), printed.decode()[-4000:]) for code, printed in both]
 
@@ -72,19 +72,19 @@ HEADERS: tuple[dict[str, object], ...] = (
 
 
 def safetensors_file(header: dict[str, object], nbytes: int = 28) -> bytes:
-    """A file with such a header."""
+    """A file with this header."""
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(range(nbytes))
 
 
 def safetensors() -> list[bytes]:
-    """Small files, and one that transformers wrote."""
+    """Small files, and one by transformers."""
     small = [safetensors_file(header, size) for header, size in zip(HEADERS, (8, 28), strict=True)]
     return [*small, *files("peers/mcore-bridge/*/model.safetensors")]
 
 
 def vocabularies() -> list[bytes]:
-    """What files of tokenizers say, as far as it counts."""
+    """The parts of tokenizer files that reshard reads."""
     added = [{"id": 259, "content": "<|end|>", "special": True}]
     return [
         json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}, "added_tokens": added}).encode(),
@@ -197,7 +197,7 @@ ROWS: tuple[list[dict[str, object]], ...] = (
     [{"prompt": [_ASK], "answer": 3, "cases": [[1, 2], [3]]}, {"prompt": [_ASK], "answer": 4, "cases": []}],
     [{"instruction": "i", "input": "", "output": "o"}],
 )
-"""Records to train on, of each shape that some method takes, and of one that none does."""
+"""Records to train on, in each shape that some method accepts, and one that none does."""
 
 
 def rows_as(write: Callable[[list[dict[str, object]]], bytes]) -> list[bytes]:
@@ -216,12 +216,12 @@ def as_array(rows: list[dict[str, object]]) -> bytes:
 
 
 def as_compressed(rows: list[dict[str, object]]) -> bytes:
-    """JSON Lines that are compressed."""
+    """Compressed JSON Lines."""
     return gzip.compress(as_lines(rows), mtime=0)
 
 
 def as_parquet(rows: list[dict[str, object]]) -> bytes:
-    """Parquet, of columns that it can have."""
+    """Parquet, with the column types that it supports."""
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -233,14 +233,14 @@ def as_parquet(rows: list[dict[str, object]]) -> bytes:
 
 
 def training(folder: Path) -> list[bytes]:
-    """The config of a run whose model and data are there."""
+    """The config of a run whose model and data exist."""
     (folder / "d.jsonl").write_bytes(as_lines(ROWS[0]))
     model = DATA / "peers" / "bridge" / "base-mistral"
     return encoded(TRAINING.format(model=model, data=folder / "d.jsonl", output=folder / "out"))
 
 
 def encoded(*texts: str) -> list[bytes]:
-    """Texts as files hold them."""
+    """Texts as in files."""
     return [text.encode() for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""What is fuzzed: each parser, by the call that a user makes, on genuine files with one of them exchanged."""
+"""The targets: each parser, called as users do, on genuine files with one of them replaced."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.fuzz.seeds import encoded, files, pickles
 
 
 class Target(NamedTuple):
-    """A parser. `seeds` are genuine inputs; they are made in a folder, which is given, if nothing has them.
+    """A parser. `seeds` are genuine inputs; if none are stored, they are made in the given folder.
 
-    `open` makes in an empty folder what takes one input after another. That may raise `errors` alone.
+    `open` makes the function that takes inputs, in an empty folder. That function may only raise `errors`.
     """
 
     mutate: mutate.Mutator

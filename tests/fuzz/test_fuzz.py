@@ -1,4 +1,4 @@
-"""Each parser on inputs that failed once, and on a few that are nearly right; `python -m tests.fuzz` takes more."""
+"""Each parser on inputs that failed before, and on a few nearly valid ones; `python -m tests.fuzz` runs more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOUND = Path(__file__).parent / "found"
 
 @pytest.fixture
 def attempts() -> Iterator[Callable[[str], Attempts]]:
-    """What takes inputs for a target."""
+    """The function that takes inputs for a target."""
     made: list[Attempts] = []
 
     def get(name: str) -> Attempts:

@@ -16,11 +16,11 @@ except ImportError:
     atheris = None
 
 LONGEST = 64 << 10
-"""Bytes of an input, at most."""
+"""The largest input in bytes."""
 
 
 def main() -> None:
-    """Fuzz until the time is over, then write what was found."""
+    """Fuzz until the time is over, then write the failures."""
     name, seconds, seed, out, result = sys.argv[1:]
     if atheris:
         with atheris.instrument_imports(include=["reshard"]):
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _guided(take: Any, target: Any, seeds: list[bytes], seed: int, folder: Path) -> None:
-    """Let libFuzzer choose what to mutate; half of the mutations know the grammar."""
+    """Let libFuzzer choose what to mutate; half of the mutations follow the grammar."""
 
     def mutated(data: bytes, most: int, number: int) -> bytes:
         random = Random(number)

@@ -1,8 +1,8 @@
-"""Folders of model types that transformers does not have, or saves under other names, made of those of their kin.
+"""Folders of model types that transformers lacks, or saves under other names, made from related models.
 
 Names and configs are those of the hub: moonshotai/Kimi-K2-Instruct, Kimi-K2.5 and Kimi-VL-A3B-Instruct,
-deepseek-ai/deepseek-moe-16b-base, inclusionAI/Ling-mini-2.0. Each function turns a config and the tensors of the kin
-into them, or what transformers 5 saves into what the hub has.
+deepseek-ai/deepseek-moe-16b-base, inclusionAI/Ling-mini-2.0. Each function turns a config and the tensors of a related
+model into them, or the output of transformers 5 into the hub's form.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AUTO_MAP = {"auto_map": {"AutoConfig": "remote_code.RemoteConfig"}}
 
 
 def rename(tensors: Tensors, *pairs: tuple[str, str]) -> None:
-    """The first part of a pair becomes the second, in every name."""
+    """Replace the first part of each pair by the second, in every name."""
     for name in list(tensors):
         new = name
         for old, other in pairs:
@@ -43,7 +43,7 @@ def rounded_bias(config: Config, tensors: Tensors) -> None:
 
 
 def without_statics(config: Config, tensors: Tensors) -> None:
-    """Ernie 4.5 as mcore-bridge keeps it: without the bias of the router, whose weights it rounds."""
+    """Ernie 4.5 as mcore-bridge saves it: without the bias of the router, whose weights it rounds."""
     for name in list(tensors):
         if "moe_statics" in name:
             del tensors[name]
@@ -56,7 +56,7 @@ def kimi_k2(config: Config, tensors: Tensors) -> None:
 
 
 def kimi_k25(config: Config, tensors: Tensors) -> None:
-    """transformers 5.23 saves layers of the language model as blocks, and two parts of the tower elsewhere."""
+    """transformers 5.23 names layers of the language model blocks, and moves two parts of the tower."""
     rename(
         tensors,
         ("language_model.model.blocks.", "language_model.model.layers."),
@@ -77,7 +77,7 @@ def kimi_vl(config: Config, tensors: Tensors) -> None:
 
 
 def deepseek(config: Config, tensors: Tensors) -> None:
-    """From GLM-4.5 without biases: attention of heads, and a router of softmax scores."""
+    """From GLM-4.5 without biases: multi-head attention, and a softmax router."""
     for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
         del tensors[name]
     config |= {
@@ -92,7 +92,7 @@ def deepseek(config: Config, tensors: Tensors) -> None:
 
 
 def bailing_moe(config: Config, tensors: Tensors) -> None:
-    """From GLM-4.5 with norms of queries and keys."""
+    """From GLM-4.5 with query and key norms."""
     without_copies(config, tensors)
     rename(
         tensors,
@@ -123,7 +123,7 @@ def transposed_experts(config: Config, tensors: Tensors) -> None:
 
 
 def delta_nets(config: Config, tensors: Tensors) -> None:
-    """What the hub has of Qwen3.5 beyond transformers: an MTP layer, experts that are stacked, some keys."""
+    """The hub's additions to transformers' Qwen3.5: an MTP layer, stacked experts, some keys."""
     config["text_config"] |= {"full_attention_interval": 2, "mtp_num_hidden_layers": 1}
     config["text_config"]["mtp_use_dedicated_embeddings"] = False
     hidden, last, main = config["text_config"]["hidden_size"], ".layers.3.", "model.language_model"
@@ -144,14 +144,14 @@ def delta_nets(config: Config, tensors: Tensors) -> None:
 
 
 def flat(config: Config, tensors: Tensors) -> None:
-    """The config of a language model with a vision_config in it, as the hub has it."""
+    """The config of a language model with a vision_config in it, as on the hub."""
     text = config.pop("text_config")
     for key in text.keys() - config.keys() - {"layer_types"}:
         config[key] = text[key]
 
 
 def speaking(*modules: str) -> Edit:
-    """What turns answers into speech, which mcore-bridge copies by the beginning of its names: one layer of each."""
+    """The speech modules, which mcore-bridge copies by name prefix: one layer of each."""
 
     def add(config: Config, tensors: Tensors) -> None:
         config["enable_audio_output"] = True
@@ -163,7 +163,7 @@ def speaking(*modules: str) -> Edit:
 
 
 def published(*edits: Edit) -> Edit:
-    """These edits, and the words of transformers 4, which most configs of the hub have."""
+    """These edits, and the spellings of transformers 4, which most configs of the hub have."""
 
     def edit(config: Config, tensors: Tensors) -> None:
         for each in edits:
@@ -174,7 +174,7 @@ def published(*edits: Edit) -> Edit:
 
 
 def _older(config: Config) -> None:
-    """Rotary embedding, dtype and number of experts as transformers 4 called them, at any depth."""
+    """Rotary embedding, dtype and number of experts in the spellings of transformers 4, at any depth."""
     for value in list(config.values()):
         if isinstance(value, dict):
             _older(value)
@@ -191,14 +191,14 @@ def _older(config: Config) -> None:
 
 
 def gate_above_up(tensors: Tensors) -> None:
-    """GLM-4 has gate and up in one on the hub, and apart in what mcore-bridge exports."""
+    """GLM-4 has gate and up fused on the hub, and separate in mcore-bridge's export."""
     for name in [name for name in tensors if ".gate_proj." in name and "visual" not in name]:
         up = tensors.pop(name.replace(".gate_proj.", ".up_proj."))
         tensors[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat([tensors.pop(name), up])
 
 
 def gemma3(config: Config, tensors: Tensors) -> None:
-    """Two ropes and the pattern of windows as transformers 4 spells them, and the tower below its own name."""
+    """Two ropes and the pattern of windows as transformers 4 spells them, and the tower under its own name."""
     for part in (config, config.get("text_config", {})):
         if rope := part.pop("rope_parameters", None):
             part["rope_theta"] = rope["full_attention"]["rope_theta"]
@@ -211,7 +211,7 @@ def gemma3(config: Config, tensors: Tensors) -> None:
 
 
 def nemotron_h(config: Config, tensors: Tensors) -> None:
-    """The pattern of layers as the hub has it; what its code is called; and the bias of routers in float32."""
+    """The hub's pattern of layers, and the names in its code; router biases are in float32."""
     config["hybrid_override_pattern"] = "ME*-ME"
     config["num_hidden_layers"] = 6
     config["auto_map"] = {

@@ -1,12 +1,12 @@
 """Small random Hugging Face folders, written by the real transformers.
 
-`make_model` lets `save_pretrained` decide names, shapes and config keys, so that what reshard reads in the
-tests is what users have on disk. No two parameters hold the same values: norms and biases are random as well,
+`make_model` lets `save_pretrained` decide names, shapes and config keys, so that the tests read the same files
+as users have on disk. No two parameters have the same values: norms and biases are random as well,
 so that a swapped, a transposed or a forgotten tensor changes the logits.
 
-Three kinds of folder cannot come out of `save_pretrained` alone. InternLM3 and MiMo are not part of transformers, so
-their folders are a Llama and a Qwen2 model under their configs. DeepSeek-V3's multi-token-prediction layer is dropped
-by transformers, so it is added with the names that the hub has.
+`save_pretrained` alone cannot make three kinds of folder. InternLM3 and MiMo are not part of transformers, so
+their folders are a Llama and a Qwen2 model with their configs. transformers drops DeepSeek-V3's
+multi-token-prediction layer, so it is added with the hub's names.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def _random_model(model_type: str, settings: dict[str, Any], dtype: str, seed: i
 
 
 def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Fill every parameter and saved buffer so that activations keep their size from layer to layer."""
+    """Fill every parameter and saved buffer so that activations keep their scale from layer to layer."""
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
         if tensor.ndim > 1:
@@ -337,7 +337,7 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
 def _save_with_mtp(
     model_type: str, settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str
 ) -> None:
-    """A model with more layers than it declares; those beyond become MTP modules."""
+    """A model with more layers than it declares; the additional layers become MTP modules."""
     layers, predicted = settings["num_hidden_layers"], settings["num_nextn_predict_layers"]
     _random_model(
         model_type, {**settings, "num_hidden_layers": layers + predicted}, dtype, seed
@@ -370,9 +370,9 @@ def add_mtp(tensors: dict[str, torch.Tensor], layers: int, predicted: int, seed:
 def _save_hybrid(
     model_type: str, settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str
 ) -> None:
-    """A model with more layers than it declares: those beyond are the MTP module, by the names of the hub.
+    """A model with more layers than it declares: the additional one is the MTP module, with the names of the hub.
 
-    Qwen/Qwen3-Next-80B-A3B-Instruct: the layer is `mtp.layers.0` and attends to all tokens. transformers drops it.
+    Qwen/Qwen3-Next-80B-A3B-Instruct: the layer is `mtp.layers.0` with full attention. transformers drops it.
     """
     layers, predicted = settings["num_hidden_layers"], settings.pop("num_nextn_predict_layers", 0)
     kinds = [*settings["layer_types"][:layers], *["full_attention"] * predicted]
@@ -397,7 +397,7 @@ def _save_hybrid(
 
 
 def _save_mimo(settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str) -> None:
-    """A Qwen2 model of more layers than it declares: those beyond are MTP layers, by the names of MiMo-7B-Base.
+    """A Qwen2 model of more layers than it declares: the others are MTP layers, with the names of MiMo-7B-Base.
 
     XiaomiMiMo/MiMo-7B-Base: the config is Qwen2's and `num_nextn_predict_layers`, the layers are `model.mtp_layers`.
     """
@@ -445,7 +445,7 @@ def _save_internlm3(
 
 
 def _internlm3_config(settings: dict[str, Any], qkv_bias: bool, bias: bool, dtype: str) -> dict[str, Any]:
-    """What InternLM3's config, written by transformers 4, says otherwise than Llama's; None deletes a key."""
+    """Differences of InternLM3's config, written by transformers 4, from Llama's; None deletes a key."""
     rope = dict(settings["rope_parameters"])
     return {
         "architectures": ["InternLM3ForCausalLM"],

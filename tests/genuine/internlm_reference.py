@@ -1,8 +1,8 @@
-"""What the hub's InternLM, InternLM2 and Llama compute, by the modules of transformers.
+"""The results of the hub's InternLM, InternLM2 and Llama, computed by the modules of transformers.
 
-The code of InternLM lies on the hub and not in transformers, but it is Llama's: InternLM is Llama with biases in
+InternLM's code is on the hub and not in transformers, but it is Llama's: InternLM is Llama with biases in
 attention (`attention_bias`), InternLM2 is Llama whose query, key and value projections are one matrix, group by group.
-So their tensors, renamed and taken apart, are loaded strictly into transformers' Llama. InternLM's mixture of experts
+So their tensors, renamed and split, are loaded strictly into transformers' Llama. InternLM's mixture of experts
 is Mixtral with those biases.
 """
 
@@ -93,7 +93,7 @@ def _mixtral(config: dict[str, Any]) -> Any:
 
 
 def _stacked(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Experts as transformers holds Mixtral's in memory."""
+    """Experts as in transformers' Mixtral in memory."""
     result = {name: tensor for name, tensor in state.items() if ".experts." not in name}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}.mlp.experts"

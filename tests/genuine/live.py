@@ -1,4 +1,4 @@
-"""Small random models of every family that transformers 5 names otherwise in memory than the hub does."""
+"""Small random models of every family whose in-memory names in transformers 5 differ from the hub's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Whatever of these a family's config has."""
+"""Small sizes; each family uses those that its config has."""
 
 OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
@@ -60,7 +60,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def live_and_hub(model_type: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Save a random model to `folder` under the names of the hub; its state dict in memory."""
+    """Save a random model to `folder` with the hub's names; returns its state dict in memory."""
     known = AutoConfig.for_model(model_type)
     sizes = {name: size for name, size in SIZES.items() if getattr(known, name, None) is not None}
     torch.manual_seed(0)

@@ -63,7 +63,7 @@ def _rank(args: dict[str, Any], sizes: Any, start: Path, adapter: Path, spec: An
 
 
 def _adapt(chunks: list[Any], adapter: Path) -> None:
-    """Wrap the model as the checkpoint's own settings say, and load all that Megatron-Bridge would save of it."""
+    """Wrap the model by the checkpoint's own settings, and load everything that Megatron-Bridge would save of it."""
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.validation import StrictHandling

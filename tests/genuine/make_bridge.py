@@ -1,6 +1,6 @@
-"""Folders that Megatron-Bridge leaves: `AutoBridge.import_ckpt`, with its own `run_config.yaml`.
+"""Folders saved by Megatron-Bridge: `AutoBridge.import_ckpt`, with its own `run_config.yaml`.
 
-The provider, the model, the weights' way into it and the save are Megatron-Bridge's own. TransformerEngine is the
+The provider, the model, the weight import and the save are Megatron-Bridge's own. TransformerEngine is the
 stand-in of `fake_te`; packages of GPU kernels and of other models, which Megatron-Bridge only imports, are empty.
 
     python -m tests.genuine.make_bridge NAME BASE OUT          in the environment "megatron-bridge"
@@ -56,7 +56,7 @@ KERNELS = (
     *("gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion", "moe_permute_fusion"),
     *("bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm", "cross_entropy_loss_fusion"),
 )
-"""Switches of a provider that ask for what only a GPU has."""
+"""Switches of a provider for features that need a GPU."""
 
 
 class _Empty(ModuleType):
@@ -69,7 +69,7 @@ class _Empty(ModuleType):
 
 
 class _EmptyPackages:
-    """Finds what is not installed, and has nothing in it."""
+    """Finds packages that are not installed, as empty ones."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.split(".")[0] in ABSENT and name not in sys.modules:
@@ -83,14 +83,14 @@ class _EmptyPackages:
 
 
 def make(name: str, base: Path, out: Path) -> None:
-    """Write what the Hugging Face folder `base` becomes to `out`."""
+    """Write Megatron-Bridge's import of the Hugging Face folder `base` to `out`."""
     from reshard.engines.megatron.session import run_ranks
 
     run_ranks(RUNS[name].ranks, _rank, RUNS[name], base, out)
 
 
 def let_it_run_without_gpu() -> None:
-    """What Megatron-Bridge asks of a GPU beside what megatron-core does."""
+    """Patch Megatron-Bridge's own needs for a GPU, beyond megatron-core's."""
     import torch
 
     for setting in ("set_device", "empty_cache"):
@@ -99,7 +99,7 @@ def let_it_run_without_gpu() -> None:
     scatter = torch.distributed.scatter
 
     def scatter_parts(tensor: Any, scatter_list: Any = None, **kwargs: Any) -> Any:
-        """NCCL copies parts that are no contiguous memory, gloo sends what lies at their first address."""
+        """NCCL copies non-contiguous parts; gloo sends the memory at their first address."""
         return scatter(tensor, scatter_list and [part.contiguous() for part in scatter_list], **kwargs)
 
     torch.distributed.scatter = scatter_parts
@@ -129,7 +129,7 @@ def _rank(run: Run, base: Path, out: Path) -> None:
 
 
 def import_what_is_there() -> None:
-    """Import what looks for packages that are empty afterwards."""
+    """Import modules that check packages which are empty afterwards."""
     for package in ("megatron.core.extensions.transformer_engine", "transformers", "peft"):
         importlib.import_module(package)
     sys.meta_path.append(_EmptyPackages())

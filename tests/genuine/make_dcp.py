@@ -1,7 +1,7 @@
 """Checkpoints that the real torch, accelerate and Trainer write with torch.distributed.checkpoint, on a CPU.
 
-Every maker loads a Hugging Face folder, trains one step, so that optimizer states are there, saves, and puts the
-logits that the engine itself computes then into `logits.npy` beside.
+Every maker loads a Hugging Face folder, trains one step, so that there are optimizer states, saves, and writes the
+engine's own logits to `logits.npy`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def live_model(source: Path) -> Any:
-    """The model of a Hugging Face folder as transformers holds it in memory."""
+    """The model of a Hugging Face folder as in transformers' memory."""
     return AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", dtype=torch.float32)
 
 
@@ -48,7 +48,7 @@ def train(model: Any, optimizer: Any) -> None:
 
 
 def keep_logits(model: Any, folder: Path) -> None:
-    """What the engine computes, all ranks taking part."""
+    """The engine's logits, computed by all ranks together."""
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(TOKENS), use_cache=False).logits
@@ -64,7 +64,7 @@ def shard(model: Any, mesh: Any) -> None:
 
 
 def split(model: Any, mesh: Any) -> None:
-    """Tensor parallelism inside of dense layers, as torchtitan and transformers lay it out."""
+    """Tensor parallelism inside dense layers, as torchtitan and transformers shard them."""
     for layer in model.model.layers:
         styles = dict.fromkeys(COLWISE, ColwiseParallel) | dict.fromkeys(ROWWISE, RowwiseParallel)
         parallelize_module(layer, mesh, {name: style() for name, style in styles.items()})
@@ -107,14 +107,14 @@ def fsdp1(rank: int, source: Path, out: Path) -> None:
 
 
 def on_cpu() -> None:
-    """FSDP1 compares devices, and tells "cpu" from "cpu:0"."""
+    """FSDP1 compares devices, and distinguishes "cpu" from "cpu:0"."""
     from torch.distributed.fsdp import _init_utils
 
     _init_utils._get_device_from_device_id = lambda *args, **kwargs: torch.device("cpu")
 
 
 def accelerator(version: int) -> Any:
-    """An Accelerator that uses FSDP: on a CPU it would fall back to DDP without a word."""
+    """An Accelerator that uses FSDP: on a CPU it would silently fall back to DDP."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -136,7 +136,7 @@ def accelerator(version: int) -> Any:
 
 
 def accelerate(rank: int, source: Path, out: Path, version: int) -> None:
-    """What `Accelerator.save_state` writes."""
+    """The output of `Accelerator.save_state`."""
     engine = accelerator(version)
     model = live_model(source)
     model, optimizer = engine.prepare(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
@@ -146,7 +146,7 @@ def accelerate(rank: int, source: Path, out: Path, version: int) -> None:
 
 
 def trainer(rank: int, source: Path, out: Path, version: int) -> None:
-    """What `Trainer.train` saves with FSDP and SHARDED_STATE_DICT."""
+    """The checkpoint that `Trainer.train` saves with FSDP and SHARDED_STATE_DICT."""
     import accelerate as library
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -189,9 +189,9 @@ def trainer(rank: int, source: Path, out: Path, version: int) -> None:
 
 
 def load(rank: int, source: Path, folder: Path) -> None:
-    """Load `folder` into a live, sharded and untrained model of the config in it, and hold it against `source`.
+    """Load `folder` into a live, sharded and untrained model of its config, and compare it with `source`.
 
-    Raises if a key is missing or left over, or if a bit differs from what `from_pretrained` makes of `source`.
+    Raises if a key is missing or unexpected, or if a bit differs from `from_pretrained` of `source`.
     """
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -219,7 +219,7 @@ def accelerate_load(rank: int, source: Path, folder: Path) -> None:
 
 
 def same_bits(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
-    """Raise unless both hold the same tensors."""
+    """Raise unless both have the same tensors."""
     assert ours.keys() == reference.keys()
     for name, tensor in reference.items():
         assert ours[name].dtype == tensor.dtype, name
@@ -227,7 +227,7 @@ def same_bits(ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor])
 
 
 def make(kind: str, source: Path, out: Path) -> Path:
-    """Make the checkpoint `kind` of the model in `source` below `out`; the folder that its user would name."""
+    """Make the checkpoint `kind` of the model in `source` below `out`; returns the folder that its user would pass."""
     out.mkdir(parents=True, exist_ok=True)
     world, function, args = KINDS[kind]
     on_ranks(world, function, source, out, *args)

@@ -1,13 +1,13 @@
-"""Tiny checkpoints that the real DeepSpeed wrote on a CPU, and what it makes of those that anybody wrote.
+"""Tiny checkpoints that the real DeepSpeed wrote on a CPU, and its results for any checkpoint.
 
     DS_BUILD_OPS=0 pip install deepspeed==0.19.8 peft
     python -m tests.genuine.make_deepspeed make OUT [NAME …]                   checkpoints of VARIANTS
     python -m tests.genuine.make_deepspeed load FOLDER OUT RANKS STAGE DTYPE   load a universal one, train a step
 
-Each folder that is made holds what `save_checkpoint` wrote (or `ds_to_universal` made of it), config.json, and answers
+Each folder has the output of `save_checkpoint` (or of `ds_to_universal` from it), config.json, and results
 of DeepSpeed itself: `fp32.safetensors` from `get_fp32_state_dict_from_zero_checkpoint`, `module.safetensors` with the
 weights that the engine computed with, `exp_avg.safetensors` with that state of its optimizer, and `logits.npy`, its
-forward pass over `TOKENS`. Loading answers with `fp32.safetensors`, `exp_avg.safetensors` and `logits.npy`.
+forward pass over `TOKENS`. Loading writes `fp32.safetensors`, `exp_avg.safetensors` and `logits.npy`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {
 class Variant(NamedTuple):
     """One checkpoint. `stage` is ZeRO's, `universal` makes it universal, `extra` goes into `zero_optimization`.
 
-    With `later` the next step is there too, which `latest` does not name.
+    With `later` it also has the next step, which `latest` does not name.
     """
 
     stage: int
@@ -80,14 +80,14 @@ TAG, LATER = "global_step2", "global_step3"
 
 
 def make(out: Path, names: list[str]) -> None:
-    """Make these variants in folders of their names below `out`, with one launch for each number of ranks."""
+    """Make these variants in folders with their names below `out`, with one launch for each number of ranks."""
     for ranks in sorted({VARIANTS[name].ranks for name in names}):
         mine = [name for name in names if VARIANTS[name].ranks == ranks]
         _launch(ranks, "make", str(out), *mine)
 
 
 def load(folder: Path, out: Path, ranks: int, stage: int, dtype: str) -> None:
-    """Load the universal checkpoint at `folder` into ZeRO `stage` at `ranks` ranks; the answers go to `out`."""
+    """Load the universal checkpoint at `folder` into ZeRO `stage` at `ranks` ranks; the results go to `out`."""
     out.mkdir(parents=True)
     _launch(ranks, "load", str(folder), str(out), str(ranks), str(stage), dtype)
 
@@ -163,7 +163,7 @@ def logits(engine: Any) -> Any:
 
 
 def full_states(engine: Any, kind: str) -> dict[str, Any]:
-    """The fp32 masters or a state of the optimizer, whole, by the name of the parameter."""
+    """The complete fp32 masters, or a complete state of the optimizer, by parameter name."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
@@ -173,7 +173,7 @@ def full_states(engine: Any, kind: str) -> dict[str, Any]:
 
 
 def _model(variant: Variant) -> Any:
-    """A model of random weights, no two alike."""
+    """A model of random weights, all different."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -304,7 +304,7 @@ def _make_one(variant: Variant, out: Path) -> None:
 
 
 def module_weights(engine: Any) -> dict[str, Any]:
-    """The whole weights that an engine computes with, under the names of the module. Every rank has to ask."""
+    """The complete weights that an engine computes with, under the names of the module. Collective."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
@@ -312,7 +312,7 @@ def module_weights(engine: Any) -> dict[str, Any]:
 
 
 def _consolidate(variant: Variant, out: Path) -> None:
-    """DeepSpeed's own answers, and its universal checkpoint."""
+    """DeepSpeed's own results, and its universal checkpoint."""
     import torch
     from deepspeed.checkpoint import ds_to_universal
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -3,7 +3,7 @@
     python -m tests.genuine.make_foreign FOLDER
 
 runs in an environment with gguf 0.19, onnx 1.23, orbax-checkpoint 0.12.8, lightning 2.6.6, mlx[cpu] 0.32.4,
-mlx-lm 0.32.2 and torch. What torch and tar write is made by the tests themselves.
+mlx-lm 0.32.2 and torch. The tests themselves make the files of torch and tar.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gguf_file(path: Path) -> None:
 
 
 def onnx_file(path: Path) -> None:
-    """One product of matrices."""
+    """One matrix product."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 

@@ -1,7 +1,7 @@
-"""FSDP checkpoints with a file for each rank, as torch, accelerate and verl write them, on a CPU.
+"""FSDP checkpoints with one file per rank, as torch, accelerate and verl write them, on a CPU.
 
-Run it to make what is kept in `tests/data`: `python -m tests.genuine.make_fsdp_ranks verl` where verl is installed,
-`… verl KIND OUT` makes one of them elsewhere, `… torch` with an old version of torch, which need not have transformers.
+Run it to make the files in `tests/data`: `python -m tests.genuine.make_fsdp_ranks verl` if verl is installed,
+`… verl KIND OUT` makes one of them elsewhere, `… torch` with an old version of torch, which does not need transformers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VERL: dict[str, tuple[int, int, tuple[int, ...], bool]] = {
 
 
 def save(state: Any, folder: Path, name: str = "model_world_size_{world}_rank_{rank}.pt") -> None:
-    """`torch.save` on every rank, under a name that tells the rank."""
+    """`torch.save` on every rank, under a name with the rank."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(state, folder / name.format(world=dist.get_world_size(), rank=dist.get_rank()))
 
@@ -52,7 +52,7 @@ def mesh_of(shape: tuple[int, ...], *names: str) -> Any:
 
 
 def all_kinds(rank: int, source: Path, out: Path) -> None:
-    """Every kind below `out`, each of the model in `source` with weights of its own."""
+    """Every kind below `out`, each from the model in `source` with its own weights."""
     for number, (kind, write) in enumerate(KINDS.items()):
         one_kind(rank, source, out / kind, number, write)
 
@@ -64,7 +64,7 @@ def flat_models(rank: int, sources: dict[str, Path], out: Path) -> None:
 
 
 def one_kind(rank: int, source: Path, folder: Path, seed: int, write: Callable[[Any, Path], Any]) -> None:
-    """What `write` makes of the model in `source`, with weights of its own; tensors and logits beside it."""
+    """The output of `write` for the model in `source`, with its own weights; tensors and logits next to it."""
     from tests.genuine.make_dcp import keep_logits, live_model
 
     model = live_model(source)
@@ -97,14 +97,14 @@ def mixed(model: Any, folder: Path) -> Any:
 
 
 def halved(state: dict[str, Any]) -> dict[str, Any]:
-    """All but the norms in bfloat16."""
+    """Everything in bfloat16 except the norms."""
     return {
         name: tensor if name.endswith("norm.weight") else tensor.bfloat16() for name, tensor in state.items()
     }
 
 
 def tensor_parallel(data: int, tensor: int, model: Any, folder: Path) -> Any:
-    """Tensor parallelism, the head included, with FSDP2 around it if there is more than one data-parallel rank."""
+    """Tensor parallelism, including the head, with FSDP2 around it if there is more than one data-parallel rank."""
     from tests.genuine.make_dcp import shard, split
 
     mesh = mesh_of((data, tensor), "dp_shard", "tp")
@@ -137,7 +137,7 @@ def wrapped(model: Any, mesh: Any = None, **options: Any) -> Any:
 
 
 def accelerate(version: int, kind: str, model: Any, folder: Path, **options: Any) -> Any:
-    """What accelerate's `save_fsdp_model` writes without torch.distributed.checkpoint."""
+    """The output of accelerate's `save_fsdp_model` without torch.distributed.checkpoint."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import save_fsdp_model
 
@@ -180,7 +180,7 @@ KINDS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 def odd_tensors(rank: int, out: Path) -> None:
-    """DTensors of sizes that do not divide, on a mesh of two by two; `expected` holds what torch gathers of them."""
+    """DTensors of sizes that do not divide, on a mesh of two by two; `expected` has torch's gathered tensors."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -214,7 +214,7 @@ def odd_tensors(rank: int, out: Path) -> None:
 
 
 def of_this_torch(rank: int, out: Path) -> None:
-    """What this version of torch makes of a small model, by FSDP1 and FSDP2, on one mesh and on two."""
+    """A small model saved by this version of torch, by FSDP1 and FSDP2, on a mesh of one and of two dimensions."""
     from torch.distributed.fsdp import _init_utils
 
     _init_utils._get_device_from_device_id = lambda *args, **kwargs: torch.device("cpu")
@@ -240,7 +240,7 @@ def of_this_torch(rank: int, out: Path) -> None:
 
 
 def small() -> nn.Module:
-    """A model that no ranks divide evenly."""
+    """A model whose sizes no number of ranks divides."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(13, 8), nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8))
 
@@ -266,7 +266,7 @@ def verl(name: str, out: Path) -> Path:
 def verl_rank(
     rank: int, source: Path, out: Path, version: int, shape: tuple[int, ...], optimizer: bool, lora: bool
 ) -> None:
-    """One rank: wrap as verl's workers do, take a step, save, and keep what the wrapped model computes."""
+    """One rank: wrap as verl's workers do, take a step, save, and store the logits of the wrapped model."""
     from transformers import AutoTokenizer
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
@@ -313,7 +313,7 @@ def with_adapters(model: Any) -> Any:
 
 
 def main(what: str) -> None:
-    """Make the data of `what`, "verl" or "torch", anew."""
+    """Make the data of `what`, "verl" or "torch", again."""
     if what == "verl":
         for name in VERL:
             shutil.rmtree(DATA / "verl" / name, ignore_errors=True)

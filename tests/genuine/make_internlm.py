@@ -1,12 +1,12 @@
-"""Checkpoints that the real InternEvo wrote, and its logits for what anybody wrote: needs InternEvo 0.4.9 and einops.
+"""Checkpoints of the real InternEvo, and its logits for any checkpoint: needs InternEvo 0.4.9 and einops.
 
     pip install --no-deps InternEvo==0.4.9 && pip install einops
     python -m tests.genuine.make_internlm make OUT NAME...            checkpoints of VARIANTS, with their logits
     python -m tests.genuine.make_internlm judge FOLDER LOGITS.npz           load strictly, write logits
 
-InternEvo's own code builds, saves, loads and runs the model; only its accelerator, of which it has none for a CPU, is
-put in its place before the first import. (0.5.1 and 0.5.2 on PyPI lack a module and cannot be imported.) Weights are
-drawn anew after the model is built: norms and biases would else be ones and zeros, which hide mistakes.
+InternEvo's own code builds, saves, loads and runs the model; only its accelerator, which has no CPU version, is
+replaced before the first import. (0.5.1 and 0.5.2 on PyPI lack a module and cannot be imported.) Weights are
+randomized after the model is built: otherwise norms and biases would be ones and zeros, which hide mistakes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (1, 16))
-"""One sequence, as InternEvo packs them; sequence parallelism cuts its tokens."""
+"""One sequence, as InternEvo packs them; sequence parallelism splits its tokens."""
 
 BASE: dict[str, Any] = {
     "checkpoint": False,
@@ -65,7 +65,7 @@ class Variant:
 
     @property
     def ranks(self) -> int:
-        """With weight parallelism, a rank has a tensor and a weight coordinate at once."""
+        """With weight parallelism, a rank has both a tensor and a weight coordinate."""
         return max(self.tp, self.wp) * self.pp
 
 
@@ -100,7 +100,7 @@ VARIANTS = {
 
 
 class _Amp:
-    """What `torch.cuda.amp` is to InternEvo: decorators, which change nothing here."""
+    """A stand-in for `torch.cuda.amp`: decorators without effect."""
 
     @staticmethod
     def custom_fwd(function: Any = None, **options: Any) -> Any:
@@ -110,7 +110,7 @@ class _Amp:
 
 
 class _Nothing:
-    """A stream or an event: there is nothing to wait for on a CPU."""
+    """A stream or an event, without effect on a CPU."""
 
     def __init__(self, *args: Any, **options: Any) -> None: ...
 
@@ -119,7 +119,7 @@ class _Nothing:
 
 
 class _Cpu:
-    """A CPU in the shape of InternEvo's `Accelerator`. What is asked of it and not answered here does nothing."""
+    """A CPU with the interface of InternEvo's `Accelerator`. Other attributes do nothing."""
 
     amp = _Amp()
     memory = None
@@ -160,7 +160,7 @@ class _Cpu:
 
 
 def import_internevo() -> None:
-    """Import InternEvo with a CPU in place of its accelerator. Raises ImportError if it is not installed."""
+    """Import InternEvo with a CPU as its accelerator. Raises ImportError if it is not installed."""
     if "internlm" in sys.modules:
         return
     spec = importlib.util.find_spec("internlm")
@@ -182,7 +182,7 @@ def import_internevo() -> None:
 
 
 def _training_config(variant: Variant) -> dict[str, Any]:
-    """All that InternEvo asks of a config file; nothing but `model`, `parallel` and `moe` matters here."""
+    """All settings that InternEvo reads from a config file; only `model`, `parallel` and `moe` matter here."""
     config: dict[str, Any] = {
         "parallel": {
             "zero1": {"size": -1, "fsdp": False},
@@ -235,11 +235,11 @@ def _launched(variant: Variant, rank: int, port: int) -> Any:
 
 
 def _mend_rotary() -> None:
-    """Two things about rotary embeddings that happen only here, in float32 without packed data.
+    """Fix two rotary-embedding problems that occur only here, in float32 without packed data.
 
     InternEvo's substitute for the CUDA kernel writes one half of a row before it reads it for the other, unless
-    `.float()` has made a copy. And tokens that sequence parallelism has cut are numbered from zero on each rank,
-    where in training the batch says their positions.
+    `.float()` has made a copy. And each rank numbers the tokens of its sequence-parallel part from zero,
+    whereas in training the batch contains their positions.
     """
     from internlm.core.context import ParallelMode
     from internlm.core.context import global_context as gpc
@@ -259,14 +259,14 @@ def _mend_rotary() -> None:
 
 
 def _without_noise() -> None:
-    """Take the best two experts: InternEvo adds noise to the choice of the second one, even in evaluation."""
+    """Choose the best two experts: InternEvo adds noise to the choice of the second one, even in evaluation."""
     from internlm.model.moe import gshard_layer
 
     gshard_layer.gumbel_rsample = lambda shape, device: torch.zeros(shape, device=device)
 
 
 def _draw_weights(model: Any) -> None:
-    """Weights of which no two are alike; what ranks share is drawn alike by all of them."""
+    """Weights that are all different, but identical on ranks that share them."""
     from internlm.core.context import ParallelMode
     from internlm.core.context import global_context as gpc
     from internlm.utils.parallel import is_using_isp
@@ -293,7 +293,7 @@ def _stage_of(model: Any, chunk: int) -> Any:
 
 
 def _logits(model: Any, variant: Variant) -> Any:
-    """The logits of the whole model: each stage in turn, with the hidden states handed on."""
+    """The logits of the complete model: each stage in turn, passing on the hidden states."""
     from internlm.core.context import ParallelMode
     from internlm.core.context import global_context as gpc
 
@@ -352,7 +352,7 @@ def _free_port() -> int:
 
 
 def _run(target: Any, variant: Variant, *args: str) -> None:
-    """Fork the ranks: torch and InternEvo are imported once."""
+    """Fork the ranks, so that torch and InternEvo are imported once."""
     import_internevo()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
@@ -369,7 +369,7 @@ def _run(target: Any, variant: Variant, *args: str) -> None:
 
 
 def make(name: str, out: Path) -> Path:
-    """Make the checkpoint `name` of `VARIANTS` in `out`, with `logits.npz` and `variant.json` beside it."""
+    """Make the checkpoint `name` of `VARIANTS` in `out`, with `logits.npz` and `variant.json` next to it."""
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

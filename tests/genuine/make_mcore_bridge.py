@@ -1,6 +1,6 @@
-"""Checkpoints of mcore-bridge, for any model type that it has: what it saves, and what it makes of one it loads.
+"""Checkpoints of mcore-bridge, for any supported model type: saved from a folder, and exported from a checkpoint.
 
-The model, the weights' way in and out, saver and loader are mcore-bridge's and ms-swift's own. The arguments are the
+The model, the weight import and export, saver and loader are mcore-bridge's and ms-swift's own. The arguments are the
 defaults of ms-swift's dataclass, unchecked: its check looks the model up in a registry of published ones and imports
 their image processors. TransformerEngine is the stand-in of `fake_te`.
 
@@ -123,20 +123,20 @@ def _text(hf_config: Any) -> Any:
 
 
 def _predicted(config: Any) -> int:
-    """How many MTP layers a config names; mcore-bridge builds them only if it is told to."""
+    """The number of MTP layers that a config names; mcore-bridge builds them only on request."""
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     return next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
 
 
 def _stored(base: str) -> int | None:
-    """How many MTP layers a folder has whose config names none, as that of Qwen3-Next."""
+    """The number of MTP layers of a folder whose config names none, such as Qwen3-Next's."""
     load_file = importlib.import_module("safetensors.torch").load_file
     names = [name for file in Path(base).glob("*.safetensors") for name in load_file(file)]
     return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")}) or None
 
 
 def as_in_training(model: Any) -> None:
-    """Weights in bf16, as megatron-core's Float16Module makes them, and routers as it leaves them."""
+    """Cast weights to bf16 as in megatron-core's Float16Module, which keeps router biases in float32."""
     model.bfloat16()
     for module in model.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):
@@ -144,14 +144,14 @@ def as_in_training(model: Any) -> None:
 
 
 def _load_strictly(megatron: Any, args: Any, models: list[Any]) -> None:
-    """ms-swift's loader, which ignores keys that one side lacks, made to raise for them."""
+    """Make ms-swift's loader raise for keys that one side lacks, which it ignores."""
     checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
     load = checkpointing.load
     visual = models[0].config.model_meta.visual_cls
     apart = tuple(f"{module}." for module in getattr(visual, "_generator", None) or ("\0",))
 
     def load_all(*given: Any, **options: Any) -> Any:
-        """What speaks is no part of mcore-bridge's model; it copies that from the folder that it loaded last."""
+        """The speech modules are not in mcore-bridge's model; it copies them from the folder that it loaded last."""
         state, left, absent = load(*given, strict="return_all", **options)
         left = [name for name in left if not name.startswith(apart)]
         assert not left and not absent, (left, absent)

@@ -1,14 +1,14 @@
-"""Checkpoints of Megatron-Bridge, for any model type that it has: what it saves, and what it makes of one it loads.
+"""Checkpoints of Megatron-Bridge, for any supported model type: saved from a folder, and exported from a checkpoint.
 
-The provider, the model, the weights' way in and out, saver and loader are Megatron-Bridge's own. TransformerEngine is
+The provider, the model, the weight import and export, saver and loader are Megatron-Bridge's own. TransformerEngine is
 the stand-in of `fake_te`; packages of GPU kernels and of other models, which Megatron-Bridge only imports, are empty.
 
     python -m tests.genuine.make_megatron_bridge save BASE OUT TP PP EP       in the environment "megatron-bridge"
     python -m tests.genuine.make_megatron_bridge export BASE OUT TP PP EP CHECKPOINT
 
 `save` loads the Hugging Face folder BASE and saves a Megatron checkpoint at OUT. `export` loads the iteration in
-CHECKPOINT strictly, into a model filled with NaN, and writes it to the Hugging Face folder OUT. Jobs may follow each
-other, separated by `--`.
+CHECKPOINT strictly, into a model filled with NaN, and writes it to the Hugging Face folder OUT. Several jobs are
+separated by `--`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(command: str, base: str, out: str, *rest: str) -> None:
 
 
 def _know_nemotron_h() -> None:
-    """The config of Nemotron-H, which its folders on the hub bring as code, and the norm of mamba_ssm's kernels."""
+    """Nemotron-H's config, which its hub folders contain as code, and the norm of mamba_ssm's kernels."""
     import torch
     from transformers import AutoConfig, PretrainedConfig
 

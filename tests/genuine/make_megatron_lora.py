@@ -1,9 +1,9 @@
 """Adapters of Megatron-Core as Megatron-Bridge and ms-swift save them, and the logits of the adapted models.
 
-The modules that hold the adapters, and the sharding of what they save, are those of megatron-bridge and of
-mcore-bridge, which is ms-swift's; the model, the save and the forward pass are megatron-core's, over the stand-in of
-`fake_te` where TransformerEngine is asked for. Both packages are imported without the modules of models that come
-with them, which need a GPU's packages.
+The adapter modules, and the sharding of their checkpoints, are those of megatron-bridge and of
+mcore-bridge, which is ms-swift's; the model, the save and the forward pass are megatron-core's, with the stand-in of
+`fake_te` if TransformerEngine is requested. Both packages are imported without their model modules,
+which need GPU packages.
 
     pip install --no-deps megatron-bridge==0.3.1 mcore-bridge==1.6.5
     python -m tests.genuine.make_megatron_lora tests/data/megatron_lora
@@ -52,7 +52,7 @@ CANONICAL = (
 
 
 class Variant(NamedTuple):
-    """One checkpoint: who saves it, over which base, at which layout."""
+    """One checkpoint: its framework, its base, and its layout."""
 
     project: str
     base: str = "llama"
@@ -87,7 +87,7 @@ def _folder(*names: str) -> Path | None:
 
 
 def _import_bare() -> None:
-    """Make packages whose `__init__` is not run, so that the modules of adapters can be imported alone."""
+    """Make packages whose `__init__` is not run, so that the adapter modules can be imported alone."""
     mcore, bridge = _folder("mcore_bridge"), _folder("megatron", "bridge")
     assert mcore and bridge
     for name, folder in {
@@ -106,7 +106,7 @@ def _import_bare() -> None:
 
 
 def make(name: str, out: Path) -> None:
-    """Write the adapter `out/name`, with the logits of the adapted model beside it."""
+    """Write the adapter `out/name`, with the logits of the adapted model next to it."""
     from reshard.algebra.layout import Layout
     from reshard.engines.megatron.session import run_ranks
 
@@ -141,7 +141,7 @@ def make_base(name: str, folder: Path) -> None:
 
 
 def _note(variant: Variant, out: Path, folder: Path) -> None:
-    """What each project writes beside the weights of its settings."""
+    """The settings that each framework writes next to the weights."""
     if variant.project == "swift":
         arguments = {"tuner_type": "lora", "lora_rank": RANK, "lora_alpha": ALPHA, "model": "somebody/tiny"}
         (out / "args.json").write_text(json.dumps(arguments))
@@ -209,7 +209,7 @@ def _grouped(self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: A
 
 
 def _randomise(chunk: Any) -> None:
-    """Values of their own for all adapters: the same on all ranks that hold the same, others where they are shards."""
+    """Distinct values for all adapters: equal on ranks with the same part, different for shards."""
     from megatron.core import parallel_state as ps
 
     for name, parameter in chunk.named_parameters():
@@ -246,12 +246,12 @@ def _save(chunks: list[Any], args: Any, variant: Variant, folder: Path) -> None:
 
 
 def _plain(args: Any) -> dict[str, Any]:
-    """The arguments that JSON knows, as ms-swift keeps them."""
+    """The arguments that JSON can represent, as ms-swift stores them."""
     return {name: value for name, value in args.items() if isinstance(value, int | float | str | list | None)}
 
 
 def _fused_norm_is_returned() -> None:
-    """TransformerEngine hands out what its fused norm gave where it is asked to, and adapters ask."""
+    """Return the output of TransformerEngine's fused norms on request, which adapters need."""
     plain = fake_te.LayerNormLinear.forward
 
     def forward(self: Any, inputs: torch.Tensor, is_first_microbatch: Any = None) -> Any:
@@ -265,7 +265,7 @@ def _fused_norm_is_returned() -> None:
 
 
 def main(out: Path, names: list[str]) -> None:
-    """Make the variants that are asked for, or all."""
+    """Make the requested variants, or all."""
     fake_te.install()
     _fused_norm_is_returned()
     _import_bare()

@@ -32,7 +32,7 @@ SKIPPED = ["lm_head", "re:.*mlp.gate$"]
 
 
 def compressed(preset: str) -> Callable[[Path, Path], None]:
-    """A scheme of compressed-tensors, by its name there. Each weight is calibrated on itself."""
+    """A scheme of compressed-tensors, by its name there. Each weight is its own calibration data."""
 
     def make(plain: Path, out: Path) -> None:
         model = _load(plain)
@@ -71,7 +71,7 @@ def _calibrate(module: Any) -> None:
 
 
 def bitsandbytes(**settings: Any) -> Callable[[Path, Path], None]:
-    """What transformers saves of a model that bitsandbytes quantized while it was loaded."""
+    """A model that bitsandbytes quantized on loading, saved by transformers."""
 
     def make(plain: Path, out: Path) -> None:
         _load(plain, quantization_config=BitsAndBytesConfig(**settings), device_map="cpu").save_pretrained(
@@ -82,7 +82,7 @@ def bitsandbytes(**settings: Any) -> Callable[[Path, Path], None]:
 
 
 def awq(plain: Path, out: Path) -> None:
-    """AutoAWQ's packed linear layers. Its search for scales needs a GPU; here they are those of each group."""
+    """AutoAWQ's packed linear layers. Its search for scales needs a GPU; here each group has its own scale."""
     from awq.modules.linear.gemm import WQLinear_GEMM
 
     def pack(linear: torch.nn.Linear, scales: torch.Tensor, zeros: torch.Tensor) -> torch.nn.Module:
@@ -123,7 +123,7 @@ def _load(folder: Path, **settings: Any) -> Any:
 
 
 def logits(folder: Path, file: Path) -> None:
-    """Of the first tokens of the vocabulary. With gradients: without, bitsandbytes needs rows of whole blocks."""
+    """Logits of the first tokens of the vocabulary. With gradients; else bitsandbytes needs rows of whole blocks."""
     found = _load(folder, device_map="cpu")(torch.arange(24).view(2, 12)).logits
     np.save(file, found.detach().float().numpy())
 
@@ -150,7 +150,7 @@ def awq_plain(folder: Path, out: Path) -> None:
 
 
 def gptq_plain(folder: Path, out: Path) -> None:
-    """The weights as auto-round's layer multiplies with them: what it makes of the rows of an identity."""
+    """The weights that auto-round's layer multiplies with: its output for the rows of an identity."""
     from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
     from safetensors.torch import load_file, save_file
 

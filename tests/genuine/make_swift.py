@@ -1,8 +1,8 @@
-"""Folders that ms-swift leaves: `checkpoint-N` of `megatron sft`, and the output of `megatron export --to_mcore`.
+"""Folders of ms-swift: `checkpoint-N` of `megatron sft`, and the output of `megatron export --to_mcore`.
 
-Arguments, their check and their copy in the checkpoint, the model, the saver and the layout of the folder are
-ms-swift's and mcore-bridge's own; `save_checkpoint` below is the method of its trainer. Only the training steps between
-are left out: what is saved are the weights of the Hugging Face folder that it starts from. TransformerEngine is the
+The arguments, their check and their copy in the checkpoint, the model, the saver and the layout of the folder are
+ms-swift's and mcore-bridge's own; `save_checkpoint` below is the method of its trainer. Only the training steps in
+between are left out: it saves the weights of the Hugging Face folder that it starts from. TransformerEngine is the
 stand-in of `fake_te`.
 
     python -m tests.genuine.make_swift NAME BASE OUT          in the environment "ms-swift"
@@ -54,7 +54,7 @@ RUNS = {
 
 
 def make(name: str, base: Path, out: Path) -> None:
-    """Write what the run `name` leaves, started from the Hugging Face folder `base`, to `out`."""
+    """Write the folder of the run `name`, started from the Hugging Face folder `base`, to `out`."""
     from reshard.engines.megatron.session import run_ranks
 
     run_ranks(RUNS[name].ranks, _rank, RUNS[name], base, out)
@@ -93,7 +93,7 @@ def _rank(run: Run, base: Path, out: Path) -> None:
 
 
 def _know_mimo() -> None:
-    """The classes that MiMo's folder on the hub brings as code: Qwen2's, whose config has MTP layers, too."""
+    """The classes that MiMo's folder on the hub contains as code: Qwen2's, with MTP layers in the config."""
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     config = type("MiMoConfig", (Qwen2Config,), {"model_type": "mimo"})
@@ -104,7 +104,7 @@ def _know_mimo() -> None:
 
 
 def _save(args: Any, base: Path) -> None:
-    """What the trainer does at a step that saves."""
+    """The trainer's work at a step that saves."""
     trainer = importlib.import_module("swift.megatron.trainers").MegatronTrainer
     get_mcore_model = importlib.import_module("swift.megatron.model").get_mcore_model
     template = importlib.import_module("swift.pipelines").prepare_model_template(args, load_model=False)[1]
@@ -138,7 +138,7 @@ def _save(args: Any, base: Path) -> None:
 
 
 def _train(models: list[Any]) -> None:
-    """Give adapters values, as a training would; they begin as zeros."""
+    """Give adapters values, as training would; they begin as zeros."""
     import torch
 
     for model in models:
@@ -149,7 +149,7 @@ def _train(models: list[Any]) -> None:
 
 
 def let_it_run_without_gpu() -> None:
-    """What ms-swift and mcore-bridge ask of a GPU beside what megatron-core does, and of the launcher of a rank."""
+    """Patch ms-swift's and mcore-bridge's own needs for a GPU and for a rank's launcher, beyond megatron-core's."""
     import torch
 
     rank, ranks = (str(each()) for each in (torch.distributed.get_rank, torch.distributed.get_world_size))

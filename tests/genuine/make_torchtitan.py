@@ -2,9 +2,9 @@
 
     python -m tests.genuine.make_torchtitan OUT [NAME...]
 
-with torchtitan importable (`pip install --no-deps torchtitan==0.3.0`, and what it then asks for; 0.2.2 for
+with torchtitan importable (`pip install --no-deps torchtitan==0.3.0`, and its dependencies; 0.2.2 for
 `llama-older`). Each `OUT/<name>/`
-gets `checkpoint/step-1/`, a Hugging Face `config.json` of the same model, and `logits.npy`, which torchtitan computed.
+gets `checkpoint/step-1/`, a Hugging Face `config.json` of the same model, and `logits.npy` by torchtitan.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ QWEN3_MOE = {
 
 
 def llama() -> Any:
-    """Llama 3, whose queries and keys torchtitan rotates in pairs of neighbours. One layer: it has optimizer states."""
+    """Llama 3, whose queries and keys torchtitan rotates in pairs of neighbours. One layer, with optimizer states."""
     import torchtitan.models.llama3 as llama3
 
     plain_attention(llama3)
@@ -121,7 +121,7 @@ def qwen3(*, experts: int = 0) -> Any:
 
 
 def plain_attention(titan: Any) -> None:
-    """Let torchtitan build its own plain attention: the kinds that its registry offers need a GPU."""
+    """Let torchtitan build its own plain attention: the kinds in its registry need a GPU."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     titan.get_attention_config = lambda backend: ScaledDotProductAttention.Config()
@@ -183,7 +183,7 @@ def save(rank: int, folder: Path, model: Any, states: bool) -> None:
 
 
 def keep_digests(rank: int, folder: Path, model: Any) -> None:
-    """What torchtitan's own adapter makes of the model for Hugging Face: the SHA-256 of each tensor."""
+    """The output of torchtitan's own adapter for Hugging Face: the SHA-256 of each tensor."""
     whole = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in model.state_dict().items()
@@ -224,18 +224,18 @@ def containers(model: Any) -> tuple[Any, Any]:
 
 
 class TrainState:
-    """What torchtitan's Trainer saves of itself."""
+    """The state that torchtitan's Trainer saves of itself."""
 
     def state_dict(self) -> dict[str, int]:
         """The keys of torchtitan 0.3.0."""
         return {"step": 1, "ntokens_seen": 24}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Needed for the state to count as one."""
+        """Required of a stateful object."""
 
 
 def manager(folder: Path, model: Any, optimizers: Any, schedulers: Any) -> None:
-    """Save everything, or the model alone where there is no optimizer."""
+    """Save everything, or only the model if there is no optimizer."""
     if optimizers is None:
         dcp.save(model.state_dict(), checkpoint_id=folder / "checkpoint" / "step-1")
         return

@@ -1,9 +1,9 @@
 """Checkpoints that the real megatron-core wrote, for every variant that reshard reads.
 
-`make` trains a tiny model for two steps, so that no two weights are alike, and saves it in both formats.
+`make` trains a tiny model for two steps, so that all weights differ, and saves it in both formats.
 Variants of TransformerEngine's modules run megatron-core's real TransformerEngine spec and sharding code over the
-stand-in of `fake_te`: names, shapes and shards are real. They, and other versions of megatron-core, are made in a
-process of their own.
+stand-in of `fake_te`: names, shapes and shards are real. These, and other versions of megatron-core, run in
+separate processes.
 
     python -m tests.genuine.megatron OUT NAME...
 """
@@ -120,7 +120,7 @@ GPT_OSS: dict[str, Any] = {
 class Variant:
     """One checkpoint to make: a model, a layout, and how it is trained and saved.
 
-    `start` names the variant whose trained weights it starts from, where its own modules cannot be trained on a CPU.
+    `start` names the variant with the initial weights, if its own modules cannot be trained on a CPU.
     """
 
     args: dict[str, Any]
@@ -217,7 +217,7 @@ def tokens() -> npt.NDArray[np.int64]:
 
 
 def make(name: str, out: Path, megatron: str | None = None) -> Genuine:
-    """Make `VARIANTS[name]` under `out/name`, with another version of megatron-core where `megatron` names one."""
+    """Make `VARIANTS[name]` under `out/name`, with another version of megatron-core if `megatron` names one."""
     variant = VARIANTS[name]
     if variant.spec == "te" or megatron is not None:
         _make_elsewhere(name, out, megatron)
@@ -227,7 +227,7 @@ def make(name: str, out: Path, megatron: str | None = None) -> Genuine:
 
 
 def existing(name: str, out: Path) -> Genuine:
-    """The checkpoint that `make` left under `out/name`."""
+    """The checkpoint that `make` saved under `out/name`."""
     variant = VARIANTS[name]
     roots = {
         format: out / name / format if len(variant.formats) > 1 else out / name for format in variant.formats
@@ -269,7 +269,7 @@ def _make_elsewhere(name: str, out: Path, megatron: str | None) -> None:
 
 
 def mcore_site(megatron: str) -> Path:
-    """A folder with megatron-core of that version alone, installed on first use and kept."""
+    """A folder with only that version of megatron-core, installed on first use and kept."""
     site = CACHE / f"mcore-{megatron}"
     if not site.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)

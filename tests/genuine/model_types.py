@@ -1,6 +1,6 @@
-"""Tiny random Hugging Face folders of model types that Megatron-Core's peers compute, by transformers' own classes.
+"""Tiny random Hugging Face folders of model types that other Megatron frameworks support, by transformers' own classes.
 
-What `save_pretrained` spells otherwise than the hub is respelled: see `Tiny`.
+Where `save_pretrained` differs from the hub, the hub's spelling is restored: see `Tiny`.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ STAGES = ((1, 1, 1), (1, 2, 1))
 
 @dataclass(frozen=True)
 class Tiny:
-    """A small model of the class `architecture` of transformers, with `settings` for its config.
+    """A small model of transformers' class `architecture`, with `settings` for its config.
 
-    `module` is the one below `remote` that has the class, where transformers has not. `lost` are beginnings of names
-    that mcore-bridge loses when it loads or exports; what speaks comes back `from_base`. `hub` turns the config and
-    the tensors that transformers wrote into those of the hub, `exported` those that mcore-bridge names otherwise.
-    `code` are names under which the folder has the stand-in of its remote code.
+    `module` is the module below `remote` with the class, if transformers lacks it. `lost` are prefixes of names that
+    mcore-bridge loses when it loads or exports; the speech modules come back `from_base`. `hub` turns the config and
+    the tensors from transformers into the hub's, `exported` those that mcore-bridge names differently. `code` are the
+    file names of the stand-in for its remote code in the folder.
     """
 
     architecture: str
@@ -492,7 +492,7 @@ TYPES |= {
 
 
 def _with_vocabulary(settings: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The settings with a vocabulary of another size, wherever they give it."""
+    """The settings with another vocabulary size, wherever they contain it."""
     inner = {key: _with_vocabulary(value, size) for key, value in settings.items() if isinstance(value, dict)}
     return {**settings, **inner, **({"vocab_size": size} if "vocab_size" in settings else {})}
 
@@ -508,7 +508,7 @@ def make_model_type(
 ) -> Path:
     """Write the model `name` of `TYPES` in bf16 to `folder` and return it. `overrides` replace keys of its config.
 
-    It is spelled as on the hub, or `as_saved` by transformers 5. `vocab` is another size of the vocabulary.
+    It has the hub's spelling, or that of transformers 5 if `as_saved`. `vocab` is another vocabulary size.
     """
     tiny = TYPES[name]
     module = (

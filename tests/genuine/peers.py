@@ -1,4 +1,4 @@
-"""What the makers of ms-swift's and Megatron-Bridge's checkpoints share: a run, and the model that it starts from."""
+"""The shared parts of the makers of ms-swift's and Megatron-Bridge's checkpoints: a run, and its base model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOE: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 24}
 
 @dataclass(frozen=True)
 class Run:
-    """A model with sizes of its own, a layout, and options of the peer."""
+    """A model with its own sizes, a layout, and options of the framework."""
 
     model_type: str
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Run:
 
 
 def make_base(run: Run, folder: Path) -> Path:
-    """The Hugging Face folder that a run starts from, spelled as transformers 4 and the hub spell it."""
+    """The Hugging Face folder that a run starts from, in the spelling of transformers 4 and the hub."""
     from reshard.families.rope import both_spellings
     from reshard.formats.companions import portable_tokenizer_config
     from tests.genuine.huggingface import make_model

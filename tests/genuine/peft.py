@@ -1,4 +1,4 @@
-"""Adapters that the real PEFT wrote on models that the real transformers made, and what it merges them to."""
+"""Adapters that the real PEFT wrote on models of the real transformers, and their merged models."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def load(folder: Path, dtype: str = "float32") -> PreTrainedModel:
 
 
 def wrapped(base: Path, dtype: str = "float32", *, seed: int = 1, **settings: Any) -> PeftModel:
-    """A model with an adapter none of whose tensors is at its start, where lora_B would be zero."""
+    """A model with an adapter whose tensors all differ from their initial values, where lora_B would be zero."""
     model = get_peft_model(load(base, dtype), LoraConfig(task_type="CAUSAL_LM", **settings))
     randomise(model, seed)
     return model
 
 
 def randomise(model: PeftModel, seed: int = 1) -> None:
-    """Give all that an adapter trains values of its own; DoRA's magnitudes move from where PEFT put them."""
+    """Give all trained tensors of an adapter distinct values; DoRA's magnitudes move away from PEFT's initial ones."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
@@ -34,20 +34,20 @@ def randomise(model: PeftModel, seed: int = 1) -> None:
 
 
 def make_adapter(base: Path, out: Path, dtype: str = "float32", **settings: Any) -> Path:
-    """Save an adapter of `base` to `out`, as `LoraConfig` settings say."""
+    """Save an adapter of `base` to `out`, with `LoraConfig` settings."""
     wrapped(base, dtype, **settings).save_pretrained(out)
     return out
 
 
 def merged_by_peft(base: Path, adapter: Path, out: Path, dtype: str = "float32") -> Path:
-    """The folder that PEFT merges a saved adapter to."""
+    """The folder of a saved adapter merged by PEFT."""
     model = PeftModel.from_pretrained(load(base, dtype), adapter)
     model.merge_and_unload().save_pretrained(out)
     return out
 
 
 def logits(model: Any) -> torch.Tensor:
-    """What a model computes for some tokens."""
+    """The logits of a model for some tokens."""
     tokens = torch.arange(24).reshape(2, 12) * 11 % 250
     with torch.no_grad():
         found: torch.Tensor = model.eval()(tokens).logits

@@ -1,7 +1,7 @@
-"""Quantized Hugging Face folders, made of plain ones in bfloat16.
+"""Quantized Hugging Face folders, made from plain ones in bfloat16.
 
-FP8 by the operation with which transformers quantizes. MXFP4 is what gpt-oss has on the hub: the kernels that make it
-need a GPU, but any bits are values of it, so they are drawn.
+FP8 uses the operation with which transformers quantizes. MXFP4 is gpt-oss's format on the hub: the kernels that make
+it need a GPU, but any bits are valid values, so they are random.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GPT_OSS = {
 
 
 def fp8(plain: Path, out: Path, *, block: int = 16) -> Path:
-    """Each projection in FP8 with a scale for each block, as DeepSeek publishes its models."""
+    """Each projection in FP8 with a scale per block, as DeepSeek publishes its models."""
     settings = FineGrainedFP8Config(weight_block_size=(block, block))
     quantize = Fp8Quantize(SimpleNamespace(quantization_config=settings))
     tensors: dict[str, torch.Tensor] = {}
@@ -79,7 +79,7 @@ def dequantized_by_transformers(folder: Path) -> PreTrainedModel:
 
 
 def assert_holds(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    """That a plain folder has these tensors to the bit, and nothing that tells of quantization."""
+    """Assert that a plain folder has exactly these tensors, and no trace of quantization."""
     found = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -1,4 +1,4 @@
-"""Run a function on several ranks: processes under gloo, forked, so that nothing is imported anew."""
+"""Run a function on several ranks: forked gloo processes, so that nothing is imported again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def on_ranks(world: int, function: Callable[..., None], *args: Any) -> None:
-    """Call `function(rank, *args)` on ranks 0 to `world`, in a default process group. Raises what they raised."""
+    """Call `function(rank, *args)` on `world` ranks, in a default process group. Raises their errors."""
     context = get_context("fork")
     errors = context.SimpleQueue()
     port = _free_port()
@@ -44,7 +44,7 @@ def _free_port() -> int:
 
 
 def _forget_the_parent() -> None:
-    """What a fork inherits and must not use: process groups, whose threads are not there; accelerate's state."""
+    """Drop state that a fork must not use: process groups, whose threads do not exist; accelerate's state."""
     gc.freeze()
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState

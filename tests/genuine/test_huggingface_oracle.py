@@ -1,4 +1,4 @@
-"""The folders of `make_model` are what users have, and the transformers oracle notices any fault in them."""
+"""The folders of `make_model` match those of users, and the transformers oracle notices any fault in them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_every_variant_loads_strictly_and_keeps_its_activations_in_bounds(name: 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "qwen3", "internlm3_bias", "deepseek_v3"])
 def test_every_tensor_matters(name: str, tmp_path: Path) -> None:
-    """A converter that loses the sign of any tensor, norms and biases too, is caught by the logits."""
+    """The logits detect a converter that loses the sign of any tensor, including norms and biases."""
     model = load_model(make_model(name, tmp_path))
     tokens = torch.from_numpy(TOKENS)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The oracle itself is sound: layouts agree, training trains, strictness notices, failures are heard of."""
+"""The oracle itself is sound: layouts agree, training trains, strict loading and failures are noticed."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
 
 
 def without(checkpoint: Genuine, prefix: str, folder: Path) -> Path:
-    """The torch_dist checkpoint as if keys that start with `prefix` had never been saved."""
+    """The torch_dist checkpoint as if keys with the prefix `prefix` had never been saved."""
     for file in checkpoint.iteration().iterdir():
         (folder / file.name).symlink_to(file)
     metadata: Metadata = FileSystemReader(str(checkpoint.iteration())).read_metadata()
@@ -266,7 +266,7 @@ def test_ranks_that_hang_are_ended() -> None:
 
 
 class Trap:
-    """Unpickled by name, this would leave a file behind."""
+    """Creates a file if it is unpickled by name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Small configs, in the words of transformers 5: what the model types of `model_types` have in common."""
+"""Small configs, in the spelling of transformers 5: the common parts of the model types of `model_types`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.genuine.huggingface import (
 
 TEXT: dict[str, Any] = {key: value for key, value in COMMON.items() if not key.endswith("_token_id")}
 EVEN = {**TEXT, "vocab_size": 288}
-"""Megatron-Bridge pads no vocabulary that it loads from the hub."""
+"""Megatron-Bridge does not pad a vocabulary that it loads from the hub."""
 MROPE = {**PLAIN_ROPE, "rope_type": "default", "mrope_section": [2, 1, 1]}
 SEES = {
     "image_token_id": 280,

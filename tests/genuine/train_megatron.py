@@ -29,7 +29,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Everything that a rank needs to know; `initial` is the iteration folder to start from."""
+    """Everything that a rank needs; `initial` is the iteration folder to start from."""
 
     args: argparse.Namespace | Mapping[str, Any]
     layout: Layout
@@ -70,11 +70,11 @@ def train_and_save(
     """Train for `steps` on `tokens` [sequences, length + 1] and write `out/iter_*` with its tracker file.
 
     Starts from the iteration folder `checkpoint`, loaded strictly, or from random weights. With `resume`, optimizer and
-    scheduler come from there too, and training goes on with the sequences behind those that it has seen. Every step
-    takes the next `sequences` (one for each pipeline stage and data parallel rank, by default), around and around.
+    scheduler come from there too, and training continues with the sequences that it has not seen. Every step
+    takes the next `sequences` (by default, one for each pipeline stage and data parallel rank), cyclically.
     Weights are bfloat16 with float32 main weights unless `bf16` is off. Several `save` options write the same model
     several times, each into a subfolder of `out` that is named after its format. With `steps=0` nothing is trained,
-    and without `resume` there is no optimizer to save. Raises RankError, with the cause, where a rank fails.
+    and without `resume` there is no optimizer to save. Raises RankError, with the cause, if a rank fails.
     """
     layout = layout or Layout()
     if not vars(complete(args)).get("num_experts"):
@@ -143,7 +143,7 @@ def _check(mismatch: Mismatch) -> None:
 
 
 def _run_arguments(recipe: _Recipe, dtype: Any) -> dict[str, Any]:
-    """The arguments that say how this run was made."""
+    """The arguments that record how this run was made."""
     import torch
 
     world_size = torch.distributed.get_world_size()
@@ -234,7 +234,7 @@ def _make_optimizer(wrapped: list[Any], recipe: _Recipe) -> tuple[Any, Any]:
 
 
 def _batches(recipe: _Recipe) -> Iterator[tuple[Any, Any]]:
-    """This data parallel rank's sequences, one at a time, as (inputs, next tokens), for ever."""
+    """This data parallel rank's sequences, one at a time, as (inputs, next tokens), endlessly."""
     import torch
     from megatron.core import parallel_state as ps
 

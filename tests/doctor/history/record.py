@@ -1,7 +1,7 @@
-"""Make the logs of this folder anew: `python -m tests.doctor.history.record [CASE …]`. Needs torch and an index.
+"""Record the logs of this folder again: `python -m tests.doctor.history.record [CASE …]`. Needs torch and an index.
 
-Each release is installed beside the environment with pip, and the failing line is run by the interpreter. What it
-prints is kept, with its paths made those of `/home/user/venv`.
+Each release is installed next to the environment with pip, and the interpreter runs the failing line. Its
+output is kept, with its paths replaced by `/home/user/venv`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         "transformers.AutoConfig.register('aimv2', Config)",
     ),
 }
-"""What is installed beside the environment, and what is run."""
+"""The packages to install next to the environment, and the code to run."""
 FOLDER = Path(__file__).parent
 
 
