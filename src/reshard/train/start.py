@@ -143,7 +143,7 @@ def submit(
 def _through(
     run: Run, found: Preflight | None, started: Torchrun | None, *, quiet: bool, language: str
 ) -> Outcome:
-    """Launch and finish; or be a rank that neither looked before nor finishes."""
+    """Launch and finish; or run as a rank that does neither the preflight nor the finish."""
     from reshard.train.final.finish import finish
     from reshard.train.launching import launch
 

@@ -245,7 +245,7 @@ def version_of(package: str, root: Traceback, log: Log) -> Version | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------ what is said of it
+# ------------------------------------------------------------------------------------------ findings
 
 
 def _finding(

@@ -78,7 +78,7 @@ def _last(output: Path) -> Path | None:
 
 
 def _warm(run: Run) -> None:
-    """Import what megatron-core imports; on a CPU, it is imported itself only after torch has been adapted to it."""
+    """Import what megatron-core imports; on a CPU, megatron-core itself has to wait until torch has been adapted."""
     for name in (
         "torch._dynamo",
         "torch.distributed.checkpoint",
