@@ -1,4 +1,4 @@
-"""Where the checkpoints are, and what tests do to them."""
+"""The paths of the checkpoints, and helpers to damage and convert them."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ Copies = Callable[[str], Path]
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Load a file, change what it holds, and save it again as InternEvo saves it."""
+    """Load a file, change its content, and save it again as InternEvo does."""
     content = torch.load(path, weights_only=True)
     torch.save(change(content), path)
 
 
 def config_with(folder: Path, **keys: Any) -> None:
-    """Write `model_config.pt` anew, with other keys; None takes one out."""
+    """Rewrite `model_config.pt` with other keys; None removes a key."""
     config = {**reshard.formats.internlm.config.read_model_config(folder), "dtype": torch.bfloat16, **keys}
     torch.save({key: value for key, value in config.items() if value is not None}, folder / "model_config.pt")
 
 
 def problems_of(folder: Path, out: Path, **options: Any) -> str:
-    """The problems for which a conversion is refused, before anything is written."""
+    """The problems of a conversion that is refused before anything is written."""
     with pytest.raises(ReshardError) as refused:
         reshard.convert(folder, out, no_tokenizer=True, **options)
     assert not out.exists()

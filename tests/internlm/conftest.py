@@ -1,4 +1,4 @@
-"""Genuine checkpoints of InternEvo to damage, and the Hugging Face folders that become of them."""
+"""Genuine InternEvo checkpoints to damage, and the Hugging Face folders that they are converted to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.internlm.checkpoints import DATA, Copies
 
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Copies:
-    """A checkpoint of InternEvo's that a test may change."""
+    """An InternEvo checkpoint that a test may change."""
     return lambda name: Path(shutil.copytree(DATA / name, tmp_path / name))
 
 

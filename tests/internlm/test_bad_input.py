@@ -1,4 +1,4 @@
-"""What is wrong with InternEvo's files is told."""
+"""Errors in InternEvo's files are reported."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_rank_that_was_copied_over_another_is_named(
 def test_files_of_two_ranks_that_were_exchanged(
     name: str, first: str, second: str, copy_of: Copies, tmp_path: Path
 ) -> None:
-    """By what only one of the two saves: embedding, head, the bias that one rank adds, the number of an expert."""
+    """Found by tensors that only one of the two saves: embedding, head, one rank's bias, the expert's number."""
     folder = copy_of(name)
     assert reshard.open(folder).problems == []
     (folder / first).rename(folder / "spare")

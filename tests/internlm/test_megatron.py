@@ -1,4 +1,4 @@
-"""InternLM, InternLM2 and InternLM's mixture of experts in Megatron-Core: a plain GPTModel computes them."""
+"""InternLM, InternLM2 and InternLM's mixture of experts in Megatron-Core, computed by a plain GPTModel."""
 
 from __future__ import annotations
 

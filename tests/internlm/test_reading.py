@@ -121,7 +121,7 @@ def _swapped(key: str) -> str:
 
 
 def test_where_shapes_do_not_tell_w2_from_w3_the_version_does(tmp_path: Path) -> None:
-    """By what it adds to the config; and InternLM2 came with the new order."""
+    """By the keys that it adds to the config; and InternLM2 came with the new order."""
     assert is_old_order({"w1": (8, 8), "w2": (8, 8), "w3": (8, 8)}) is None
     folder = tmp_path / "square"
     folder.mkdir()
@@ -233,7 +233,7 @@ def test_a_note_says_which_order_of_rotary_rows_was_assumed(
 def test_without_a_model_config_nothing_is_assumed(
     name: str, copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
 ) -> None:
-    """The order of rows is in no config of the hub. What the remedy says settles it."""
+    """No config on the hub contains the order of rows. The remedy tells the user how to set it."""
     folder = copy_of(name)
     config = reshard.formats.internlm.config.read_model_config(folder)
     (folder / "model_config.pt").unlink()
@@ -246,7 +246,7 @@ def test_without_a_model_config_nothing_is_assumed(
 
 
 def test_rows_in_pairs_are_not_taken_for_halves(copy_of: Copies, tmp_path: Path) -> None:
-    """Four tensors of this one were wrong, behind a note."""
+    """Four tensors of this one were wrong, with only a note."""
     folder = copy_of("internlm2-interleaved")
     reshard.convert(folder, tmp_path / "right", no_tokenizer=True)
     (folder / "model_config.pt").unlink()

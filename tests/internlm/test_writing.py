@@ -1,4 +1,4 @@
-"""What is written for InternEvo is what it writes, and loads."""
+"""The output for InternEvo is the same as InternEvo's own, and loads."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_families_that_internevo_does_not_have_are_refused(
 
 @pytest.fixture
 def internevo() -> Callable[..., None]:
-    """Run `make_internlm` in a process of its own: InternEvo keeps its groups in global variables."""
+    """Run `make_internlm` in its own process: InternEvo keeps its groups in global variables."""
 
     def call(*words: object) -> None:
         command = [python("internevo"), "-m", "tests.genuine.make_internlm", *map(str, words)]

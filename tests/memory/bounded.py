@@ -1,11 +1,11 @@
-"""Run `reshard` in a process that gets no more memory than `--memory` allows, beside what Python itself has taken.
+"""Run `reshard` in a process with no more memory than `--memory` allows, in addition to Python's own.
 
     python -m tests.memory.bounded BYTES WORD …
 
-What counts is address space, because the system refuses more of that at once, where it would let resident memory
-grow. So nothing may reserve what it never uses: one malloc arena for all threads (`MALLOC_ARENA_MAX=1`; each other
-one reserves 64 MiB), one thread of BLAS, whose buffer is there before the bound counts. Stacks of threads are, too.
-The last line on stderr is JSON: how far the resident memory came above its floor, and that floor.
+The limit is on address space, because the system refuses more of that immediately, but would let resident memory
+grow. So nothing may reserve memory that it never uses: one malloc arena for all threads (`MALLOC_ARENA_MAX=1`; each
+additional one reserves 64 MiB), one thread of BLAS, whose buffer is allocated before the limit applies. So are stacks
+of threads. The last line on stderr is JSON: how far the resident memory rose above its floor, and that floor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 class Ended(NamedTuple):
-    """How a command ended: its exit status, what it printed, and the bytes that it took above its floor."""
+    """The end of a command: its exit status, its output, and the bytes that it used above its floor."""
 
     code: int
     out: str
@@ -64,7 +64,7 @@ def _status() -> dict[str, int]:
 
 
 def _warm() -> int:
-    """Import all that a conversion could, let all threads have a stack and BLAS its buffers; the address space then."""
+    """Import all modules, give all threads a stack and BLAS its buffers; returns the address space then in use."""
     import reshard
 
     for module in walk_packages(reshard.__path__, "reshard."):
@@ -78,7 +78,7 @@ def _warm() -> int:
     barrier = Barrier(THREADS + 1)
 
     class Factor:
-        """A matrix that is multiplied on all threads at a time, so that each takes a buffer."""
+        """A matrix that all threads multiply at the same time, so that each allocates a buffer."""
 
         def __matmul__(self, other: Any) -> Any:
             barrier.wait()
@@ -103,7 +103,7 @@ def _warm() -> int:
 
 
 def main(limit: int, words: list[str]) -> Any:
-    """Run a command below the limit."""
+    """Run a command with the limit."""
     space = _warm()
     resource.setrlimit(resource.RLIMIT_AS, (space + limit, resource.RLIM_INFINITY))
     floor = _status()["VmRSS"]

@@ -1,7 +1,7 @@
-"""What training engines leave, with tensors larger than the memory that a conversion of them gets.
+"""Checkpoints of training engines, with tensors larger than the memory of their conversions.
 
-The layout is that of files that the engines wrote (`tests/data`, judged in `tests/test_deepspeed.py` and
-`tests/test_fsdp_ranks.py`); here sizes alone matter.
+The layout is that of the engines' own files (`tests/data`, judged in `tests/test_deepspeed.py` and
+`tests/test_fsdp_ranks.py`); here only sizes matter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.memory.models import LLAMA
 
 WORLD = 2
 CONFIG = {**LLAMA, "intermediate_size": 16384, "vocab_size": 16384}
-"""A layer with an MLP of 64 MiB a projection in float32, and an embedding of as much."""
+"""A layer whose MLP projections have 64 MiB each in float32, and an embedding of the same size."""
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (16384, 1024),
@@ -38,7 +38,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def _weights(kind: str) -> Weights:
-    """Numbers between 0.5 and 1.5, of which bfloat16 is not exact, others for each kind."""
+    """Numbers between 0.5 and 1.5, not exact in bfloat16, different for each kind."""
     generator = torch.Generator().manual_seed(KINDS.index(kind))
     return {name: 0.5 + torch.rand(shape, generator=generator) for name, shape in SHAPES.items()}
 
@@ -77,7 +77,7 @@ def _zero12(folder: Path, stage: int) -> Path:
 
 
 def zero3(folder: Path) -> Path:
-    """ZeRO 3 in bfloat16: each rank has a half of each parameter, and they are gathered when they are read."""
+    """ZeRO 3 in bfloat16: each rank has half of each parameter, and they are gathered when they are read."""
     states = {kind: _weights(kind) for kind in KINDS}
     step = _step(folder)
     for rank in range(WORLD):

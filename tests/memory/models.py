@@ -1,4 +1,4 @@
-"""Folders whose tensors are larger than the memory that a conversion of them gets: shapes are real, bits are random."""
+"""Folders with tensors larger than the memory of their conversions: shapes are real, bits are random."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-"""A layer with an MLP of 64 MiB a projection, and an embedding of 96."""
+"""A layer whose MLP projections have 64 MiB each, and an embedding of 96 MiB."""
 
 MLP = {"gate_proj": (32768, 1024), "up_proj": (32768, 1024), "down_proj": (1024, 32768)}
 PROJECTIONS = {
@@ -70,12 +70,12 @@ GPT_OSS: dict[str, Any] = {
 
 
 def llama(folder: Path) -> Path:
-    """The model that most roads carry."""
+    """The model of most conversions."""
     return make(folder, LLAMA)
 
 
 def gpt_oss(folder: Path) -> Path:
-    """The one with stacked experts."""
+    """The model with stacked experts."""
     return make(folder, GPT_OSS)
 
 
@@ -94,13 +94,13 @@ def adapter(folder: Path, rank: int = 16, **settings: Any) -> Path:
 
 
 def gptq(folder: Path) -> Path:
-    """Four bits in groups, along columns; rows belong to groups in no order."""
+    """4-bit values in groups, along columns; rows belong to groups in no order."""
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
     return _packed(folder, {"quantization_config": settings}, rows=8, columns=1, order=True)
 
 
 def awq(folder: Path) -> Path:
-    """Four bits in groups, along rows."""
+    """4-bit values in groups, along rows."""
     settings = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
     return _packed(folder, {"quantization_config": settings}, rows=1, columns=8, order=False)
 
@@ -146,13 +146,13 @@ def int8(folder: Path) -> Path:
 
 
 def many(folder: Path, count: int = 20_000) -> Path:
-    """A model of so many tensors of a few kilobytes, of no declared family."""
+    """A model of `count` tensors of a few kilobytes, of no declared family."""
     tensors: Stored = {f"layers.{i}.weight": ("bfloat16", (32, 32)) for i in range(count)}
     return _folder(folder, tensors, {"config.json": {"model_type": "unheard_of", "hidden_size": 32}})
 
 
 def _others() -> Stored:
-    """What stays as it is when a model is quantized."""
+    """Tensors that stay unquantized when a model is quantized."""
     norms = ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
     return {
         "model.embed_tokens.weight": ("bfloat16", (49152, 1024)),
@@ -185,6 +185,6 @@ def _folder(
 
 
 def _write(out: BinaryIO, nbytes: int) -> None:
-    """Random bits: in types of 16 and of 32 bits finite numbers, not too small and not too large."""
+    """Random bits: in 16-bit and 32-bit types finite numbers, not too small and not too large."""
     for begin in range(0, nbytes, len(BITS)):
         out.write(BITS[: nbytes - begin])

@@ -1,7 +1,7 @@
-"""`--memory` bounds all that a conversion takes, on every road: a process that gets no more ends well.
+"""`--memory` bounds all memory of every conversion: with no more than that, a process succeeds.
 
-Tensors are larger than the bound, so a road that holds one as a whole would die of it (`bounded.py`). What is
-converted is judged elsewhere; here `verify`, in as little memory, sees that it is equal.
+Tensors are larger than the bound, so a conversion that reads a complete one would fail (`bounded.py`). Other tests
+judge the output; here `verify`, in as little memory, checks that it is equal.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ ROADS: dict[str, Road] = {
     "fsdp-ranks-to-megatron": ("fsdp", ("--to", "megatron", "--tp", "2"), "plain"),
     "many": ("many", HUGGINGFACE, "many"),
 }
-"""Each may start where one before it ended."""
+"""Conversions that may start from the output of an earlier one."""
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{make.__name__: make for make in (models.llama, models.gpt_oss, models.adapter, models.many)},
@@ -92,14 +92,14 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What is converted, made when it is first asked for, and what it became."""
+    """Sources, made when first requested, and their conversions."""
     made = tmp_path_factory.mktemp("memory")
     yield made
     rmtree(made)
 
 
 def ready(folder: Path, name: str) -> Path:
-    """A folder by its name, made or converted unless it is there."""
+    """A folder by its name, made or converted unless it exists."""
     path = folder / name
     if not path.exists():
         if name in MAKERS:
@@ -109,7 +109,7 @@ def ready(folder: Path, name: str) -> Path:
 
 
 def carry(folder: Path, name: str) -> None:
-    """Take a road within the bound."""
+    """Run a conversion within the bound."""
     source, flags, same = {**FAST, **ROADS}[name]
     words = [ready(folder, word[1:]) if word.startswith("@") else word for word in flags]
     target = folder / name
@@ -122,7 +122,7 @@ def carry(folder: Path, name: str) -> None:
 
 
 def assert_within(ended: Ended, bound: int = BOUND) -> None:
-    """The command ended well, and its resident memory rose by no more than the bound."""
+    """Assert that the command succeeded, and its resident memory rose by no more than the bound."""
     assert ended.code == 0, ended.err
     assert 0 < ended.taken <= bound, f"{ended.taken / MIB:.1f} MiB"
 
@@ -143,7 +143,7 @@ def test_a_folder_is_verified_within_the_bound(folder: Path) -> None:
 
 
 def test_a_road_that_holds_a_tensor_dies_of_it(folder: Path) -> None:
-    """The walk can fail: where less is there than the bound says, the error is plain and nothing is written."""
+    """A conversion can fail: with less memory than the bound, the error is clear and nothing is written."""
     target = folder / "too-large"
     ended = bounded(1 << 30, "convert", ready(folder, "llama"), target, *HUGGINGFACE, "--dtype", "float32",
                     "--no-tokenizer", "--json", limit=10 * MIB)  # fmt: skip
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused_with_the_number_that_would(folder: Path, d
 
 
 def test_a_tokenizer_is_copied_without_being_loaded(folder: Path, tmp_path: Path) -> None:
-    """It is parsed where its tokens count: where Megatron's embedding has other rows than the config."""
+    """It is parsed only if its number of tokens matters: if Megatron's embedding has other rows than the config."""
     source, padded, back = tmp_path / "model", tmp_path / "padded", tmp_path / "back"
     models.make(source, {**models.LLAMA, "intermediate_size": 64, "vocab_size": 1000})
     words = {f"word{i}": i for i in range(1000)}
@@ -197,7 +197,7 @@ def test_words_that_are_no_size(folder: Path, tmp_path: Path, command: str) -> N
 
 
 def test_bits_are_numbers() -> None:
-    """Of random tensors, none may be NaN, which would differ from itself."""
+    """No random tensor may contain NaN, which would differ from itself."""
     halves = np.frombuffer(models.BITS, np.uint16)
     assert np.isfinite(halves.view(np.float16)).all()
     assert np.isfinite((halves.astype(np.uint32) << 16).view(np.float32)).all()

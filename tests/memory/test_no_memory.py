@@ -1,4 +1,4 @@
-"""Where the system refuses memory, whatever meets it first: one error, exit status 2, nothing at the destination."""
+"""If the system refuses memory, at any point: one error, exit status 2, nothing at the destination."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROADS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model, an adapter for it, and what becomes of them."""
+    """A model, an adapter for it, and their conversions."""
     made = tmp_path_factory.mktemp("scarce")
     models.llama(made / "llama")
     models.adapter(made / "adapter")
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def limited(mebibytes: int, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `reshard` in an address space of so many MiB, as `ulimit -v` sets it."""
+    """Run `reshard` in an address space of `mebibytes` MiB, as `ulimit -v` sets it."""
     space = mebibytes * MIB
     rmtree(folder / "out", ignore_errors=True)
     return subprocess.run(
@@ -59,7 +59,7 @@ def limited(mebibytes: int, folder: Path, *words: str) -> subprocess.CompletedPr
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], folder: Path) -> None:
-    """The one error, on stderr alone, and no output."""
+    """The only error, on stderr only, and no output."""
     assert done.returncode == 2, done.stderr
     assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [f"error: {MESSAGE}"]
     assert "Traceback" not in done.stderr and not (folder / "out").exists()
@@ -67,7 +67,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], folder: Path) -> None
 
 @pytest.mark.parametrize("mebibytes", [40, 90, 130])
 def test_a_small_address_space(folder: Path, mebibytes: int) -> None:
-    """Numpy cannot be loaded; its OpenBLAS could not be; threads have no stacks, or buffers no place."""
+    """Too little to load numpy, for its OpenBLAS, for thread stacks, or for buffers."""
     done = limited(mebibytes, folder, *ROADS["cast"], "--json")
     assert_refused(done, folder)
     (problem,) = json.loads(done.stdout)["problems"]
@@ -99,7 +99,7 @@ def test_whatever_meets_it_says_the_same(error: Exception) -> None:
 
 
 def test_threads_fail_for_two_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python says the same of both; whether there is room for a stack tells them apart."""
+    """Python reports both the same way; whether there is room for a stack tells them apart."""
     error = RuntimeError("can't start new thread")
     assert problems_of(error)[0].message == "the system gives no more threads"
     monkeypatch.setattr(errors, "can_reserve", lambda nbytes: False)
@@ -108,7 +108,7 @@ def test_threads_fail_for_two_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_products_wait_for_a_buffer(monkeypatch: pytest.MonkeyPatch, buffers: int) -> None:
-    """OpenBLAS would take one for each product that is under way, and end the process for want of it."""
+    """OpenBLAS would allocate one for each product in progress, and end the process if it cannot."""
     left, most, running = [buffers], [0], [0]
     full, ended = Barrier(buffers), Event()
 

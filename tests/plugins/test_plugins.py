@@ -1,4 +1,4 @@
-"""Packages that bring a family or a format by an entry point: used like reshard's own, or left out with a warning."""
+"""Packages that add a family or a format by an entry point: used like reshard's own, or skipped with a warning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def install(site: Path, name: str, points: Points, code: str = "") -> None:
-    """A distribution as an installer leaves it: a package, and a folder of metadata beside it."""
+    """A distribution as an installer leaves it: a package, and a folder of metadata next to it."""
     if code:
         (site / f"{name}.py").write_text(code)
     info = site / f"{name}-1.0.dist-info"
@@ -47,7 +47,7 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(site: Path) -> Run:
-    """`reshard` in a process of its own, in which the packages of `site` are installed."""
+    """`reshard` in its own process, with the packages of `site` installed."""
 
     def command(*words: Any) -> subprocess.CompletedProcess[str]:
         done = apart(*words, PYTHONPATH=path_with(site), COLUMNS="200")

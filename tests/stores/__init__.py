@@ -1,1 +1,1 @@
-"""Destinations and sources that are not on a disk, each against a server that runs here."""
+"""Sources and destinations that are not on a disk, each with a local server."""

@@ -1,6 +1,6 @@
 """A server with the API of the Hugging Face Hub, as huggingface_hub calls it: repositories, uploads and commits.
 
-Files of at least `LARGE` bytes go the way of Git LFS, in parts of `PART` bytes. What is not in it answers 404.
+Files of at least `LARGE` bytes are uploaded through Git LFS, in parts of `PART` bytes. Unknown paths answer 404.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What the server knows. `tokens` has the role of each token of the user `user`, who may write to `orgs`."""
+    """The server's state. `tokens` has the role of each token of the user `user`, who may write to `orgs`."""
 
     address: str = ""
     tokens: dict[str, str] = field(default_factory=lambda: {"hf_writes": "write", "hf_reads": "read"})
@@ -50,10 +50,10 @@ class Hub:
     sent: int = 0
     """Bytes of files that were sent."""
     fails: Callable[[str, str], int | None] = lambda method, path: None
-    """A status to answer with in place of what was asked for."""
+    """A status to answer with instead of the content."""
 
     def environment(self, token: str = "hf_writes") -> dict[str, str]:
-        """What points huggingface_hub here."""
+        """The variables that point huggingface_hub here."""
         return {
             "HF_ENDPOINT": self.address,
             "HF_TOKEN": token,
@@ -63,13 +63,13 @@ class Hub:
         }
 
     def constants(self) -> dict[str, object]:
-        """The same for a huggingface_hub that is imported already."""
+        """The same for a huggingface_hub that is already imported."""
         template = self.address + "/{repo_id}/resolve/{revision}/{filename}"
         changed: dict[str, object] = {"ENDPOINT": self.address, "HUGGINGFACE_CO_URL_TEMPLATE": template}
         return {**changed, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
 
     def count(self, method: str, pattern: str) -> int:
-        """How many requests were made of a kind."""
+        """The number of requests of a kind."""
         return sum(each == method and bool(re.search(pattern, path)) for each, path in self.requests)
 
 

@@ -1,4 +1,4 @@
-"""moto's S3 server on a port of its own, which keeps a list of requests and can be told to fail some of them."""
+"""moto's S3 server on its own port, which records requests and can be told to fail some of them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class S3:
     sent: int = 0
     """Bytes of objects that were sent."""
     fails: Callable[[str, str, str], int | None] = lambda method, path, query: None
-    """A status to answer with in place of what was asked for; 0 ends the connection."""
+    """A status to answer with instead of the content; 0 closes the connection."""
     spoils: Callable[[str, str, str, bytes], bytes | int | None] = lambda method, path, query, body: None
-    """The same once a request was carried out; or the beginning of the body, behind which the connection ends."""
+    """The same after a request was executed; or the beginning of the body, after which the connection is closed."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What points boto and s3fs here."""
+        """The variables that point boto and s3fs here."""
         return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.address}
 
     @property
     def client(self) -> Any:
-        """boto3's client: a judge that has nothing to do with fsspec."""
+        """boto3's client: a judge that is independent of fsspec."""
         return boto3.client(
             "s3",
             endpoint_url=self.address,
@@ -62,7 +62,7 @@ class S3:
         }
 
     def clear(self) -> None:
-        """Remove all objects, and what is known of requests."""
+        """Remove all objects, and the record of requests."""
         for key in self.objects():
             self.client.delete_object(Bucket=BUCKET, Key=key)
         self.requests.clear()
@@ -70,12 +70,12 @@ class S3:
         self.clear_faults()
 
     def clear_faults(self) -> None:
-        """Answer everything again."""
+        """Stop failing requests."""
         self.fails = lambda method, path, query: None
         self.spoils = lambda method, path, query, body: None
 
     def puts(self) -> list[str]:
-        """The keys of objects that were written, in order; those of parts once for each."""
+        """The keys of objects that were written, in order; once for each part of an upload."""
         return [path.removeprefix(f"/{BUCKET}/") for method, path, _ in self.requests if method == "PUT"]
 
 
@@ -112,7 +112,7 @@ def _fail(status: int, environ: dict[str, Any], start: Callable[..., Any]) -> li
 
 @contextmanager
 def s3_server() -> Iterator[S3]:
-    """A server that runs until the block ends, empty but for a bucket."""
+    """A server that runs until the block ends, with one empty bucket."""
     server = S3()
     _forget()
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
@@ -130,6 +130,6 @@ def s3_server() -> Iterator[S3]:
 
 
 def _forget() -> None:
-    """Let nothing in this process hold on to a server that is gone."""
+    """Drop this process's connections to a server that is gone."""
     s3fs.S3FileSystem.clear_instance_cache()
     store._stores.clear()

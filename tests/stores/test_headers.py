@@ -1,4 +1,4 @@
-"""Archives of torch in a store: the headers of their many tensors come in few requests, as the server counts them."""
+"""Archives of torch in a store: the headers of many tensors take few requests, as the server counts them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytest.importorskip("aiohttp")
 from tests.stores.web_server import Web, web_server
 
 FORMATS = {"megatron": 2, "megatron-legacy": 2, "dcp": 1}
-"""The formats whose weights are archives of torch, and how many files those are."""
+"""The formats whose weights are archives of torch, and the number of those files."""
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of many tensors, a folder for each format."""
+    """A model of many tensors, with a folder for each format."""
     folder = tmp_path_factory.mktemp("headers")
     make_model("llama", folder / "model", num_hidden_layers=12)
     for name, files in FORMATS.items():

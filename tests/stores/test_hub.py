@@ -1,4 +1,4 @@
-"""Models of the hub, behind a server with the hub's API, in a process that asks it instead of the hub."""
+"""Models of the hub, from a local server with the hub's API, in a process that uses it instead of the hub."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hub(model: Path) -> Iterator[Hub]:
 
 
 def run(hub: Hub, home: Path, *words: object, **changed: str) -> subprocess.CompletedProcess[str]:
-    """Run `reshard` where huggingface_hub, which reads its settings when it is imported, finds this hub."""
+    """Run `reshard` with huggingface_hub, which reads its settings on import, pointed to this hub."""
     settings = {**os.environ, **hub.environment("hf_reads"), "HF_HOME": str(home / "hf"), **changed}
     return subprocess.run(
         [sys.executable, "-m", "reshard", *map(str, words)],

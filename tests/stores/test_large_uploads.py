@@ -1,4 +1,4 @@
-"""Files that are uploaded in parts, and processes that end in the middle of one."""
+"""Files that are uploaded in parts, and processes that end during an upload."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def parts(s3: S3) -> list[str]:
-    """The names of the files of which parts were written."""
+    """The names of the files whose parts were written."""
     return [
         path.rpartition("/")[2]
         for method, path, query in s3.requests
@@ -73,7 +73,7 @@ def typed(src: Path) -> list[str]:
 
 
 def ended(s3: S3, src: Path, at: int, number: int) -> tuple[int, str]:
-    """Run a conversion, and send it a signal when so many parts were written; its status, and what it said."""
+    """Run a conversion, and send it a signal after `at` parts; returns its status and its messages."""
     process = running(src, command=typed)
     while len(parts(s3)) < at and process.poll() is None:
         time.sleep(0.01)
@@ -84,7 +84,7 @@ def ended(s3: S3, src: Path, at: int, number: int) -> tuple[int, str]:
 
 @pytest.fixture
 def expected(large: Path, tmp_path: Path) -> Iterator[dict[str, bytes]]:
-    """The objects of a conversion that nobody ended, but for the record, which names the command."""
+    """The objects of a conversion that was not stopped, except for the record, which contains the command."""
     api.convert(large, tmp_path / "expected", **OPTIONS)
     yield {name: each for name, each in content(tmp_path / "expected").items() if name != "reshard.json"}
 
@@ -106,7 +106,7 @@ def test_sigkill_in_the_middle_of_a_file(s3: S3, large: Path, expected: dict[str
 
 
 def unended(s3: S3) -> list[str]:
-    """The keys of uploads in parts that did not come to their end."""
+    """The keys of unfinished uploads in parts."""
     found = s3.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
     return [each["Key"] for each in found]
 

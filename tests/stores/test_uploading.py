@@ -1,4 +1,4 @@
-"""Conversions to a bucket: what lies there after each of them, judged by boto3."""
+"""Conversions to a bucket: its contents after each of them, judged by boto3."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def model(hf_model: Callable[..., Path]) -> Path:
 
 
 def told(src: Path, dst: str = DST, **options: Any) -> list[str]:
-    """Convert, and return what was said."""
+    """Convert, and return the messages."""
     notes: list[str] = []
     api.convert(src, dst, **{**SHARDS, **options}, on_resume=lambda note, done: notes.append(note))
     return notes
 
 
 def apart(src: Path, s3: S3, patch: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """The same in a process of its own, in which `patch` is run before."""
+    """The same in its own process, in which `patch` runs first."""
     options = {**SHARDS, **options}
     script = f"import reshard\n{patch}\nreshard.convert({str(src)!r}, {DST!r}, **{options!r})"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -220,7 +220,7 @@ def test_requests_that_fail_are_tried_again(s3: S3, model: Path, tmp_path: Path,
 
 
 def test_a_store_that_refuses_for_good_keeps_what_it_has(s3: S3, model: Path, tmp_path: Path) -> None:
-    """As a disk that is full does."""
+    """As when a disk is full."""
     s3.fails = lambda method, path, query: 400 if path.endswith("00004-of-00005.safetensors") else None
     with pytest.raises(api.ReshardError, match="the store did not answer as it should") as error:
         told(model, workers=1)
@@ -254,7 +254,7 @@ def test_nothing_is_kept_that_nobody_wants_to_continue(s3: S3, model: Path) -> N
 
 
 def unfinished(s3: S3, model: Path, **options: Any) -> None:
-    """Leave a conversion as a run does that was killed."""
+    """Leave the files of a run that was killed."""
     often = "from reshard.transfer import uploading; uploading.SOON = 0.0\n"
     died = apart(model, s3, often + KILLED.format(at=10, before=1), workers=1, **options)
     assert died.returncode == 9 and MARKER in names(s3), died.stderr
@@ -281,7 +281,7 @@ def test_other_options_begin_anew(s3: S3, model: Path, tmp_path: Path) -> None:
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Be another machine, with a disk of its own."""
+    """Act as another machine, with its own disk."""
     (tmp_path / "other").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "other"))
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -47,7 +47,7 @@ def weights_in(folder: Path) -> list[Path]:
 
 
 def beside_weights(folder: Path) -> int:
-    """Bytes of all that is no weights: config, tokenizer, index."""
+    """Bytes of all files except the weights: config, tokenizer, index."""
     return sum(each.stat().st_size for each in folder.iterdir() if each.suffix != ".safetensors")
 
 

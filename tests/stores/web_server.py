@@ -1,4 +1,4 @@
-"""A web server that sends ranges of files, counts what it sends, and can be told to fail."""
+"""A web server that sends ranges of files, counts the bytes sent, and can be told to fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Web:
-    """The server of a folder. `sent` counts bytes of bodies; `most` how many requests were served at once."""
+    """The server of a folder. `sent` counts bytes of bodies; `most` is the largest number of concurrent requests."""
 
     folder: Path
     address: str = ""
@@ -28,7 +28,7 @@ class Web:
     """A query without which every request is refused, as with a signed URL."""
     latency: float = 0.0
     fault: Callable[[str, int], str | int | None] = lambda path, number: None
-    """What goes wrong with request `number` of a path: a status, "reset", "short", or nothing."""
+    """The fault of request `number` of a path: a status, "reset", "short", or nothing."""
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     """The path and the range of each request."""
     sent: int = 0
@@ -121,7 +121,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Connections end when a client has enough."""
+        """Ignore connections that a client closes when it has enough."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Models and data that fine-tuning is tried on: tiny, with a tokenizer that chats."""
+"""Models and data for the tests of fine-tuning: tiny, with a tokenizer that has a chat template."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chats() -> list[dict[str, object]]:
 
 
 def held_out() -> list[dict[str, object]]:
-    """11 conversations that are not among them: no multiple of any batch."""
+    """11 conversations that are not among those: not a multiple of any batch."""
     return [
         {
             "messages": [
@@ -50,7 +50,7 @@ def held_out() -> list[dict[str, object]]:
 
 
 def preferences() -> list[dict[str, object]]:
-    """64 pairs of answers, of which the first is preferred."""
+    """64 pairs of answers, the first of which is preferred."""
     return [
         {
             "prompt": [{"role": "user", "content": f"What is {a} plus {b}?"}],
@@ -62,7 +62,7 @@ def preferences() -> list[dict[str, object]]:
 
 
 def rated() -> list[dict[str, object]]:
-    """64 answers, every other of which is bad."""
+    """64 answers, every other one bad."""
     return [
         {
             "prompt": [{"role": "user", "content": f"What is {a} plus {b}?"}],
@@ -86,7 +86,7 @@ def write_lines(path: Path, rows: list[dict[str, object]]) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of tokens of the tests' own, for what they start too."""
+    """The tests' own cache of tokens, also for the processes that they start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -121,7 +121,7 @@ def tiny(hf_model: Callable[..., Path]) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
-    """Make a run of two ranks that train nothing; whatever they start is ended with the test."""
+    """Make a run of two ranks that train nothing; all processes that they start end with the test."""
     monkeypatch.setattr(launch, "WORKER", "tests.train.ranks")
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     data = tmp_path / "data.jsonl"
@@ -142,7 +142,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 @pytest.fixture
 def folder(tiny: Callable[..., Path], tmp_path: Path) -> Path:
-    """A model of one's own, to be broken."""
+    """A copy of a model, to be damaged."""
     return Path(shutil.copytree(tiny("qwen3"), tmp_path / "model"))
 
 
@@ -155,7 +155,7 @@ def run(folder: Path, data: dict[str, Path], tmp_path: Path) -> Run:
 def ran(
     tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], data: dict[str, Path]
 ) -> Trainer:
-    """Train once for each set of arguments, and give every test the same result."""
+    """Train once for each set of arguments, and share the result between tests."""
     done: dict[str, Ran] = {}
 
     def get(

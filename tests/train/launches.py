@@ -1,4 +1,4 @@
-"""Launches of ranks that train nothing, in processes of their own that can be sent signals."""
+"""Launches of ranks that train nothing, in their own processes that can be sent signals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TORCHRUN = (
 
 
 def begin(run: Run, *before: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """A launcher, or a rank of another one: of torchrun with `before=TORCHRUN`."""
+    """A launcher, or a rank of another launcher: of torchrun with `before=TORCHRUN`."""
     run.output.mkdir(exist_ok=True)
     record = run.output / "asked.json"
     record.write_text(json.dumps(run.as_dict()))
@@ -53,7 +53,7 @@ def start(run: Run, *before: str) -> subprocess.Popen[str]:
 
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    """Wait until something holds, for which a process has to live."""
+    """Wait until a condition holds, while a process must stay alive."""
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
@@ -62,7 +62,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str] | None =
 
 
 def pids(output: Path) -> list[int]:
-    """Processes of all ranks, and those that they have started."""
+    """Processes of all ranks, and their child processes."""
     return [int(pid) for file in (output / "pids").glob("*") for pid in file.read_text().split()]
 
 

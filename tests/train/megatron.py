@@ -1,4 +1,4 @@
-"""Runs of the Megatron engine on forked ranks, and the plain loop of transformers that they are held against."""
+"""Runs of the Megatron engine on forked ranks, and the plain loop of transformers to compare them with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.train.conftest import chats, write_lines
 
 CHATS, HELD_OUT = chats()[:16], chats()[40:45]
 LENGTH, ROWS = 128, 8
-"""Two chats fit into a row; a step of 8 rows sees all 16, whatever shares a row with what. Three rows are held out."""
+"""Two chats fit into a row; a step of 8 rows sees all 16, in any packing. Three rows are held out."""
 STEPS, LR, DECAY = 4, 1e-3, 0.1
 OPTIONS: dict[str, Any] = {
     "seq_length": LENGTH,
@@ -38,7 +38,7 @@ EPSILON = 1e-4
 
 @dataclass
 class Seen:
-    """A monitor that keeps what it is told; after a step it ends the process, as a kill would, or sends it SIGUSR1."""
+    """A monitor that keeps everything reported; after a step it can kill the process, or send it SIGUSR1."""
 
     dies_after: int = 0
     signal_after: int = 0
@@ -81,12 +81,12 @@ def write_chats(folder: Path) -> Path:
 
 
 def write_held_out(folder: Path) -> Path:
-    """What they are evaluated on."""
+    """The data that these runs are evaluated on."""
     return write_lines(folder / "held-out.jsonl", HELD_OUT)
 
 
 def run_of(model: Path, data: Path, output: Path, layout: Layout | None = None, **given: Any) -> Run:
-    """A run with `OPTIONS`; `lora` and `resume` are those of `Run`, all else are options."""
+    """A run with `OPTIONS`; `lora` and `resume` are those of `Run`, all others are options."""
     ours = {name: given.pop(name) for name in ("lora", "resume", "eval_data") if name in given}
     options = {**OPTIONS, **given}
     return Run("sft", model, data, output, "megatron", layout=layout or Layout(), options=options, **ours)
@@ -99,7 +99,7 @@ def _rank(run: Run, dies_after: int) -> tuple[Seen, Trained]:
 
 
 def train(run: Run, world_size: int = 1) -> tuple[Seen, Trained]:
-    """What rank 0 saw and returned."""
+    """The reports and the result of rank 0."""
     return run_ranks(world_size, _rank, run, 0)[0]
 
 
@@ -116,7 +116,7 @@ def _stopped(run: Run, after: int) -> tuple[Seen, tuple[int | None, Path | None]
 def train_and_stop(
     run: Run, world_size: int, after: int
 ) -> list[tuple[Seen, tuple[int | None, Path | None]]]:
-    """Each rank's, of which all but rank 0 hear a signal right after a step; and where they have stopped."""
+    """The results of all ranks, all but rank 0 of which receive a signal after a step, and where they stopped."""
     return run_ranks(world_size, _stopped, run, after)
 
 
@@ -130,17 +130,17 @@ def train_and_die(run: Run, world_size: int, after: int) -> None:
 
 
 class Reference(NamedTuple):
-    """What a plain loop showed in each step."""
+    """The measurements of a plain loop, per step."""
 
     losses: list[float]
     norms: list[float]
-    """Of the gradient."""
+    """Norm of the gradient."""
     held_out: list[float]
-    """After each step, the loss on chats that are not trained on."""
+    """The loss after each step on held-out chats."""
 
 
 def reference(model: Path) -> Reference:
-    """A plain loop: each chat by itself, the answer's tokens learned, AdamW."""
+    """A plain loop: one chat at a time, loss on the answer's tokens, AdamW."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     matrices = [each for each in network.parameters() if each.ndim > 1]
     vectors = [each for each in network.parameters() if each.ndim == 1]
@@ -164,12 +164,12 @@ def reference(model: Path) -> Reference:
 
 
 def cosine(step: int) -> float:
-    """One step of warm-up, then down to nothing."""
+    """One step of warm-up, then linear decay to zero."""
     return 0.5 * LR * (1 + math.cos(math.pi * (step - 1) / (STEPS - 1))) if step else 0.0
 
 
 def _tokens(model: Path, chats: list[dict[str, object]] = CHATS) -> list[tuple[list[int], int]]:
-    """Each chat in tokens, and where the answer begins."""
+    """Each chat in tokens, and the start of the answer."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     render: Callable[..., list[int]] = lambda messages, **options: tokenizer(  # noqa: E731
         tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -195,7 +195,7 @@ def mean_loss(
 
 
 def assert_close(ours: Seen, reference: Reference) -> None:
-    """The same losses and norms, and losses that fall."""
+    """Assert the same losses and norms, and falling losses."""
     assert reference.losses[-1] < reference.losses[0] - 0.1
     assert ours.losses == pytest.approx(reference.losses, abs=EPSILON)
     assert [step["grad_norm"] for step in ours.steps.values()] == pytest.approx(reference.norms, rel=EPSILON)

@@ -1,4 +1,4 @@
-"""The table of docs/training.md that says what of each engine passes through: `python -m tests.train.options_table`."""
+"""The table in docs/training.md of the options that engines pass through: `python -m tests.train.options_table`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BEGIN, END = "<!-- options: python -m tests.train.options_table -->\n", "<!-- /o
 
 
 def names(found: Iterable[str]) -> str:
-    """Names between commas, each as code."""
+    """Names as code, separated by commas."""
     return ", ".join(f"`{each}`" for each in found)
 
 
 def grouped(refused: dict[str, tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
-    """Names by why they are refused, and what to do instead."""
+    """Names by the reason for refusing them, and the remedy."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, reason in refused.items():
         found.setdefault(reason, []).append(name)
@@ -76,13 +76,13 @@ def megatron() -> str:
 
 
 def table(title: str, rows: list[tuple[str, str]]) -> str:
-    """A table of Markdown."""
+    """A Markdown table."""
     lines = [f"| {title} | options |", "|---|---|", *(f"| {what} | {which} |" for what, which in rows)]
     return "\n".join(lines) + "\n"
 
 
 def tables() -> str:
-    """All that stands between `BEGIN` and `END`."""
+    """The text between `BEGIN` and `END`."""
     return f"\n{methods()}\n{trl()}\n{megatron()}\n"
 
 

@@ -1,4 +1,4 @@
-"""Machines that are not here, and how the problems of a preflight are told apart."""
+"""Machines that do not exist here, and a way to identify the problems of a preflight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOWHERE = Environment({}, [], None, {})
 
 
 def gpus(count: int, gib: int = 80, capability: float = 9.0, **variables: str) -> Environment:
-    """A machine with GPUs that are not here."""
+    """A machine with GPUs that do not exist here."""
     return Environment({}, [Gpu("H100", capability, gib * GIB)] * count, "570", variables)
 
 

@@ -1,8 +1,8 @@
-"""Ranks that train nothing, but are started, speak to each other, save and fail like ranks that do.
+"""Ranks that train nothing, but start, communicate, save and fail like ranks that do.
 
-`python -m tests.train.ranks OUT/run.json` is `reshard.train.worker` with an engine of its own, whose options say what
-happens: steps, seconds (of a step), save (every so many steps), fail (how), at (which step), rank (who), times (how
-often, where torchrun starts them again).
+`python -m tests.train.ranks OUT/run.json` is `reshard.train.worker` with its own engine, whose options control
+the run: steps, seconds (of a step), save (every so many steps), fail (how), at (which step), rank (which one), times
+(how often, if torchrun restarts them).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def train(run: Run, monitor: Monitor) -> Trained:
 
 
 def attempt() -> int:
-    """How often torchrun has started the ranks before."""
+    """How often torchrun has already started the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

@@ -1,4 +1,4 @@
-"""Rewards that GRPO is given in the tests."""
+"""Reward functions for GRPO in the tests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ NOT_CALLABLE = 3
 
 
 def variety(completions: list[Any], **columns: Any) -> list[float]:
-    """As many points as there are different letters."""
+    """The number of different letters."""
     return [float(len(set(each[0]["content"]))) for each in completions]
 
 
 def too_few_arguments(completions: list[Any]) -> list[float]:
-    """TRL calls it with more than that."""
+    """TRL passes more arguments than that."""
     return [0.0 for _ in completions]
 
 
 def length(completions: list[Any], **columns: Any) -> list[float]:
-    """As many points as there are letters."""
+    """The number of letters."""
     return [float(len(each[0]["content"])) for each in completions]

@@ -1,4 +1,4 @@
-"""`reshard train` and `reshard export` as they are typed: help, refusals, and what is left when they refuse."""
+"""`reshard train` and `reshard export` on the command line: help, refusals, and no output after a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data: every shape that TRL takes, and wrong records named by file and line."""
+"""Data: every shape that TRL accepts, and wrong records reported by file and line."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ NO = {"role": "assistant", "content": "No"}
 
 
 def lines(path: Path, *rows: object) -> Path:
-    """Each row as a line: strings as they are, others as JSON."""
+    """Each row as a line: strings unchanged, others as JSON."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
 def nested(depth: int) -> list[object]:
-    """Lists in lists."""
+    """Nested lists."""
     return [nested(depth - 1)] if depth else []
 
 

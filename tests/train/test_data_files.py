@@ -1,4 +1,4 @@
-"""Files of data: JSON, lines, Parquet and compressed ones; folders, digests, and what is damaged."""
+"""Data files: JSON, lines, Parquet and compressed ones; folders, digests, and damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of engines: what differs between them is asked of their `ENGINE`, and nobody knows one by its name."""
+"""The contract of engines: their differences are in their `ENGINE`, and no other code names an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {*MODULES, *(name.capitalize() for name in MODULES)}
 
 
 def names_of_engines(tree: ast.AST) -> Iterator[str]:
-    """Where code names an engine: as a string by itself, as a module, in a comparison with `….engine`."""
+    """Code that names an engine: as a string by itself, as a module, in a comparison with `….engine`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in NAMES:
             yield f"{node.lineno}: {node.value!r}"
@@ -81,7 +81,7 @@ def test_every_method_has_an_engine() -> None:
 
 
 def test_asking_an_engine_imports_no_framework() -> None:
-    """So that a rank takes its device first, and `--help` is quick."""
+    """So that a rank can claim its device first, and `--help` is fast."""
     code = (
         "import sys; from reshard.train.engines import MODULES, engine_named; [engine_named(n) for n in MODULES]; "
         "print([m for m in ('torch', 'transformers', 'trl', 'megatron.core') if m in sys.modules])"

@@ -1,6 +1,6 @@
-"""Data to evaluate on: asked for, looked at before the start, and told while the run goes.
+"""Evaluation data: requested, checked before the start, and reported during the run.
 
-That the losses are right is in `test_trl_runs.py` and `test_megatron_losses.py`.
+The losses themselves are tested in `test_trl_runs.py` and `test_megatron_losses.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whoever failed first is named, with its traceback, the doctor's words last, and the way on."""
+"""The rank that failed first is named, with its traceback, the doctor's findings last, and how to continue."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Ru
 
 
 def test_a_rank_that_ended_without_a_word_is_not_its_neighbour() -> None:
-    """torchrun calls rank 1 the root cause, which lost rank 0. Its log: `tests.train.ranks`, fail=exit."""
+    """torchrun reports rank 1, which lost rank 0, as the root cause. Its log: `tests.train.ranks`, fail=exit."""
     failure = failure_in("exit.log", (LOGS / "exit.log").read_text(), PLAIN)
     assert failure.who == "rank 0"
     assert failure.shown[-1] == "ended with exit status 3, without a traceback"
@@ -213,7 +213,7 @@ def test_under_a_foreign_launcher_the_way_on_names_it(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_as_what_it_is(tmp_path: Path) -> None:
-    """Rank 0 meets it while it writes metrics, and not a checkpoint."""
+    """It occurs in rank 0 while it writes metrics, not a checkpoint."""
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device") as caught:
         append(tmp_path, {"event": "step", "step": 1})

@@ -1,4 +1,4 @@
-"""A run ends in a folder that loads; what does not hold is said, and keeps the folder from its name."""
+"""A run ends in a folder that loads; failed checks are reported, and the folder does not get its final name."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def crc(tensor: torch.Tensor) -> int:
 
 
 def digests(folder: Path) -> dict[str, int]:
-    """What the TRL engine takes of the weights in memory: a CRC32 for each tensor."""
+    """The TRL engine's record of the weights in memory: a CRC32 per tensor."""
     return {name: crc32(tensor.contiguous().numpy().tobytes()) for name, tensor in tensors_of(folder).items()}
 
 
 def leave(run: Run, checkpoint: Path, found: dict[str, int]) -> None:
-    """What the ranks leave when they are done."""
+    """The files of the ranks when they are done."""
     for folder in (run.output, checkpoint):
         (folder / "run.json").write_text(json.dumps(run.as_dict()))
     content = {"checkpoint": str(checkpoint), "step": 4, "digests": found}
@@ -53,7 +53,7 @@ def leave(run: Run, checkpoint: Path, found: dict[str, int]) -> None:
 
 
 def trained(model: Path, output: Path, **fields: Any) -> tuple[Run, Path]:
-    """A run whose checkpoint transformers has saved as its Trainer does: weights moved, use_cache off."""
+    """A run whose checkpoint transformers has saved as its Trainer does: weights changed, use_cache off."""
     run, checkpoint = run_of(model, output, **fields), output / "checkpoint-4"
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     torch.manual_seed(1)
@@ -173,7 +173,7 @@ def test_a_tensor_that_is_missing_is_named(tiny: Models, tmp_path: Path) -> None
 
 
 def test_a_tied_head_is_stored_once(tiny: Models, tmp_path: Path) -> None:
-    """Sharded saves of tied models hold it twice."""
+    """Sharded saves of tied models store it twice."""
     run, checkpoint = trained(tiny("qwen3_tied"), tmp_path / "out")
     tensors = load_file(checkpoint / "model.safetensors")
     twice = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
@@ -320,7 +320,7 @@ def test_nothing_of_a_checkpoint_is_changed(tiny: Models, tmp_path: Path) -> Non
 
 
 def test_what_the_system_refuses_is_a_check_that_failed(tmp_path: Path) -> None:
-    """A full disk, say. Here it is a file that lies where a folder should be."""
+    """Such as a full disk. Here a file is in the place of a folder."""
     (tmp_path / "file").touch()
     check = checked("written", lambda: str((tmp_path / "file/below").write_text("a")))
     assert not check.right and check.problems[0].found == "Not a directory"

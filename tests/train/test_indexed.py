@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets: written by megatron-core, read by megatron-core, and trained on as a plain loop does."""
+"""Megatron's indexed datasets: written and read by megatron-core, and trained on as in a plain loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEED = 1234
 
 
 def write(prefix: Path, model: Path, first: int, count: int) -> Path:
-    """A dataset of so many documents, by megatron-core's own writer."""
+    """A dataset of `count` documents, by megatron-core's own writer."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for number in range(first, first + count):
@@ -43,7 +43,7 @@ def write(prefix: Path, model: Path, first: int, count: int) -> Path:
 
 @pytest.fixture(scope="module")
 def prefixes(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two datasets, of which the second is smaller."""
+    """Two datasets, the second smaller."""
     folder = tmp_path_factory.mktemp("indexed")
     return write(folder / "books", tiny("qwen3"), 0, 60), write(folder / "code", tiny("qwen3"), 500, 20)
 
@@ -53,7 +53,7 @@ def mix(*words: object) -> Mix:
 
 
 class Plain:
-    """A tokenizer, as far as datasets of tokens ask for one."""
+    """A tokenizer with only the attributes that datasets of tokens use."""
 
     unique_identifiers = ()
     vocab_size = None
@@ -61,7 +61,7 @@ class Plain:
 
 
 def plain(model: Path, blend: tuple[list[str], list[float] | None], cache: Path) -> list[float]:
-    """The losses of a plain loop over megatron-core's dataset, as Megatron-LM builds it and takes from it."""
+    """The losses of a plain loop over megatron-core's dataset, built and sampled as in Megatron-LM."""
     config = GPTDatasetConfig(
         random_seed=SEED,
         sequence_length=LENGTH,
@@ -100,7 +100,7 @@ def plain(model: Path, blend: tuple[list[str], list[float] | None], cache: Path)
 
 
 def plain_losses(*given: Any) -> list[float]:
-    """The same, in a process with a process group: megatron-core asks for the rank."""
+    """The same, in a process with a process group, because megatron-core asks for the rank."""
     found: list[float] = run_ranks(1, plain, *given)[0]
     return found
 

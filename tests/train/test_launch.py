@@ -1,4 +1,4 @@
-"""Ranks are started by torchrun and ended with the launcher; or one is taken that another launcher has started."""
+"""torchrun starts the ranks, and they end with the launcher; or a rank of another launcher is used."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_the_same_command_on_two_nodes_is_one_run(make_run: Callable[..., Run]) -> None:
-    """Both nodes are this machine, with one output between them."""
+    """Both nodes are this machine, sharing one output."""
     port, processes = free_port(), []
     for node in (1, 0):
         run = make_run(ranks=Ranks(1, 2, node, f"127.0.0.1:{port}"))

@@ -1,4 +1,4 @@
-"""DoRA, rsLoRA, LoRA+ and NEFTune: the adapter is right, and `merged` is what PEFT itself makes of it."""
+"""DoRA, rsLoRA, LoRA+ and NEFTune: the adapter is right, and `merged` equals PEFT's own merge."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ran(
 
 
 def finished(ran: Ran, output: Path) -> Path:
-    """The output of a run, finished elsewhere."""
+    """The output of a run, finished in another folder."""
     shutil.copytree(ran.run.output, output)
     trained = json.loads((output / "trained.json").read_text())
     content = {**trained, "checkpoint": str(output / Path(trained["checkpoint"]).name)}
@@ -118,7 +118,7 @@ def test_adapters_say_what_they_are(ran: Callable[..., Ran]) -> None:
 def test_two_rates_and_noise_are_those_of_peft_and_transformers(
     ran: Callable[..., Ran], tmp_path: Path
 ) -> None:
-    """Plain TRL, with the optimizer that PEFT makes, has the same losses to the bit."""
+    """Plain TRL, with the optimizer that PEFT makes, has bitwise the same losses."""
     from datasets import load_dataset
     from peft import LoraConfig
     from peft.optimizers import create_loraplus_optimizer

@@ -1,4 +1,4 @@
-"""LoRA on megatron-core: the same at every layout, the base untouched, and PEFT computes what Megatron did."""
+"""LoRA on megatron-core: the same in every layout, an unchanged base, and PEFT computes the same as Megatron."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """A case, trained once, and saved a step before its end, so that the last loss is that of what is saved."""
+    """A case, trained once, and saved one step before its end, so that the last loss is that of the saved weights."""
 
     @cache
     def get(name: str) -> tuple[Run, Seen, Trained]:

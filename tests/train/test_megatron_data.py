@@ -1,4 +1,4 @@
-"""What is learned of a sample, how samples share rows, and which rows a step takes."""
+"""The tokens of a sample with a loss, the packing of samples into rows, and the rows of each step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokenizer(tiny: Tiny) -> Any:
 
 
 def learned(record: dict[str, Any], tokenizer: Any) -> str:
-    """The text of the tokens that are learned."""
+    """The text of the tokens with a loss."""
     (sample,) = samples(record, tokenizer, Learning(assistant_only=True))
     return str(tokenizer.decode([token for token, wanted in zip(*sample, strict=True) if wanted]))
 

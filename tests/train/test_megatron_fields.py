@@ -1,4 +1,4 @@
-"""Fields of megatron-core's configs: read as they are, typed, handed to the real ones, or refused with the reason."""
+"""Fields of megatron-core's configs: read from them, typed, passed to the real ones, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LIVE = {
 
 
 def problems_of(**options: Any) -> list[Problem]:
-    """What is said of the options of a run."""
+    """The problems of a run's options."""
     nowhere = Path("/nowhere")
     with pytest.raises(ReshardError) as caught:
         megatron.ENGINE.options(Run("sft", nowhere, nowhere, nowhere, "megatron", options=options))
@@ -179,7 +179,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def test_every_name_that_is_refused_is_one_of_a_field() -> None:
-    """So that lists do not go on about what megatron-core has dropped."""
+    """So that lists do not contain fields that megatron-core has dropped."""
     every = [*refusals.REFUSED, refusals.NEEDS_ENGINE, refusals.NEEDS_GPU]
     stale = [
         pattern
@@ -214,7 +214,7 @@ PASSED = {
     },
     DATA_PARALLEL: {"overlap_grad_reduce": ("true", True), "bucket_size": ("100000", 100000)},
 }
-"""Of each config fields that have a default of reshard's, and such as only pass through: the word, and the value."""
+"""For each config, fields with a default of reshard's, and fields that only pass through: the text, and the value."""
 
 
 def shown(value: Any) -> str:

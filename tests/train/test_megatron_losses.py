@@ -1,4 +1,4 @@
-"""Megatron trains as transformers does, at every layout; and what comes out is what was trained."""
+"""Megatron trains like transformers, in every layout; and the output is the trained model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MORE_CASES = {
 
 @pytest.fixture(scope="module")
 def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """A case, trained once: its run, what rank 0 saw, what it returned."""
+    """A case, trained once: its run, the reports of rank 0, its result."""
 
     @cache
     def get(name: str) -> tuple[Run, Seen, Trained]:
@@ -81,7 +81,7 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def losses(tiny: Tiny) -> Callable[[str], Reference]:
-    """What transformers shows on a model."""
+    """transformers' measurements on a model."""
     return cache(lambda name: reference(tiny(name)))
 
 
@@ -191,7 +191,7 @@ def test_layers_that_do_not_divide_are_spread_unevenly(tiny: Tiny, tmp_path: Pat
 
 ALONE = {"pack": False, "global_batch_size": len(CHATS)}
 WITHOUT_MTP = {**ALONE, "mtp_loss_scaling_factor": 0.0}
-"""transformers leaves out the layers that foretell several tokens, and their losses."""
+"""transformers leaves out the multi-token-prediction layers, and their losses."""
 
 FAMILIES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "llama": (Layout(tp=2), {}),

@@ -1,4 +1,4 @@
-"""A run of Megatron that is killed goes on as if it had never stopped, at its own layout or another."""
+"""A killed Megatron run continues as if it had never stopped, in its own layout or another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tiny = Callable[..., Path]
 
 
 class Case(NamedTuple):
-    """A run on `ranks` that goes on upon `others`."""
+    """A run on `ranks` that continues on `others`."""
 
     model: str
     ranks: int

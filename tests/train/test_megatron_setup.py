@@ -1,4 +1,4 @@
-"""What a run of Megatron holds against what was asked for, and what it refuses before it trains."""
+"""Checks of a Megatron run against its request, and its refusals before training."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _with_norm(model: Path, folder: Path, value: float) -> Path:
 
 
 def _with(model: Path, folder: Path, tensor: str, value: float) -> Path:
-    """The model with another value at the end of a tensor: of the embedding, that is a token of no data."""
+    """The model with another value at the end of a tensor: in the embedding, that token is not in the data."""
     folder.mkdir()
     for file in model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -135,7 +135,7 @@ def test_ranks_that_do_not_make_the_layout_are_refused(tiny: Tiny, tmp_path: Pat
 
 
 def _prepared(run: Run) -> Trainee:
-    """What a rank has before its first step."""
+    """The state of a rank before its first step."""
     options = read(run)
     sizes = start(run, options)
     weights = open_weights(run, options, transformer_engine=False)

@@ -1,4 +1,4 @@
-"""The layers of TransformerEngine, over its stand-in: the same losses from packed sequences, the same way back."""
+"""TransformerEngine's layers, on its stand-in: the same losses from packed sequences, and the same conversion back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES = [
 
 
 def _checked(run: Run, transformer_engine: Executor, world_size: int, final: Path) -> Seen:
-    """What rank 0 saw of a run whose folder at the end holds what was trained."""
+    """The reports of rank 0 in a run whose final folder has the trained weights."""
     seen: Seen
     seen, trained = transformer_engine.submit(train, run, world_size).result(timeout=300)
     reshard.convert(run.output, final, base=run.model)

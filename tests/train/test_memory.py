@@ -1,4 +1,4 @@
-"""Memory: the estimate held against the bytes of real steps."""
+"""Memory: the estimate compared with the bytes of real steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 SEQUENCES, LENGTH = 2, 75
-"""150 tokens: no matrix of the models has as many rows or columns."""
+"""150 tokens: no matrix of the models has that many rows or columns."""
 
 
 def run_on(model: Path, **given: Any) -> Run:
@@ -104,7 +104,7 @@ def nbytes(tensors: Any) -> int:
 
 @dataclass
 class Saved:
-    """What autograd keeps, by storage: in the forward pass, and again in the backward pass."""
+    """Storages that autograd keeps: in the forward pass, and again in the backward pass."""
 
     forward: dict[int, Any] = field(default_factory=dict)
     again: dict[int, Any] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Saved:
 
 @contextmanager
 def saved_tensors(model: Any) -> Iterator[Saved]:
-    """What autograd keeps meanwhile, without the parameters, and without copies of them in 16 bits."""
+    """Storages that autograd keeps during the block, without the parameters and their 16-bit copies."""
     import torch
 
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -231,7 +231,7 @@ def test_adapters_keep_inputs_and_merged_experts_but_not_what_frozen_norms_would
 
 @pytest.mark.parametrize(("lora", "autocast", "again"), [(False, True, False), (True, False, True)])
 def test_the_peak_of_real_steps_is_foretold(lora: bool, autocast: bool, again: bool, tmp_path: Path) -> None:
-    """Two optimizer steps with TRL's head, and every allocation that torch's profiler saw."""
+    """Two optimizer steps with TRL's head, and every allocation in torch's profile."""
     options = {"lora_r": 8} if lora else {}
     run = run_on(small(tmp_path / "model", {**SMALL, "vocab_size": 4000}), lora=lora, options=options)
     precision = Precision(4, 4, 8, 2 if autocast else 4, again)
@@ -277,7 +277,7 @@ def test_fsdp2_spreads_states_over_all_ranks(tiny: Callable[..., Path]) -> None:
 
 
 def held_by_fsdp2(run: Run) -> dict[str, int]:
-    """What a rank holds after a step of FSDP2, layer by layer."""
+    """The memory of a rank after a step of FSDP2, layer by layer."""
     import torch
     from torch.distributed import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -363,7 +363,7 @@ def engine_batches(run: Run, world_size: int) -> Batches:
 
 
 def held_by_rank(run: Run, world_size: int) -> dict[str, int]:
-    """What a rank of Megatron-Core holds after a step, and what its first micro-batch keeps."""
+    """The memory of a Megatron-Core rank after a step, and the memory kept by its first micro-batch."""
     from reshard.train.megatron.batches import steps_of
     from reshard.train.megatron.options import read
     from reshard.train.megatron.rows import Order
@@ -424,7 +424,7 @@ def test_ranks_that_share_a_query_group_keep_the_projections_of_all(tiny: Callab
 
 
 def test_a_first_stage_holds_the_micro_batches_that_it_has_begun(tiny: Callable[..., Path]) -> None:
-    """Of eight layers the first stage has four, of two micro-batches; the last has one of them, and the logits."""
+    """Of eight layers the first stage has four, for two micro-batches; the last has one of them, and the logits."""
     options = {**MEGATRON, "global_batch_size": 2}
     run = run_on(tiny("qwen3", num_hidden_layers=8), engine="megatron", layout=Layout(pp=2), options=options)
     first, last = run_ranks(2, held_by_rank, run, 2)

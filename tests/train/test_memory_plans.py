@@ -1,4 +1,4 @@
-"""Memory: plans for machines that are not here, and what cannot be estimated."""
+"""Memory: plans for machines that do not exist here, and models that cannot be estimated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.train.test_memory import QWEN3_8B, SMALL, run_on
 
 @pytest.fixture(scope="module")
 def qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3-8B with all its size and none of its bytes."""
+    """Qwen3-8B with its full size, and no stored data."""
     return make(tmp_path_factory.mktemp("sparse") / "qwen3-8b", QWEN3_8B, sparse=True)
 
 

@@ -1,4 +1,4 @@
-"""Each method of TRL under our plans: its losses are TRL's own, its checkpoints go on, its folder loads."""
+"""Each TRL method under reshard's plans: the losses are TRL's own, its checkpoints resume, its folder loads."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def ran(
 
 
 def plain_losses(run: Run, folder: Path) -> list[float]:
-    """What TRL's own trainer has, without any of ours around it."""
+    """The results of TRL's own trainer, without any of reshard's code."""
     from datasets import load_dataset
     from transformers import AutoTokenizer, set_seed
 

@@ -1,4 +1,4 @@
-"""Several sources: how often an epoch sees each record, and a run that goes on among them."""
+"""Several sources: how often an epoch uses each record, and a run that resumes among them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_mix_is_an_epoch_of_its_sources(tmp_path: Path) -> None:
 def test_a_run_goes_on_in_a_weighted_mix_as_if_it_had_not_been_killed(
     tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Of the records, those of one source are seen several times."""
+    """The records of one source are used several times."""
     sources = [
         lines(
             tmp_path / f"{name}.jsonl",

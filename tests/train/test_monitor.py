@@ -1,4 +1,4 @@
-"""What is reported is written down, and what was written down is told again: the line, the speed, the time left."""
+"""Reports are recorded, and records are shown again: the line, the speed, the time left."""
 
 from __future__ import annotations
 

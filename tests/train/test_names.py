@@ -1,4 +1,4 @@
-"""Models by their names on the hub, and options by the names that TRL and Hugging Face have for them."""
+"""Models by their names on the hub, and options by the names that TRL and Hugging Face use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "Org/Model"
 
 @pytest.fixture
 def hub(tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with one model, which has its weights in a second format too, and an empty cache."""
+    """A hub with one model, which also has weights in a second format, and an empty cache."""
     with hub_server() as server:
         for name, value in server.constants().items():
             monkeypatch.setattr(constants, name, value)
@@ -44,7 +44,7 @@ def dry(tmp_path: Path, *words: object) -> Result:
 
 
 def problems(result: Result) -> list[tuple[str, str, str]]:
-    """Code, what was found, and remedy of each problem of a run that was refused."""
+    """Code, found value, and remedy of each problem of a refused run."""
     assert result.code == 2 and "Traceback" not in result.err, result.out + result.err
     found = json.loads(result.out)["problems"]
     return [(each["code"], each.get("found") or "", each.get("remedy") or "") for each in found]
@@ -123,7 +123,7 @@ configs:
 
 @pytest.fixture
 def sets(hub: Hub, data: dict[str, Path]) -> Hub:
-    """The same hub with a dataset: a split in two files of Parquet, and another configuration in JSONL."""
+    """The same hub with a dataset: a split in two Parquet files, and another configuration in JSONL."""
     lines = [json.loads(line) for line in data["sft"].read_text().splitlines()]
 
     def parquet(rows: list[Any]) -> bytes:

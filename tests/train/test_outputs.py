@@ -1,4 +1,4 @@
-"""The folder of a run before it starts, where other nodes may have begun to write."""
+"""The output folder before a run starts, when other nodes may already write to it."""
 
 from __future__ import annotations
 

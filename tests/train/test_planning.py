@@ -1,4 +1,4 @@
-"""Plans for machines that are not here: which fit, in which order, what to type, and what would fit if none does."""
+"""Plans for machines that do not exist here: which fit, in which order, the command, and the minimum if none fits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ H100 = card_of("H100")
 
 @pytest.fixture(scope="module")
 def qwen3_8b(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Path:
-    """Qwen3-8B with all its size and none of its bytes, and a tokenizer."""
+    """Qwen3-8B with its full size and no stored data, and a tokenizer."""
     folder = make(tmp_path_factory.mktemp("sparse") / "qwen3-8b", QWEN3_8B, sparse=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(tiny("qwen3") / name, folder / name)

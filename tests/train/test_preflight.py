@@ -1,4 +1,4 @@
-"""Preflight: what is wrong is said before anything starts, all at once, with the cure."""
+"""Preflight: all problems are reported before anything starts, with their cures."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def resumed_from_another(run: Run) -> Run:
 
 
 def too_short(run: Run) -> Run:
-    """The prompt alone fills the sequence."""
+    """A prompt that fills the sequence by itself."""
     pairs: list[dict[str, object]] = [{"prompt": "What is the answer to all?", "completion": " it"}] * 8
     data = write_lines(run.data.paths[0].parent / "pairs.jsonl", pairs)
     return replace(run, data=data, options={"max_length": 4})

@@ -1,4 +1,4 @@
-"""QLoRA: adapters over a base in 4 or 8 bits, with the losses of plain TRL, and merged into the base as it was."""
+"""QLoRA: adapters on a base in 4 or 8 bits, with the losses of plain TRL, and merged into the original base."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_memory_counts_the_bits_of_linear_layers(tiny: Callable[..., Path], tmp_
 def ran(
     tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], data: dict[str, Path]
 ) -> Callable[..., Ran]:
-    """Train once for each way and plan."""
+    """Train once for each method and plan."""
     done: dict[tuple[str, str], Ran] = {}
 
     def get(way: str, plan: str = "one") -> Ran:

@@ -1,4 +1,4 @@
-"""The report is one file that opens offline, and draws what was measured: one point, none, NaN, a hundred thousand."""
+"""The report is one file that opens offline, and draws all measurements: one point, none, NaN, a hundred thousand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def history(
 
 
 class Parser(HTMLParser):
-    """Checks that tags are closed in their order, and gathers what they refer to."""
+    """Checks that tags are closed in order, and collects their references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def parsed(page: str) -> Parser:
 
 
 def plots(page: str) -> list[ElementTree.Element]:
-    """Each chart's lines, on a linear and a logarithmic scale."""
+    """The lines of each chart, on a linear and a logarithmic scale."""
     return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.S)]
 
 
@@ -90,7 +90,7 @@ def titles(page: str) -> list[str]:
 
 
 def numbers(plot: ElementTree.Element) -> list[float]:
-    """All coordinates of its paths."""
+    """All coordinates in the chart's paths."""
     paths = [element.get("d", "") for element in plot.iter("path")]
     return [float(number) for path in paths for number in re.findall(r"[\d.]+(?=[ ML]|h|$)", path)]
 

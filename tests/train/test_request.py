@@ -143,7 +143,7 @@ streaming: true
 def test_a_config_of_trl_names_a_mixture_and_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The paths are those of which TRL itself would load what it trains on."""
+    """The paths are those from which TRL itself would load its training data."""
     monkeypatch.setenv("TESTED_BY_RESHARD", "before")
     monkeypatch.setenv("WANDB_PROJECT", "before")
     config = tmp_path / "sft.yaml"

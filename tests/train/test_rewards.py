@@ -1,4 +1,4 @@
-"""Several rewards of GRPO: how they are named, weighed and added."""
+"""Several rewards of GRPO: their names, weights and sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A signal lets the ranks finish and save the step that goes on, and the run continues from there."""
+"""A signal lets the ranks finish and save the current step, and the run continues from there."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.train.launches import TORCHRUN, begin, is_alive, pids, start, until
 
 Make = Callable[..., Run]
 GOING: dict[str, Any] = {"steps": 1000, "seconds": 0.05, "save": 1000}
-"""Steps that are not over before a signal comes, and checkpoints that are due later."""
+"""Steps that do not end before a signal, and checkpoints that are due later."""
 
 
 def assert_saved(run: Run, sent: signal.Signals, shown: str) -> None:
-    """All ranks have stopped after one step, which is saved; and the run is known as one that goes on."""
+    """Assert that all ranks stopped after one step, which is saved, and the run can be continued."""
     history = history_of(run.output)
     checkpoint = run.output / f"checkpoint-{history.done}"
     assert f"interrupted by {sent.name} after step {history.done}, which is saved" in shown
@@ -96,7 +96,7 @@ def test_a_signal_to_every_task_of_slurm_saves_the_step(make_run: Make) -> None:
 
 @pytest.mark.parametrize("before", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
 def test_a_step_that_takes_too_long_is_not_saved(before: tuple[str, ...], make_run: Make) -> None:
-    """Rank 1 hangs, and rank 0 waits for it in a collective, which no handler of Python interrupts."""
+    """Rank 1 hangs, and rank 0 waits for it in a collective, which no Python handler interrupts."""
     run = make_run(save_on_signal=1, **{**GOING, "fail": "hang", "at": 3, "rank": 1})
     process = start(run, *before)
     started = pids(run.output)
@@ -110,7 +110,7 @@ def test_a_step_that_takes_too_long_is_not_saved(before: tuple[str, ...], make_r
 
 
 def test_a_process_with_many_open_files_hears_it_too() -> None:
-    """As a DataLoader has that opens every shard of a dataset."""
+    """Like a DataLoader that opens every shard of a dataset."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""`--slurm`: what is submitted, what is refused, and a job of submitit's local executor that is interrupted."""
+"""`--slurm`: the submitted job, refusals, and a job of submitit's local executor that is interrupted."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.train.launches import until
 SBATCH = """#!/bin/bash
 cp "$1" "$RECORD" && echo Submitted batch job 4217
 """
-"""Takes a job in Slurm's place, and keeps what it was given."""
+"""Accepts a job in Slurm's place, and keeps its arguments."""
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
 def documented() -> list[str]:
-    """The words of the documentation's command that submits a job."""
+    """The arguments of the documentation's command that submits a job."""
     (command,) = re.findall(
         r"(?m)^reshard (train sft (?:.*\\\n)*.*--slurm .*)$", PAGE.read_text(encoding="utf-8")
     )
@@ -40,7 +40,7 @@ def documented() -> list[str]:
 
 @pytest.fixture
 def words(tiny: Callable[..., Path], data: dict[str, Path], tmp_path: Path) -> list[object]:
-    """A small run, but for `--slurm`."""
+    """A small run, except for `--slurm`."""
     run = ["--model", tiny("qwen2"), "--data", data["sft"], "-o", tmp_path / "out", "--max_steps", 6]
     return ["sft", *run, "--save_steps", 100, "--per_device_train_batch_size", 2]
 
@@ -51,7 +51,7 @@ def train(words: list[object], *more: object) -> Result:
 
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Commands of Slurm that take jobs and run none; the script of the job that was submitted last."""
+    """Slurm commands that accept jobs and run none; returns the script of the last submitted job."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("sbatch", "srun"):

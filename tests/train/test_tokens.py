@@ -1,4 +1,4 @@
-"""Which tokens are learned, the same on both engines; and tokens that are kept on disk."""
+"""The tokens with a loss, the same on both engines; and the token cache on disk."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_template(tokenizer: Any, name: str) -> Any:
 
 
 def of_trl(tokenizer: Any, name: str, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-    """Tokens and what is learned of them with TRL's assistant_only_loss, which takes a template of its own."""
+    """Tokens and their loss mask with TRL's assistant_only_loss, which uses its own template."""
     training = with_template(tokenizer, f"{name}_training")
     found = training.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -69,7 +69,7 @@ def of_trl(tokenizer: Any, name: str, messages: list[dict[str, Any]]) -> tuple[l
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "llama3", "phi3", "qwen3"])
 def test_the_assistants_tokens_are_those_of_trl_without_its_template(name: str, tokenizer: Any) -> None:
-    """The templates have no {% generation %}; TRL's of the same models have."""
+    """The templates have no {% generation %}; TRL's templates of the same models do."""
     plain = with_template(tokenizer, name)
     assert "generation %}" not in plain.chat_template
     talk = [each for each in TALK if each["role"] in ("system", "user")][:2] + TALK[4:]
@@ -208,7 +208,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 
 
 def writer(run: Run) -> subprocess.Popen[str]:
-    """A process that makes the tokens of a run when it is written to; it prints its greatest memory in MiB."""
+    """A process that makes the tokens of a run on request, and prints its peak memory in MiB."""
     run.output.mkdir(exist_ok=True)
     (run.output / "run.json").write_text(json.dumps(run.as_dict()))
     words = [sys.executable, "-c", WRITER, str(run.output)]

@@ -1,4 +1,4 @@
-"""torchrun started while a run is looked at: its ranks wait, and leave nothing behind if the run is refused."""
+"""torchrun starts during the preflight: its ranks wait, and leave nothing behind if the run is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with launch.ahead(Run.read(Path(sys.argv[1]))) as started:
     print(started.process.pid, flush=True)
     signal.pause()
 """
-"""A launcher whose preflight takes for ever."""
+"""A launcher whose preflight never ends."""
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -83,7 +83,7 @@ def test_a_torchrun_that_has_ended_meanwhile_is_started_again(make_run: Make) ->
 
 
 def test_ranks_are_started_ahead_only_where_they_can_wait(make_run: Make, tmp_path: Path) -> None:
-    """Other nodes would take torchrun's store for the go-ahead."""
+    """Other nodes would take torchrun's store as the signal to start."""
     assert launch.ahead(make_run(ranks=Ranks(2, 2, 0, "127.0.0.1:29500"))) is None
     file = tmp_path / "file"
     file.write_text("")

@@ -1,4 +1,4 @@
-"""Real runs of TRL that train adapters: equal under every plan, and saved whole."""
+"""Real TRL runs that train adapters: equal under every plan, and saved complete."""
 
 from __future__ import annotations
 

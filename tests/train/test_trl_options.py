@@ -1,4 +1,4 @@
-"""Options of the TRL engine: under their own names, typed, refused with the nearest right one."""
+"""Options of the TRL engine: under their own names, typed, refused with the most similar valid one."""
 
 from __future__ import annotations
 
@@ -389,7 +389,7 @@ def test_an_option_whose_package_is_not_there_is_refused_with_the_command(name: 
 
 
 def lacks(optimizer: str) -> bool:
-    """Whether an optimizer is refused, for a package that is not installed."""
+    """Whether an optimizer is refused because a package is not installed."""
     try:
         trl.ENGINE.options(run_of(optim=optimizer))
     except ReshardError as error:

@@ -1,4 +1,4 @@
-"""Real runs of TRL on one and two CPU ranks: equal losses however the model is spread, and whole checkpoints."""
+"""Real TRL runs on one and two CPU ranks: equal losses under every plan, and complete checkpoints."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_evaluation_is_that_of_plain_trl(ran: Trainer, data: dict[str, Path],
     tokenizer = AutoTokenizer.from_pretrained(one.run.model)
 
     def by_hand(row: dict[str, Any]) -> dict[str, list[int]]:
-        """The tokens of a chat, and as labels those of the answer, which is the last turn."""
+        """The tokens of a chat, with those of the answer, the last turn, as labels."""
         render = tokenizer.apply_chat_template
         before = len(render(row["messages"][:-1], add_generation_prompt=True, return_dict=True)["input_ids"])
         ids = render(row["messages"], return_dict=True)["input_ids"]

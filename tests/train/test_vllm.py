@@ -1,6 +1,6 @@
-"""`--use_vllm` before the launch: plans, shares of a GPU, and a server that answers what TRL's client asks it.
+"""`--use_vllm` before the launch: plans, shares of a GPU, and a server that answers TRL's client.
 
-vLLM itself is not installed here: the server speaks the three addresses that trl/generation/vllm_client.py reads.
+vLLM itself is not installed here: the server has the three endpoints that trl/generation/vllm_client.py uses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs of TRL on every plan, as tests train them, resume them and compare them."""
+"""TRL runs on every plan, as the tests train, resume and compare them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENVIRONMENTS = {"zero2": "deepspeed", "zero3": "deepspeed"}
 KINDS = {"one": "ddp", "tp+fsdp2": "tp"}
 FOUR_DIGITS = 1e-4
 EVALUATED = {"eval_steps": 2, "eval_on_start": True, "per_device_eval_batch_size": 2}
-"""What all SFT has, and what else is to be evaluated."""
+"""Options of all SFT runs, and of those with an evaluation."""
 BESIDE = {
     "config.json",
     "tokenizer.json",
@@ -28,7 +28,7 @@ BESIDE = {
     "run.json",
     "trainer_state.json",
 }
-"""What lies in each checkpoint beside the weights."""
+"""Files next to the weights in each checkpoint."""
 
 Trainer = Callable[..., Ran]
 

@@ -1,4 +1,4 @@
-"""Runs of the TRL engine in processes of their own, which start from a server that has imported the frameworks."""
+"""TRL runs in their own processes, forked from a server that has imported the frameworks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ TIMEOUT = 400
 REPOSITORY = Path(__file__).parents[2]
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # where DeepSpeed is installed: before it is imported
 STEPS = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-3, "gradient_checkpointing": False}
-"""What all runs here take; four samples a step, however many ranks there are."""
+"""Options of all runs here; four samples per step, for any number of ranks."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A run that has ended. `log` is what its ranks said, `failed` whether one of them did."""
+    """A run that has ended. `log` is the output of its ranks, `failed` whether one of them failed."""
 
     run: Run
     failed: bool
@@ -50,7 +50,7 @@ class Ran:
         return self._of("step")
 
     def evaluations(self, name: str = "eval_loss") -> dict[int, float]:
-        """What evaluations measured, by the step after which they were."""
+        """The measurements of evaluations, by the step after which they ran."""
         return {row["step"]: row[name] for row in self._of("eval")}
 
     def _of(self, event: str) -> list[dict[str, Any]]:
@@ -69,9 +69,9 @@ class Ran:
 
 
 def train(run: Run, world_size: int, before: str = "", environment: str | None = None) -> Ran:
-    """Train on so many ranks. `before` is a `module:function` that each calls first.
+    """Train on `ranks` ranks. `before` is a `module:function` that each rank calls first.
 
-    `environment` is one of `tests/environments.py`, where the tests' own has not what is needed.
+    `environment` is one of `tests/environments.py`, if the tests' own lacks a package.
     """
     run.output.mkdir(parents=True, exist_ok=True)
     (run.output / RECORD).write_text(json.dumps(run.as_dict()))
@@ -82,7 +82,7 @@ def train(run: Run, world_size: int, before: str = "", environment: str | None =
 
 
 def _failed(output: Path, world_size: int, before: str) -> bool:
-    """Run all ranks: whether one failed."""
+    """Run all ranks; returns whether one failed."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     port = _free_port()
@@ -144,14 +144,14 @@ def _work(output: Path, before: str) -> None:
 
 
 def without_cpu_adaptation() -> None:
-    """accelerate as it is: on a CPU it passes over FSDP without a word."""
+    """Unpatched accelerate: on a CPU it silently ignores FSDP."""
     from reshard.train.trl import cpu
 
     cpu.prepare = lambda: None
 
 
 def started_as_one_rank() -> None:
-    """In the place that torchrun gives one process."""
+    """In torchrun's place, for one process."""
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": _free_port()}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}})
 
@@ -160,12 +160,12 @@ LISTENING = ExitStack()
 
 
 def sent_sigterm_after_step_2() -> None:
-    """The last rank hears SIGTERM while step 2 is reported, and so in step 3."""
+    """The last rank receives SIGTERM while step 2 is reported, and so in step 3."""
     _after_step_2(lambda: signal.raise_signal(signal.SIGTERM))
 
 
 def sent_sigint_with_all_processes_after_step_2() -> None:
-    """As a terminal sends Ctrl-C: to the rank, and to what it has started."""
+    """Like a terminal's Ctrl-C: sent to the rank, and to its child processes."""
     os.setpgid(0, 0)
     _after_step_2(lambda: _send_to_group("INT"))
 
@@ -177,7 +177,7 @@ def sent_sigterm_with_all_processes_after_step_2() -> None:
 
 
 def _send_to_group(name: str) -> None:
-    """By another process: what a rank sends its own workers ends them."""
+    """Sent by another process, because a signal from a rank itself would end its own workers."""
     subprocess.run(["bash", "-c", f"kill -{name} -{os.getpgid(0)}"])
 
 

@@ -1,4 +1,4 @@
-"""What a package brings that reshard does not know: a family, and a format of one file with names of its own."""
+"""A package that extends reshard: with a family, and a format of one file with names of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "toy"
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """The names of torchtitan, in capitals, with layers called otherwise."""
+    """The names of torchtitan, in capitals, with another name for layers."""
     for rule in torchtitan.llama(d):
         yield replace(rule, view=rule.view.renamed(_called))
 
@@ -41,12 +41,12 @@ INDEX, DATA = "toy.json", "toy.bin"
 
 
 def detect(path: Path) -> bool:
-    """Whether a folder holds an index of tensors and their bytes."""
+    """Whether a folder has an index of tensors and their bytes."""
     return (path / INDEX).is_file()
 
 
 def read(path: Path, iteration: Iteration | None = None) -> Checkpoint:
-    """The tensors, which lie one behind the other."""
+    """The tensors, which are stored one after another."""
     iterations.refuse(path, iteration, "a toy folder")
     tensors = {}
     for name, kind, shape, offset, nbytes in json.loads(read_source(path / INDEX, 1 << 20)):
@@ -69,7 +69,7 @@ def lay_out(request: Request) -> list[OutputFile]:
 
 
 def notes(request: Request) -> list[str]:
-    """A word of the package's own."""
+    """A setting of the package's own."""
     return [f"a toy of {len(request.tensors)} tensors"]
 
 
