@@ -58,7 +58,7 @@ class Finding(Problem):
     """A problem that the doctor found: what happened (`message`), why (`rule`), and what to do (`remedy`).
 
     `code` is that of a catalogue entry, a rule or another problem, `certainty` one of `CERTAINTIES`. `evidence` is the
-    basis of the certainty; `sources` are upstream threads, and `also` the codes of mere consequences.
+    basis of the certainty; `sources` are upstream threads, and `also` the codes of other messages of the same failure.
     """
 
     message: Text

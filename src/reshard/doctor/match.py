@@ -281,7 +281,7 @@ def _is_in(line: Line, failure: Traceback) -> bool:
 
 
 def _folded(matches: list[Match]) -> list[Match]:
-    """Drop matches of which another one, not a symptom, is a consequence (`symptom_of`); its `also` names them."""
+    """Drop matches that another one, not a symptom, replaces (`symptom_of`); its `also` names them."""
     by_id = {match.entry.id: match for match in matches}
     for match in matches:
         match.also = tuple(each for each in match.entry.symptom_of if each in by_id) * (
