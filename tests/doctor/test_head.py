@@ -1,7 +1,7 @@
 """The five failures that the doctor exists for: real runs, each explained from its log, its script, and its checkpoint.
 
-The fast tests read the logs beside the scripts; the slow ones make them anew with the frameworks of their time, and go
-on to the cure: the line is fixed, or the command typed, and the same run goes through.
+The fast tests read the logs next to the scripts; the slow ones record them again with the frameworks of their time,
+then apply the cure: they fix the line, or type the command, and the same run succeeds.
 """
 
 from __future__ import annotations
