@@ -26,7 +26,7 @@ from reshard.train.engines import engine_of
 from reshard.train.lifetime import end_with_parent
 from reshard.train.run import RECORD, Run, put
 
-GATE = "RESHARD_GATE"
+GATE = "_RESHARD_GATE"
 """Makes a rank wait, and names the folder with the record of its run, if `run.json` is only written later."""
 BYTES = b"." * (1 << 14)
 """One for each rank and each restart: a quarter of a pipe's capacity."""
