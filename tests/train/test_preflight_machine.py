@@ -15,6 +15,7 @@ import pytest
 from bench.models import make
 from reshard.algebra.layout import Layout
 from reshard.doctor.environment import Environment
+from reshard.installing import install_command
 from reshard.train import preconditions
 from reshard.train.engines import engine_of
 from reshard.train.megatron import looks
@@ -75,11 +76,12 @@ def test_packages_that_are_missing_or_old_come_with_the_command(run: Run) -> Non
     missing, old = sorted(
         preconditions.packages(run, there), key=lambda problem: str(problem.found), reverse=True
     )
-    assert (missing.message, missing.remedy) == ("trl is not installed", "pip install 'trl>=1.16'")
+    assert (missing.message, missing.expected) == ("not installed: trl", "trl>=1.16")
+    assert missing.remedy == install_command("trl")
     assert (old.message, old.found) == ("this peft is too old", "0.20")
     zero = replace(run, parallel="zero3")
     assert [p.message for p in preconditions.packages(zero, there | {"trl": "1.16", "peft": "0.21"})] == [
-        "deepspeed is not installed"
+        "not installed: deepspeed"
     ]
 
 

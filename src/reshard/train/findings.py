@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from textwrap import shorten
@@ -14,6 +14,7 @@ from reshard.doctor.environment import Environment, diagnose_environment
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.spelling import Usage, spelled
 from reshard.errors import Problem
+from reshard.installing import install_command
 
 LONGEST = 160
 """Maximum characters of a line in a problem: a config can consist of one line."""
@@ -42,18 +43,29 @@ def without_bf16(environment: Environment) -> Iterator[Problem]:
 def lacking(
     floors: Mapping[str, str], installed: Mapping[str, str] | None = None, rule: str | None = None
 ) -> Iterator[Problem]:
-    """Packages that are missing or too old; `installed` replaces what is installed here."""
+    """Packages that are missing or too old. `installed` replaces the versions that are installed here."""
+    missing = []
     for package, floor in floors.items():
         found = _version(package) if installed is None else installed.get(package)
-        if found is None or not SpecifierSet(floor).contains(found, prereleases=True):
+        if found is None:
+            missing.append(package)
+        elif not SpecifierSet(floor).contains(found, prereleases=True):
             yield Problem(
-                "train-package-not-installed" if found is None else "package-too-old",
-                f"{package} is not installed" if found is None else f"this {package} is too old",
+                "package-too-old",
+                f"this {package} is too old",
                 rule=rule,
                 expected=f"{package}{floor}",
                 found=found,
-                remedy=_install(package, floor),
+                remedy=f"pip install {_LONE.get(package, '')}'{package}{floor}'",
             )
+    if missing:
+        yield Problem(
+            "train-package-not-installed",
+            f"not installed: {', '.join(missing)}",
+            rule=rule,
+            expected=", ".join(f"{package}{floors[package]}" for package in missing),
+            remedy=_install(missing),
+        )
 
 
 def _version(package: str) -> str | None:
@@ -63,12 +75,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-WITHOUT_THEIR_OWN = ("megatron-core",)
-"""Packages whose requirements install CUDA packages that are not needed."""
+_LONE = {"megatron-core": "--no-deps "}
+"""How to install packages whose requirements pull in CUDA packages that nothing uses."""
 
 
-def _install(package: str, floor: str) -> str:
-    return f"pip install {'--no-deps ' * (package in WITHOUT_THEIR_OWN)}'{package}{floor}'"
+def _install(packages: Sequence[str]) -> str:
+    """One command for all of them, with the extra of reshard that contains them."""
+    plain = [package for package in packages if package not in _LONE]
+    commands = [install_command(*plain)] if plain else []
+    return " && ".join(commands + [f"pip install {_LONE[each]}{each}" for each in packages if each in _LONE])
 
 
 _ELSEWHERE = (
