@@ -258,6 +258,25 @@ CALLS = {
         "return module(",
         f"{SITE}/megatron/core/transformer/spec_utils.py",
     ): ("call-unknown", "-U megatron-core"),
+    "AttributeError: 'NoneType' object has no attribute 'cdequantize_blockwise_bf16_nf4'": (
+        "library-not-loaded",
+        "python -m bitsandbytes",
+    ),
+    raised(
+        "TypeError: int() argument must be a string, a bytes-like object or a real number, not 'NoneType'",
+        "n = int(args.size)",
+    ): (
+        "value-is-none",
+        "set that option",
+    ),
+    raised(
+        "ValueError: Template frob3 does not exist.",
+        "raise ValueError(text)",
+        f"{SITE}/llamafactory/data/template.py",
+    ): (
+        "choice-of-other-release",
+        "-U llamafactory",
+    ),
     "AttributeError: /venv/lib/python3.11/site-packages/bitsandbytes/libbitsandbytes_cpu.so: undefined symbol: "
     "cdequantize_blockwise_fp16_nf4": ("library-for-cpu", "torch.version.cuda"),
     "AttributeError: /venv/lib/python3.11/site-packages/bitsandbytes/libbitsandbytes_cuda124.so: undefined symbol: "
@@ -283,6 +302,10 @@ REFUSALS = {
     "ValueError: Please specify `target_modules` or `target_parameters` in `peft_config`": (
         "setting-not-given",
         "all-linear",
+    ),
+    "ValueError: Blockwise quantization only supports 16/32-bit floats, but got torch.bfloat16": (
+        "dtype-unsupported",
+        "-U bitsandbytes",
     ),
     "ValueError: Blockwise quantization only supports 16/32-bit floats, but got torch.uint8": (
         "already-quantized",
@@ -313,6 +336,7 @@ PARTS = {
         f"{SITE}/deepspeed/runtime/zero/partitioned_param_coordinator.py",
     ): "set_z3_leaf_modules",
     "ValueError: [deepspeed] failed to resume from checkpoint out/checkpoint-8": "save_only_model",
+    "mlflow.exceptions.MissingConfigException: Yaml file 'mlruns/0/meta.yaml' does not exist.": "report",
     "RuntimeError: ptrDesc->finalize()": "LD_LIBRARY_PATH",
     "RuntimeError: CUDA error: unspecified launch failure": "dmesg",
     raised("TypeError: not a string", "return _sentencepiece.SentencePieceProcessor_LoadFromFile(self, a)"): (

@@ -32,6 +32,25 @@ def of_call(root: Traceback, log: Log) -> Finding | None:
     return told(found[0], [place], values, certainty="possible" if found[0] in _GENERAL else "likely")
 
 
+_TERM = r"[a-z]{2,20}(?: [a-z]{2,20})?"
+_CHOSEN = r"[`'\"]?(?P<{}>[\w.-]{{2,60}})[`'\"]?"
+_UNHEARD = re.compile(
+    rf"(?:ValueError|KeyError|NotImplementedError|RuntimeError): (?:(?P<kind>(?=[A-Z])(?i:{_TERM}))"
+    rf" {_CHOSEN.format('value')} (?:does not exist|is not (?:registered|recognized|known|defined))"
+    rf"|(?:Unknown|Unrecognized) (?P<other>{_TERM}):? {_CHOSEN.format('given')})\.?\s*$",
+    re.MULTILINE,
+)
+
+
+def _unheard(root: Traceback) -> Told | None:
+    """A choice of the user's by name that a package does not know, for which another of its releases is meant."""
+    match, package = _UNHEARD.match(root.said), installed_of(root)
+    if match is None or not package:
+        return None
+    kind, value = match["kind"] or match["other"], match["value"] or match["given"]
+    return "choice-of-other-release", {"kind": kind.lower(), "value": value, "package": package}
+
+
 _GENERAL = (
     "call-lacks",
     "call-differs",
@@ -287,5 +306,6 @@ _ASKED: tuple[Callable[[Traceback], Told | None], ...] = (
         _empty,
         _python,
         _denied,
+        _unheard,
     ),
 )

@@ -142,13 +142,24 @@ _NONE = re.compile(
     r"(?:Attribute|Type)Error: (?:'NoneType' object (?:has no attribute '(?P<name>\w+)'|is not (?P<use>\w+))"
     r"|argument of type 'NoneType' is not (?P<in>iterable)|object of type 'NoneType' has no (?P<len>len)\(\)"
     r"|expected str, bytes or os\.PathLike object, not (?P<path>NoneType)"
+    r"|(?P<number>int|float)\(\) argument must be a [^\n]{1,80}, not 'NoneType'"
     r"|unsupported operand type\(s\) for [^:|]{1,9}: (?P<operand>'NoneType'|'\w+' and 'NoneType'))"
 )
 _CALLED = re.compile(r"(?P<of>[A-Za-z_][\w.]*(?:\([^()]*\)|\[[^\[\]]*\])?)")
 
 
+_NATIVE = {
+    "bitsandbytes": re.compile(r"c(?:(?:de)?quantize|get|adam|lion|gemm|igemm|lars|momentum|rmsprop)\w*_\w+")
+}
+"""Functions of packages' compiled libraries: None lacks them where the library was not loaded."""
+
+
 def _none(root: Traceback, log: Log) -> Told | None:
     match = _NONE.match(root.said)
+    if match and match["name"]:
+        for package, names in _NATIVE.items():
+            if names.fullmatch(match["name"]):
+                return "library-not-loaded", {"package": package, "symbol": match["name"]}
     if match is None or not (root.frames or root.source):
         return None
     what = _none_of(root.source, match)
@@ -199,6 +210,8 @@ def _none_of(source: str, match: re.Match[str]) -> str:
         found = re.findall(r"(?<![\w.])([A-Za-z_][\w.]{0,80})\(", source)
     elif match["use"] == "iterable" or match["in"]:
         found = re.findall(r"\bin ([A-Za-z_][\w.]*(?:\([^()]*\))?)", source) or _PASSED.findall(source)
+    elif match["number"]:
+        found = re.findall(rf"\b{match['number']}\(({expression})\)", source)
     elif match["len"]:
         found = re.findall(r"\blen\(([^()]+)\)", source)
     else:

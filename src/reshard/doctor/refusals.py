@@ -186,9 +186,14 @@ _PACKED = re.compile(
 )
 
 
+_LATER = re.compile(r"only supports?[^\n]{0,80}(?:got|found) (?:torch\.)?(?P<dtype>bfloat16|float8\w*)\b")
+
+
 def _dtypes(said: str, log: Log) -> Told | None:
     if packed := _PACKED.search(said):
         return "already-quantized", {"dtype": packed["dtype"]}
+    if later := _LATER.search(said):
+        return "dtype-unsupported", {"dtype": later["dtype"]}
     if _FLAT.search(said):
         return "fsdp-integers", {}
     if _GRADIENT.search(said):
