@@ -52,6 +52,12 @@ TRAPS = {
         "config-zero3-gather",
         '"stage": 3, "stage3_gather_16bit_weights_on_model_save": true',
     ),
+    "ZeRO-3 in one line saves nothing": (
+        '{"zero_optimization": {"stage": 3, "overlap_comm": true}, "train_batch_size": 8}',
+        "config-zero3-gather",
+        '{"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": true, "overlap_comm": true}, '
+        '"train_batch_size": 8}',
+    ),
     "both precisions": (
         ZERO % (2, ',\n  "fp16": {\n    "enabled": true\n  },\n  "bf16": {\n    "enabled": true\n  }'),
         "config-two-precisions",

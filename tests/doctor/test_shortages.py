@@ -113,6 +113,15 @@ def test_each_is_a_failure_that_is_not_unknown(said: str) -> None:
     assert found and found[0].code != "unknown-failure" and found[0].severity == "error"
 
 
+def test_memory_is_called_the_process_s_own_only_where_the_message_says_so() -> None:
+    said = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB "
+        "of which 1.00 GiB is free."
+    )
+    (found,) = diagnose_text("log", said)
+    assert any("79 GiB are in use, 99 %" in each.en and "nvidia-smi" in each.en for each in found.evidence)
+
+
 def test_a_host_that_has_too_little_is_told_what_was_requested() -> None:
     """numpy's own message, from this interpreter."""
     run = subprocess.run(

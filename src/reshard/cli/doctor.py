@@ -30,7 +30,11 @@ LABELS = {
     | {
         "absent": "not installed",
         "none": "–",
-        "total": "{errors} error(s), {warnings} warning(s); fix the first one first",
+        "total": "{errors}, {warnings}; fix the first one first",
+        "count_errors": "{count} errors",
+        "count_warnings": "{count} warnings",
+        "count_error": "1 error",
+        "count_warning": "1 warning",
     }
     | {
         "total1": "1 finding",
@@ -44,7 +48,9 @@ LABELS = {
     "zh": {"why": "原因", "cure": "解法", "where": "位置", "fixed": "改为", "because": "依据"}
     | {"sources": "来源", "also": "由此引起", "clean": "没有发现问题"}
     | {"sure": "确定", "likely": "很可能", "possible": "有可能", "warning": "警告", "error": "错误"}
-    | {"absent": "未安装", "none": "–", "total": "共 {errors} 个错误、{warnings} 个警告；请先解决第一个"}
+    | {"absent": "未安装", "none": "–", "total": "共 {errors}、{warnings}；请先解决第一个"}
+    | {"count_error": "1 个错误", "count_errors": "{count} 个错误"}
+    | {"count_warning": "1 个警告", "count_warnings": "{count} 个警告"}
     | {"total1": "共 1 个问题", "environment": "环境", "id": "id", "kind": "类别", "title": "现象"}
     | {"hang": "卡住", "silent": "无报错", "symptom": "表象"}
     | {"count": "共 {count} 种故障；用 `reshard doctor --explain ID` 查看详情"}
@@ -174,8 +180,12 @@ def _print(findings: list[Finding], read: list[Text], language: str) -> None:
         console.print(f"[bold]{words['total1']}[/]")
     elif findings:
         errors = sum(finding.severity == "error" for finding in findings)
-        total = words["total"].format(errors=errors, warnings=len(findings) - errors)
-        console.print(f"[bold]{total}[/]")
+        counts = {"errors": errors, "warnings": len(findings) - errors}
+        shown = {
+            kind: words[f"count_{kind if count != 1 else kind[:-1]}"].format(count=count)
+            for kind, count in counts.items()
+        }
+        console.print(f"[bold]{words['total'].format(**shown)}[/]")
 
 
 def _print_finding(finding: Finding, language: str) -> None:

@@ -93,12 +93,11 @@ class ConfigText:
 
     def with_sibling(self, key: str, name: str, value: object) -> Place:
         """The line of a key with another key added after it, in JSON."""
-        place = self.place(key)
-        if not self.path.endswith(".json"):
-            return place
-        comma = "" if place.text.endswith(",") else ","
-        more = f'{place.text}{comma} "{name}": {json.dumps(value)}' + ("," if not comma else "")
-        return Place(place.target, place.line, place.text, more)
+        spot = self.spots.get(key)
+        if spot is None or spot.value is None or not self.path.endswith(".json"):
+            return self.place(key)
+        own = self.lines[spot.line][slice(*spot.value)]
+        return self._fixed(spot, spot.value, f'{own}, "{name}": {json.dumps(value)}')
 
     def _fixed(self, spot: _Spot, columns: tuple[int, int], by: str) -> Place:
         line = self.lines[spot.line]

@@ -264,7 +264,8 @@ def _verdict(numbers: Numbers) -> Text | None:
     taken = numbers.get("allocated", total - free if free else 0.0)
     if total and taken:
         return words(
-            "memory-own", **{**shown, "allocated": _size(taken), "share": round(100 * taken / total)}
+            "memory-own" if "allocated" in numbers else "memory-taken",
+            **{**shown, "allocated": _size(taken), "share": round(100 * taken / total)},
         )
     return None
 
