@@ -115,8 +115,8 @@ def test_each_is_a_failure_that_is_not_unknown(said: str) -> None:
 
 def test_memory_is_called_the_process_s_own_only_where_the_message_says_so() -> None:
     said = (
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB "
-        "of which 1.00 GiB is free."
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 "
+        "GiB of which 1.00 GiB is free."
     )
     (found,) = diagnose_text("log", said)
     assert any("79 GiB are in use, 99 %" in each.en and "nvidia-smi" in each.en for each in found.evidence)
