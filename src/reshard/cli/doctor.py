@@ -25,7 +25,7 @@ from reshard.shown import escape, escape_lines
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}
-    | {"sources": "sources", "also": "and so", "clean": "nothing wrong found"}
+    | {"sources": "sources", "also": "and so", "clean": "nothing wrong found", "punctuation": ": | (|, |)"}
     | {"sure": "sure", "likely": "likely", "possible": "possible", "warning": "warning", "error": "error"}
     | {
         "absent": "not installed",
@@ -46,7 +46,7 @@ LABELS = {
     | {"hang": "hang", "silent": "silent", "symptom": "symptom"}
     | {"count": "{count} failures; `reshard doctor --explain ID` shows more"},
     "zh": {"why": "原因", "cure": "解法", "where": "位置", "fixed": "改为", "because": "依据"}
-    | {"sources": "来源", "also": "由此引起", "clean": "没有发现问题"}
+    | {"sources": "来源", "also": "由此引起", "clean": "没有发现问题", "punctuation": "：|（|，|）"}
     | {"sure": "确定", "likely": "很可能", "possible": "有可能", "warning": "警告", "error": "错误"}
     | {"absent": "未安装", "none": "–", "total": "共 {errors}、{warnings}；请先解决第一个"}
     | {"count_error": "1 个错误", "count_errors": "{count} 个错误"}
@@ -191,9 +191,10 @@ def _print(findings: list[Finding], read: list[Text], language: str) -> None:
 def _print_finding(finding: Finding, language: str) -> None:
     console, words = stdout(), LABELS[language]
     style = "bold red" if finding.severity == "error" else "bold yellow"
+    colon, opens, comma, closes = words["punctuation"].split("|")
     console.print(
-        f"[{style}]{words[finding.severity]}:[/] [bold]{escape(finding.message.of(language))}[/] "
-        f"({escape(finding.code)}, {words[finding.certainty]})"
+        f"[{style}]{words[finding.severity]}{colon}[/][bold]{escape(finding.message.of(language))}[/]"
+        f"{opens}{escape(finding.code)}{comma}{words[finding.certainty]}{closes}"
     )
     for place in finding.places:
         console.print(
