@@ -337,6 +337,7 @@ PARTS = {
     ): "set_z3_leaf_modules",
     "ValueError: [deepspeed] failed to resume from checkpoint out/checkpoint-8": "save_only_model",
     "mlflow.exceptions.MissingConfigException: Yaml file 'mlruns/0/meta.yaml' does not exist.": "report",
+    "use_fast=False fails with 'TypeError: not a string' for some models": "tokenizer.model",
     "RuntimeError: ptrDesc->finalize()": "LD_LIBRARY_PATH",
     "RuntimeError: CUDA error: unspecified launch failure": "dmesg",
     raised("TypeError: not a string", "return _sentencepiece.SentencePieceProcessor_LoadFromFile(self, a)"): (
