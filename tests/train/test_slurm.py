@@ -104,6 +104,11 @@ def test_a_job_names_its_node_and_the_first(
     assert slurm.Job(run).words(saved=False)[-1] == "--overwrite", "no step was saved"
 
 
+def test_nodes_without_gpus_take_any_number_of_processes(make_run: Callable[..., Run]) -> None:
+    run, _ = slurm.submission_of(make_run(), "cluster=local,gpus_per_node=0")
+    assert run.ranks.nproc == 2
+
+
 REFUSED = {
     "": "not settings for Slurm",
     "partition": "partition",

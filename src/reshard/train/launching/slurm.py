@@ -92,7 +92,7 @@ def submission_of(run: Run, settings: str) -> tuple[Run, Submission]:
     with TemporaryDirectory() as folder:
         submitit_executor(Path(folder), cluster, found)
     nproc = run.ranks.nproc
-    if gpus.isdecimal():
+    if gpus.isdecimal() and int(gpus):  # nodes without GPUs take any number
         _agreed("nproc", nproc, 0, int(gpus))
         nproc = nproc or int(gpus)
     ranks = replace(run.ranks, nnodes=nodes, nproc=nproc, rendezvous=None, node_rank=0)
