@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from reshard.train.launching.provenance import words_of
 from reshard.train.request import run_of
 from reshard.train.run import Ranks, Run, read_record
 from reshard.train.show.monitor import history_of
-from tests.train.launches import TORCHRUN, begin, is_alive, pids, start, until
+from tests.train.launches import LAUNCHER, REPOSITORY, TORCHRUN, begin, is_alive, pids, start, until
 
 Make = Callable[..., Run]
 GOING: dict[str, Any] = {"steps": 1000, "seconds": 0.05, "save": 1000}
@@ -121,6 +122,32 @@ def test_a_process_with_many_open_files_hears_it_too() -> None:
         signals.hold()
         signal.raise_signal(signal.SIGUSR1)
         until(lambda: signals.heard() == signal.SIGUSR1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
+def test_scancel_to_the_tasks_of_srun_saves_the_step(
+    sent: signal.Signals, make_run: Make, tmp_path: Path
+) -> None:
+    if (
+        shutil.which("srun") is None
+        or subprocess.run(["srun", "-n2", "true"], capture_output=True).returncode
+    ):
+        pytest.skip("a cluster is needed: apt-get install slurmctld slurmd slurm-client munge; srun -n2 true")
+    run = make_run(**{**GOING, "seconds": 0.2}, ranks=Ranks())
+    run.output.mkdir()
+    record = tmp_path / "asked.json"
+    record.write_text(json.dumps(run.as_dict()))
+    words = ["srun", "-n2", "-J", tmp_path.name, sys.executable, "-c", LAUNCHER, str(record)]
+    process = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    until(lambda: history_of(run.output).done >= 2, process)
+    job = subprocess.check_output(["squeue", "-h", "-n", tmp_path.name, "-o", "%i"], text=True).strip()
+    subprocess.run(["scancel", f"--signal={sent.name}", f"{job}.0"], check=True)
+    shown = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + sent, shown
+    assert_saved(run, sent, shown)
 
 
 @pytest.mark.slow
