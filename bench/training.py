@@ -21,13 +21,15 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+import psutil
+
 VOCABULARY = 4096
 LENGTH, BATCH = 128, 1
 SKIPPED = 2
 """Steps at the beginning that are not timed: memory is allocated, and kernels are chosen."""
 HEADER = [
-    "| training | who | ms per step, median (min–max) | × | start to first step in s | peak MiB |",
-    "|---|---|---|---|---|---|",
+    "| training | who | ms per step, median (min–max) | × | CPU ms per step | start to first step in s | peak MiB |",
+    "|---|---|---|---|---|---|---|",
 ]
 
 
@@ -57,6 +59,8 @@ class Trainer:
     output: Path
     steps: list[float] = field(default_factory=list)
     """Seconds of each timed step."""
+    cpu: list[float] = field(default_factory=list)
+    """Processor seconds of a timed step, of each run: of all its processes."""
     starts: list[float] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
 
@@ -68,7 +72,10 @@ class Trainer:
             began = time.time()
             process = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=environment)
             try:
+                self._rows(process, log, SKIPPED)
+                before = _processor(process.pid)
                 rows = self._rows(process, log, count + SKIPPED)
+                self.cpu.append((_processor(process.pid) - before) / count)
             finally:
                 process.send_signal(signal.SIGINT)
                 process.wait()
@@ -90,6 +97,13 @@ class Trainer:
                 log.seek(0)
                 raise SystemExit(f"{self.name} ended: {log.read()}")
             time.sleep(0.01)
+
+
+def _processor(pid: int) -> float:
+    """Processor seconds of a process and of all that it has started and that are there."""
+    first = psutil.Process(pid)
+    found = [each.cpu_times() for each in (first, *first.children(recursive=True))]
+    return float(sum(each.user + each.system for each in found))
 
 
 def rows(data: Path, rounds: int) -> Iterator[str]:
@@ -130,7 +144,7 @@ def _row(name: str, trainer: Trainer, first: Trainer) -> str:
     ratio = median(trainer.steps) / median(first.steps)
     return (
         f"| {name} | {trainer.name} | {median(steps):.1f} ({min(steps):.1f}–{max(steps):.1f}) | {ratio:.2f} "
-        f"| {median(trainer.starts):.1f} | {max(trainer.peaks) / 2**20:.0f} |"
+        f"| {1000 * median(trainer.cpu):.1f} | {median(trainer.starts):.1f} | {max(trainer.peaks) / 2**20:.0f} |"
     )
 
 
