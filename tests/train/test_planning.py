@@ -123,6 +123,11 @@ def test_the_run_as_it_was_asked_for_is_one_of_the_plans(given: dict[str, Any], 
     assert found[()] == run
 
 
+def test_ways_to_split_a_model_that_its_heads_do_not_allow_are_left_out(tiny: Callable[..., Path]) -> None:
+    plans = plans_of(asked(run_on(tiny("qwen3"))), Machine(H100, 8)).fitting
+    assert {plan.run.layout.tp for plan in plans} == {1, 2, 4}
+
+
 def test_tensor_parallelism_is_slower_where_it_leaves_the_node(qwen3_8b: Path) -> None:
     run = replace(run_on(qwen3_8b), parallel="tp", layout=Layout(tp=8))
     engine = engine_of(run)

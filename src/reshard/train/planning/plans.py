@@ -94,8 +94,10 @@ def _fitting(asked: Asked, machine: Machine) -> list[Plan]:
     with planned_for(machine.environment()):
         for flags, run in _ways(asked.run, world_size):
             taken = memory.tried(run, world_size, asked.samples, asked.longest, gpu=True)
+            if taken is None:
+                continue  # the engine refuses it
             room = int(machine.card.bytes * (1 - engine.estimates.reserved(run)))
-            if taken is None or not memory.fits(taken, room):
+            if not memory.fits(taken, room):
                 continue
             batches = engine.batches(run, world_size, asked.samples)
             usual = replace(batches, length=asked.usual or batches.length)
