@@ -114,6 +114,7 @@ REFUSED = {
     "partition": "partition",
     "cluster=local,nodes=many": "nodes=many",
     "cluster=local,time=long": "time=long",
+    "cluster=local,time=0": "time=0",
     "cluster=local,colour=red": "Unknown argument 'colour'",
     "partition=gpu": "`sbatch` not found",
     "cluster=local,gpus_per_node=4": "--nproc 2",
@@ -121,7 +122,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("settings", REFUSED)
-def test_settings_that_are_none_are_refused(words: list[object], tmp_path: Path, settings: str) -> None:
+def test_settings_that_are_none_are_refused(
+    words: list[object], tmp_path: Path, settings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
     result = train(words, "--slurm", settings, "--nproc", 2)
     assert result.code == 2 and REFUSED[settings] in result.err and "Traceback" not in result.err
     assert not (tmp_path / "out").exists()

@@ -80,7 +80,7 @@ def submission_of(run: Run, settings: str) -> tuple[Run, Submission]:
     found["stderr_to_stdout"] = True
     found.setdefault("name", run.output.name)
     minutes = found["timeout_min"]
-    if not isinstance(minutes, int):
+    if not isinstance(minutes, int) or minutes < 1:
         raise settings_error(f"time={minutes}")
     found.setdefault("slurm_signal_delay_s", min(NOTICE, minutes * 60 // 4))
     if cluster == "slurm":
