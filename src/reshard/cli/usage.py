@@ -126,7 +126,7 @@ def problems_of_usage(error: click.ClickException | ReshardError) -> list[Proble
             Problem(
                 "value-invalid",
                 f"invalid value for {_hint(error)}",
-                found=error.message.rstrip("."),
+                found=error.message.rstrip(".").replace("integer range", "integer"),
                 remedy=_near_choice(error),
             )
         ]

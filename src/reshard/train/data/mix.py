@@ -157,7 +157,7 @@ def _wrong_weights(option: str, mix: Mix) -> Iterator[Problem]:
         if source.weight is not None and not 0 < source.weight < math.inf:
             yield Problem(
                 "data-weight-not-positive",
-                "a weight of data is not more than 0",
+                "a weight of data must be greater than 0",
                 found=f"{option} {source}",
                 expected="a positive number, as in a.jsonl:0.7",
                 remedy="correct the weight, or leave the source out",

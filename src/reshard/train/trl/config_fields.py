@@ -12,6 +12,7 @@ from reshard.doctor.history.table import table
 from reshard.doctor.history.versions import Versions
 from reshard.errors import Problem, ReshardError
 from reshard.plain import json_of
+from reshard.suggest import did_you_mean
 from reshard.train.engine import Option
 from reshard.train.names import ALIASES, nearest
 from reshard.train.run import Run
@@ -104,7 +105,7 @@ def options_of(run: Run) -> dict[str, Any]:
             try:
                 typed[name] = _typed(parser, name, value, hints[name])
             except ValueError as error:
-                problems.append(_mistyped(name, value, str(error)))
+                problems.append(_mistyped(name, value, str(error), hints[name]))
     problems += limits.wrong_values(typed, run.options)
     problems += refusals.contradictions(run, typed)
     if run.reward:
@@ -173,14 +174,20 @@ _ELSEWHERE = {
 """Names of the same options in Megatron-LM or in common use."""
 
 
-def _mistyped(name: str, value: Any, why: str) -> Problem:
+def _mistyped(name: str, value: Any, why: str, hint: Any) -> Problem:
+    """`why` is what argparse says, which quotes the choices there are."""
+    choices = re.findall(r"'([^']*)'", why.partition("(choose from ")[2])
+    expected = ", ".join(choices) or _WORDS_FOR.get(_kind(hint)) or why.split(": ", 1)[-1]
     return Problem(
         "option-not-understood",
         f"--{name} cannot be understood",
         found="no value behind it" if value is True else repr(value),
-        expected="a value" if value is True else why.split(": ", 1)[-1],
-        remedy="--options says of which type it is",
+        expected="a value" if value is True else expected,
+        remedy=did_you_mean(str(value), choices, "correct the value"),
     )
+
+
+_WORDS_FOR = {"bool": "true or false", "int": "an integer", "float": "a number"}
 
 
 def _parser(method: str) -> Any:
