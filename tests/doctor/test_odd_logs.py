@@ -92,6 +92,17 @@ def test_a_name_that_an_engine_has_no_place_for_says_what_to_do(name: str, way: 
     assert way in diagnose_text("log", said)[0].remedy.en
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("微调提示CUDA out of memory，怎么办", "short-device-memory"),
+        ("编译失败CUDA_HOME is not set", "program-missing"),
+    ],
+)
+def test_words_beside_chinese_ones_are_read(text: str, code: str) -> None:
+    assert code in diagnose_text("log", text)[0].code
+
+
 def test_few_words_are_like_no_entry() -> None:
     (found,) = diagnose_text("log", "TypeError: no frob")
     assert "Similar entries" not in found.remedy.en

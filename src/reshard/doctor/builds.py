@@ -125,7 +125,9 @@ _PROGRAM = tuple(
 )
 
 
-_NO_NVCC = re.compile(r"raise_if_cuda_home_none|CUDA_HOME environment variable is not set|nvcc was not found")
+_NO_NVCC = re.compile(
+    r"raise_if_cuda_home_none|CUDA_HOME (?:environment variable )?is not set|nvcc was not found"
+)
 
 
 def _program(text: str, log: Log) -> Told | None:

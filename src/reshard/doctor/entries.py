@@ -118,7 +118,8 @@ def _text(raw: dict[str, str]) -> Text:
 
 
 def _patterns(texts: list[str]) -> tuple[re.Pattern[str], ...]:
-    return tuple(re.compile(_with_any_quotes(text), re.MULTILINE) for text in texts)
+    # A Chinese character beside a word is no part of it.
+    return tuple(re.compile(_with_any_quotes(text), re.MULTILINE | re.ASCII) for text in texts)
 
 
 _QUOTES = "['\"`’‘“”´]"

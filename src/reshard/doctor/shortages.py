@@ -145,7 +145,7 @@ def _kinds() -> list[tuple[str, list[re.Pattern[str]], tuple[str, ...], bool]]:
     return [
         (
             each["kind"],
-            [re.compile(one, re.MULTILINE) for one in each["patterns"]],
+            [re.compile(one, re.MULTILINE | re.ASCII) for one in each["patterns"]],
             tuple(each.get("over", ())),
             each.get("alone", False),
         )
