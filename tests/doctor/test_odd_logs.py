@@ -103,6 +103,21 @@ def test_words_beside_chinese_ones_are_read(text: str, code: str) -> None:
     assert code in diagnose_text("log", text)[0].code
 
 
+def test_a_name_that_every_release_has_needs_an_optional_package() -> None:
+    said = "ImportError: cannot import name 'DummyOptim' from 'accelerate.utils'"
+    path = f"({SITE}/accelerate/utils/__init__.py)"
+    (found,) = diagnose_text("log", f"{said} {path}\naccelerate==0.34.2")
+    assert found.code == "name-conditional" and "deepspeed" in found.remedy.en
+    assert diagnose_text("log", f"{said} {path}\naccelerate==0.10.0")[0].code != "name-conditional"
+
+
+def test_shapes_after_an_empty_line_belong_to_the_failure() -> None:
+    said = "RuntimeError: Error(s) in loading state_dict for GPT:\n\n"
+    said += "size mismatch for wte.weight: copying a param with "
+    shapes = "shape torch.Size([512, 64]) from checkpoint, the shape in current model is torch.Size([0])."
+    assert "has already sharded it" in diagnose_text("log", said + shapes)[0].rule.en
+
+
 def test_few_words_are_like_no_entry() -> None:
     (found,) = diagnose_text("log", "TypeError: no frob")
     assert "Similar entries" not in found.remedy.en

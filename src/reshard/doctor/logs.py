@@ -283,7 +283,10 @@ TABLE = 60
 def _with_table(root: Traceback, log: Log) -> str:
     """The message of a failure, and the lines before it that contain shapes."""
     near = (
-        line.text for line in log.lines if line.stream == root.stream and 0 <= root.last - line.number < TABLE
+        line.text
+        for line in log.lines
+        if line.stream == root.stream
+        and (0 <= root.last - line.number < TABLE or (root.said.endswith(":") and line.number > root.last))
     )
     return "\n".join([root.said, *near])
 

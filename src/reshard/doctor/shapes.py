@@ -98,6 +98,8 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
         return None
     if not prod(saved):
         return ("placeholder" if saved == (0,) or len(saved) != len(wanted) else "empty-shard"), {}
+    if not prod(wanted):
+        return "model-placeholder", {}
     packed = prod(wanted) / prod(saved)
     if len(saved) == 2 and saved[1] == 1 and packed in (2, 8):
         return "packed", {"ratio": int(packed)}

@@ -55,16 +55,19 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
             version = version_of(found.table.package, failure, log)
             bounds = found.bounds(version)
             if bounds is None and asked is imported and found.everywhere:
-                return _before_all(found, failure, log)
+                return _before_all(found, version, failure, log)
             return _finding(found, bounds, version, failure, log) if bounds else None
         failure = failure.before
     return None
 
 
-def _before_all(found: Missing, failure: Traceback, log: Log) -> Finding | None:
+def _before_all(found: Missing, version: Version | None, failure: Traceback, log: Log) -> Finding | None:
     """The finding that the installed release is older than any known one: all of these have the name."""
     if "partially initialized" in failure.said or "unknown location" in failure.said:
         return None
+    if version and version >= Version(found.table.versions[0]):
+        shown: dict[str, object] = {"name": found.name, "package": found.table.package, "version": version}
+        return _told("name-conditional", shown, "likely", found.table, failure, log)
     python = re.search(r"/python(3\.\d+)/", failure.said)
     own = words("python-of-path", python=python[1]) if python else Text.same("")
     values: dict[str, object] = {
