@@ -145,11 +145,11 @@ def test_names_without_a_record_of_their_nesting_are_found(hf_model: Maker, tmp_
 def test_a_trainer_checkpoint_says_what_it_lacks(saved: Callable[[str], Path], hf_model: Maker) -> None:
     source = saved("trainer-2")
     shown = command("inspect", source, "--json").json
-    assert any("weights only, no config or tokenizer; give --base" in note for note in shown["notes"])
+    assert any("weights only, no config or tokenizer; pass --base" in note for note in shown["notes"])
     assert shown["next"].startswith("reshard convert ") and shown["next"].endswith(" --base HF_FOLDER")
     refused = command("convert", source, source.parent / "out")
     assert refused.code == 2
-    assert "weights only, no config or tokenizer; give --base" in " ".join(refused.err.split())
+    assert "weights only, no config or tokenizer; pass --base" in " ".join(refused.err.split())
     words = shown["next"].replace("HF_FOLDER", str(hf_model("llama"))).split()[1:]
     assert command(*words).code == 0
 

@@ -319,7 +319,7 @@ WRONG = {
     "mpi:4": "expected: mpi",
     "slurm": "`sbatch` not found",
     "slurm:cluster=local,nodes=many": "nodes=many",
-    "slurm:cluster=local,time=long": "not settings for Slurm",
+    "slurm:cluster=local,time=long": "invalid settings for Slurm",
     "slurm:cluster=local,colour=red": "Unknown argument 'colour'",
 }
 

@@ -150,7 +150,7 @@ def test_an_adapter_that_mixed_its_tokens_is_refused(tmp_path: Path) -> None:
     name = "bridge-canonical-tp4"
     adapter = made(name, tmp_path)
     for options in ({"merge": True}, {"to": "peft"}, {"to": "megatron"}):
-        with pytest.raises(ReshardError, match="this adapter mixed its tokens") as refused:
+        with pytest.raises(ReshardError, match="this adapter mixed up its tokens") as refused:
             reshard.convert(adapter, tmp_path / "ours", base=base_of(name), **options)  # type: ignore[arg-type]
         assert len(refused.value.problems) == 2 * 3  # three pairs in two layers
         assert not (tmp_path / "ours").exists()

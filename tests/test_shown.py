@@ -41,7 +41,7 @@ def assert_harmless(text: str) -> None:
 def told(*words: object) -> str:
     """All output of a command."""
     done = reshard(*words)
-    assert done.code != 3 and "mistake in reshard" not in done.err, done.err
+    assert done.code != 3 and "bug in reshard" not in done.err, done.err
     assert_harmless(done.out + done.err)
     return done.out + done.err
 

@@ -117,7 +117,7 @@ class How:
             raise ReshardError(
                 "no-sync-not-combinable",
                 f"--no-sync and {other} cannot be combined",
-                rule="--verify reads the output from the disk, and with --on that is spread over several machines",
+                rule="--verify and --on need an output that is on the disk",
                 remedy="leave out one of them",
             )
         if self.on is not None:

@@ -166,7 +166,7 @@ def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
         if each["path"] in told and each["bytes"] not in told[each["path"]]:
             yield Problem(
                 "proof-source-differs",
-                "this source is not the one that was converted",
+                "this is not the source that was converted",
                 file=each["path"],
                 rule=f"{RECORD} names each source with its size",
                 expected=f"{told[each['path']][0]:,} bytes",
@@ -186,7 +186,7 @@ def _other_files(plan: Plan, record: Mapping[str, Any], output: Path) -> Iterato
                 "proof-plan-differs",
                 "the output was not written by this plan",
                 file=str(output / name),
-                rule="planned again, the same options write the same files",
+                rule="the same options must plan the same files again",
                 expected=f"{planned[name]:,} bytes" if name in planned else "no such file",
                 found=f"{told[name]:,} bytes" if name in told else f"no such file in {RECORD}",
                 remedy="use the version of reshard that wrote it, or convert again",

@@ -128,10 +128,10 @@ def no_memory(error: BaseException) -> Problem:
     """The problem to report when the system has no memory left."""
     return Problem(
         "out-of-memory",
-        "the system gives no more memory",
+        "the system has no memory left",
         found=str(error).strip().rpartition("\n")[2] or None,
-        remedy="end other programs, pass a smaller --memory, or raise what limits the process: `ulimit -v`, "
-        "the container's memory",
+        remedy="end other programs, pass a smaller --memory, or raise the limits of the process (`ulimit -v`, "
+        "the container's memory)",
     )
 
 

@@ -243,7 +243,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
         problems.append(
             Problem(
                 NO_CONFIG,
-                "config.json not found beside the weights",
+                "config.json not found next to the weights",
                 file=str(checkpoint.root),
                 severity="warning",
                 remedy="pass the Hugging Face folder that training started from: --base DIR",
@@ -253,7 +253,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
         problems.append(
             Problem(
                 NO_TOKENIZER,
-                "tokenizer not found beside the weights",
+                "tokenizer not found next to the weights",
                 file=str(checkpoint.root),
                 severity="warning",
                 remedy="pass the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",

@@ -89,7 +89,7 @@ def test_companions_that_are_not_files(copy: Copy, file: str, put: Callable[[Pat
     put(src / file)
     result = reshard(*convert(src, *MEGATRON))
     assert result.code == (2 if file in ("config.json", "tokenizer.json") else 0), result.err
-    assert "Traceback" not in result.err and "mistake in reshard" not in result.err
+    assert "Traceback" not in result.err and "bug in reshard" not in result.err
     assert reshard("inspect", src).code == 0
 
 
@@ -193,7 +193,7 @@ def test_a_tokenizer_that_is_a_link_is_named_where_none_is_left(copy: Copy, outs
     (src / "tokenizer.json").unlink()
     (src / "tokenizer.json").symlink_to(outside / "secret")
     problem = refusal(*convert(src, *MEGATRON))
-    assert problem["message"] == "tokenizer not found beside the checkpoint"
+    assert problem["message"] == "tokenizer not found next to the checkpoint"
     assert f"skipped: {src / 'tokenizer.json'} is a link" in problem["found"]
 
 

@@ -44,7 +44,7 @@ def test_an_extra_tensor(copy: Copy) -> None:
     src = copy("qwen3")
     edit_tensors(src, lambda tensors: tensors.update({"model.layers.1.sink": np.zeros(3, np.float32)}))
     problem = refusal(*convert(src, *MEGATRON))
-    assert (problem["message"], problem["tensor"]) == ("a tensor is not known", "model.layers.1.sink")
+    assert (problem["message"], problem["tensor"]) == ("a tensor is unknown", "model.layers.1.sink")
     assert problem["found"] == "float32 [3]" and problem["file"] == str(src / "model.safetensors")
 
 
@@ -228,7 +228,7 @@ def test_no_tokenizer(copy: Copy, originals: Callable[[str], Path]) -> None:
     for path in src.glob("*token*"):
         path.unlink()
     problem = refusal(*convert(src, *MEGATRON))
-    assert problem["message"] == "tokenizer not found beside the checkpoint"
+    assert problem["message"] == "tokenizer not found next to the checkpoint"
     assert "--base" in problem["remedy"] and "--no-tokenizer" in problem["remedy"]
     converted(src, src.parent / "without", *MEGATRON, "--no-tokenizer")
     assert not (src.parent / "without" / "tokenizer.json").exists()

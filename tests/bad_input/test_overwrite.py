@@ -146,7 +146,7 @@ def test_overwrite_does_not_replace_what_is_no_checkpoint(copy: Copy) -> None:
     dst.mkdir()
     (dst / "thesis.tex").write_text("years of work")
     problem = refusal(*convert(src, *MEGATRON, "--overwrite"))
-    assert problem["found"] == "thesis.tex" and "a checkpoint to replace" in problem["expected"]
+    assert problem["found"] == "thesis.tex" and "the checkpoint to replace" in problem["expected"]
     assert "--overwrite" not in problem["remedy"]
 
 

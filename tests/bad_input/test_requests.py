@@ -117,7 +117,7 @@ def test_an_engine_for_a_format_that_is_the_same_for_all(copy: Copy, flags: tupl
 def test_an_engine_that_the_family_is_not_declared_for(copy: Copy) -> None:
     problem = refusal(*convert(copy("qwen3"), *MEGATRON, "--engine", "megatron-bridge"))
     assert problem["message"] == "the family qwen3 is not available for Megatron-Bridge (NeMo)"
-    assert problem["rule"] == "it runs on megatron-core"
+    assert problem["rule"] == "the engine of this family is megatron-core"
     assert problem["expected"] == "megatron-core or mcore-bridge (ms-swift)"
     assert problem["found"] == "--engine megatron-bridge"
     assert problem["remedy"] == "pass --engine mcore or --engine mcore-bridge, or remove --engine"

@@ -122,7 +122,7 @@ def content(folder: Path) -> Content | None:
 
 def said(ended: Ended) -> list[str]:
     """The lines of a refusal, which has a message, a file and a remedy, and no traceback."""
-    assert "Traceback" not in ended.err and "mistake in reshard" not in ended.err, "a traceback"
+    assert "Traceback" not in ended.err and "bug in reshard" not in ended.err, "a traceback"
     lines = [line.strip() for line in ended.err.splitlines()]
     if not (lines and lines[-1].startswith("Error: Invalid value for ")):
         for starts in (("error: ",), ("remedy: ", "expected: "), ("file: ",)):

@@ -229,7 +229,7 @@ def arguments(folder: Path) -> Take:
                 main(["convert", str(BASE), str(folder / "dst"), *words, "--dry-run"])
             except SystemExit as stopped:
                 assert stopped.code in (0, 1, 2), stopped.code
-        assert "a mistake in reshard" not in err.getvalue(), err.getvalue()
+        assert "a bug in reshard" not in err.getvalue(), err.getvalue()
 
     return take
 

@@ -185,7 +185,7 @@ def without(checkpoint: Genuine, prefix: str, folder: Path) -> Path:
 def test_strict_loading_notices_a_missing_weight(genuine: Maker, tmp_path: Path) -> None:
     key = "decoder.layers.self_attention.linear_proj.weight"
     folder = without(genuine("qwen2-fp32"), key, tmp_path)
-    with pytest.raises(ReshardError, match="does not find a weight") as caught:
+    with pytest.raises(ReshardError, match="lacks a weight") as caught:
         megatron_logits(folder, TOKENS, args=QWEN2)
     assert [problem.tensor for problem in caught.value.problems] == [key]
     assert megatron_logits(folder, TOKENS, args=QWEN2, strict=False).missing == (key,)

@@ -269,10 +269,10 @@ def test_slices_of_wqkv_are_not_taken_for_llama(copy_of: Copies, tmp_path: Path)
 def test_a_missing_config_is_told_only_where_the_engine_tells_none(copy_of: Copies) -> None:
     folder = copy_of("internlm2-tp2pp2")
     (warning,) = run("inspect", folder, "--json").json["problems"]
-    assert warning["message"] == "tokenizer not found beside the weights"
+    assert warning["message"] == "tokenizer not found next to the weights"
     (folder / "model_config.pt").unlink()
     messages = [problem["message"] for problem in run("inspect", folder, "--json").json["problems"]]
-    assert messages[:2] == ["there is no model_config.pt", "config.json not found beside the weights"]
+    assert messages[:2] == ["there is no model_config.pt", "config.json not found next to the weights"]
 
 
 def test_remote_code_of_the_base_travels_along(tmp_path: Path, hub: Callable[[str], Path]) -> None:

@@ -149,7 +149,7 @@ def test_a_road_that_holds_a_tensor_dies_of_it(folder: Path) -> None:
                     "--no-tokenizer", "--json", limit=10 * MIB)  # fmt: skip
     assert ended.code == 2 and "Traceback" not in ended.err
     (problem,) = json.loads(ended.out)["problems"]
-    assert problem["message"] == "the system gives no more memory" and "--memory" in problem["remedy"]
+    assert problem["message"] == "the system has no memory left" and "--memory" in problem["remedy"]
     assert not target.exists()
 
 

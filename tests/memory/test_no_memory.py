@@ -23,7 +23,7 @@ from tests.memory import models
 from tests.memory.bounded import ROOT
 
 MIB = 1 << 20
-MESSAGE = "the system gives no more memory"
+MESSAGE = "the system has no memory left"
 HUGGINGFACE = ("--to", "huggingface", "--dtype", "float32", "--no-tokenizer")
 ROADS = {
     "cast": ("convert", "@llama", "@out", *HUGGINGFACE),
@@ -101,7 +101,7 @@ def test_whatever_meets_it_says_the_same(error: Exception) -> None:
 def test_threads_fail_for_two_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python reports both the same way; whether there is room for a stack tells them apart."""
     error = RuntimeError("can't start new thread")
-    assert problems_of(error)[0].message == "the system gives no more threads"
+    assert problems_of(error)[0].message == "the system cannot start more threads"
     monkeypatch.setattr(errors, "can_reserve", lambda nbytes: False)
     assert problems_of(error)[0].message == MESSAGE
 

@@ -155,7 +155,7 @@ def test_what_was_converted_before_is_uploaded_by_the_same_command(
 @pytest.mark.parametrize(
     ("words", "token", "changed", "expected"),
     [
-        (("Org/Model",), "hf_reads", {}, "the token may only read"),
+        (("Org/Model",), "hf_reads", {}, "the token has no write access"),
         (("Org/Model",), "", {"HF_TOKEN_PATH": "/nowhere"}, "hf auth login"),
         (("Org/Model",), "hf_unknown", {}, "the hub does not accept the token"),
         (("Other/Model",), "hf_writes", {}, "the token may not write there"),

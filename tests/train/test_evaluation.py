@@ -136,7 +136,7 @@ def test_columns_that_a_reward_may_miss_are_told(run: Run, tmp_path: Path) -> No
 
 def test_records_that_are_cut_or_teach_nothing_are_told(run: Run) -> None:
     found = preflight(replace(run, options={"max_length": 50}), environment=NOWHERE)
-    problem = the("longer than the greatest length", found.warnings)
+    problem = the("longer than the maximum length", found.warnings)
     assert problem.file == str(run.eval_data) and "7 of 11" in str(problem.found)
 
 
@@ -148,8 +148,8 @@ def test_files_that_are_kept_apart_are_given_with_eval_data(run: Run, tmp_path: 
     alone = preflight(replace(run, data=folder, eval_data=None), environment=NOWHERE)
     assert [str(each.remedy).count("give it with --eval-data") for each in alone.warnings[:2]] == [1, 1]
     both = preflight(replace(run, data=folder, eval_data=folder / "valid.jsonl"), environment=NOWHERE)
-    assert the("trained on, and evaluated on", both.warnings).file == str(folder / "valid.jsonl")
-    assert the("kept for evaluation", both.warnings).file == str(folder / "test.jsonl")
+    assert the("used for both training and evaluation", both.warnings).file == str(folder / "valid.jsonl")
+    assert the("suggests evaluation data", both.warnings).file == str(folder / "test.jsonl")
 
 
 def test_a_run_goes_on_with_other_data_to_evaluate_on_and_says_so(run: Run) -> None:
@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_other_data_to_evaluate_on_and_says_so(run: Run) -> N
     (checkpoint / RECORD).write_text(json.dumps({**run.as_dict(), "eval_data_digest": "of other data"}))
     found = preflight(replace(run, resume=True), environment=NOWHERE)
     assert found.problems == []
-    assert the("to evaluate on are not those", found.warnings).file == str(run.eval_data)
+    assert the("evaluation data have changed", found.warnings).file == str(run.eval_data)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_other_bits_than_trained_keep_the_folder_from_its_name(tiny: Models, tmp
     tensors["model.norm.weight"][3] += 1
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
     finished = finish(run)
-    assert wrong(finished) == {"bits": "a tensor is not what was trained"}
+    assert wrong(finished) == {"bits": "a tensor differs from the trained one"}
     assert finished.problems[0].tensor == "model.norm.weight"
     assert not (run.output / "final").exists() and finished.final == run.output / "final.unchecked"
     assert (checkpoint / "model.safetensors").exists()
@@ -203,7 +203,7 @@ def test_a_tokenizer_with_other_ids_is_refused(tiny: Models, tmp_path: Path) -> 
     first, second = list(vocabulary)[20:22]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (checkpoint / "tokenizer.json").write_text(json.dumps(content))
-    assert wrong(finish(run)) == {"tokenizer": "tokens of the base have other ids or are gone"}
+    assert wrong(finish(run)) == {"tokenizer": "tokens of the base have different ids or are missing"}
 
 
 def test_a_lost_tokenizer_is_taken_from_the_base(tiny: Models, tmp_path: Path) -> None:
@@ -224,9 +224,7 @@ def test_a_lost_template_is_noticed(tiny: Models, tmp_path: Path) -> None:
 def test_a_generation_config_with_tokens_that_there_are_not_is_noticed(tiny: Models, tmp_path: Path) -> None:
     run, checkpoint = trained(tiny("qwen3"), tmp_path / "out")
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [2, 151645]}')
-    assert wrong(finish(run)) == {
-        "generation config": "the generation config names tokens that there are not"
-    }
+    assert wrong(finish(run)) == {"generation config": "the generation config names tokens that do not exist"}
 
 
 def test_a_second_end_replaces_the_first(tiny: Models, tmp_path: Path) -> None:
@@ -241,7 +239,7 @@ def test_a_second_end_replaces_the_first(tiny: Models, tmp_path: Path) -> None:
 def test_a_run_that_has_not_ended_is_told_apart(tiny: Models, tmp_path: Path) -> None:
     run, _ = trained(tiny("qwen3"), tmp_path / "out")
     (run.output / "trained.json").unlink()
-    with pytest.raises(ReshardError, match="has not come to its end"):
+    with pytest.raises(ReshardError, match="is not finished"):
         finish(run)
 
 

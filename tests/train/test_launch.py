@@ -316,7 +316,7 @@ def test_one_task_on_each_node_starts_its_own_ranks(make_run: Callable[..., Run]
         ({"ACCELERATE_MIXED_PRECISION": "no"}, Ranks(nproc=2), "a different number of processes"),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0"}, Ranks(), "LOCAL_RANK is not"),
         ({"SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}, Ranks(), "several nodes"),
-        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Ranks(), "where to meet"),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Ranks(), "unknown to the other nodes"),
     ],
 )
 def test_half_a_launch_is_refused(

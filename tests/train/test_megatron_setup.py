@@ -155,7 +155,7 @@ def test_a_model_that_is_not_trained_as_planned_stops_the_run(tiny: Tiny, tmp_pa
         run_ranks(2, _with_a_frozen_weight, run_of(tiny("qwen3"), tmp_path, tmp_path))
     assert "every parameter is trained" in str(caught.value)
     assert "decoder.layers.1.mlp.linear_fc2.weight" in str(caught.value)
-    assert "the optimizer's parameters are not those" in str(caught.value)
+    assert "the optimizer's parameters are not the trained" in str(caught.value)
 
 
 def _with_a_replica_of_its_own(run: Run) -> dict[str, int]:

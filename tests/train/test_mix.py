@@ -65,7 +65,7 @@ def test_a_colon_belongs_to_the_path_that_is_there(tmp_path: Path) -> None:
         (["a:0", "b:1"], "a weight of data must be greater than 0"),
         (["a:nan", "b:1"], "a weight of data must be greater than 0"),
         (["a:1", "b"], "some of the data have a weight"),
-        (["a", "b", "a"], "the same data are given twice"),
+        (["a", "b", "a"], "the same data are passed twice"),
         ([{"a": 1}], "--data is not a path"),
     ],
 )

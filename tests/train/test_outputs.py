@@ -60,7 +60,7 @@ def test_two_runs_do_not_write_into_one_output(tmp_path: Path) -> None:
     words = [sys.executable, "-c", code, str(run.output)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout and other.stdout.readline() == "held\n"
-        with pytest.raises(ReshardError, match="another run writes"), held(run):
+        with pytest.raises(ReshardError, match="another run is writing"), held(run):
             pass
         other.kill()
     with held(run):

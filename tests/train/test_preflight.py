@@ -173,9 +173,9 @@ def too_short(run: Run) -> Run:
     ("change", "message", "remedy"),
     [
         (with_options(device_map="auto"), "device_map", "device_map=None"),
-        (too_short, "records without a token to learn from", "raise --max_length"),
+        (too_short, "records without a token to train on", "raise --max_length"),
         (resumed, "no checkpoint to resume from", "leave out --resume"),
-        (resumed_from_another, "the checkpoint is of another run", "start another"),
+        (resumed_from_another, "the checkpoint belongs to another run", "start another"),
     ],
 )
 def test_what_would_fail_later_is_refused_with_its_cure(
@@ -194,8 +194,8 @@ def test_what_is_only_doubtful_is_a_warning(run: Run, tmp_path: Path) -> None:
         replace(run, data=folder, options={"max_length": 40, "packing": "true"}), environment=NOWHERE
     )
     assert found.problems == []
-    assert the("kept for evaluation", found.warnings).file == str(folder / "test.jsonl")
-    assert "6 of 6" in str(the("longer than the greatest length", found.warnings).found)
+    assert the("suggests evaluation data", found.warnings).file == str(folder / "test.jsonl")
+    assert "6 of 6" in str(the("longer than the maximum length", found.warnings).found)
     wrapped = {"packing": "true", "packing_strategy": "wrapped"}
     refused = preflight(replace(run, options=wrapped), environment=NOWHERE).problems
     assert "bfd_split" in str(the("see each other", refused).remedy)
@@ -215,9 +215,9 @@ def test_resuming_goes_on_with_the_same_data(run: Run, tmp_path: Path) -> None:
     (checkpoint / RECORD).write_text(json.dumps({**run.as_dict(), "data_digest": "of other data"}))
     found = preflight(replace(run, resume=True), environment=NOWHERE)
     assert found.problems == []
-    assert messages(found.warnings) == ["the data are not those that the run began with"]
+    assert messages(found.warnings) == ["the data have changed since the run began"]
     wider = preflight(replace(run, resume=True, parallel="fsdp2"), environment=NOWHERE)
-    assert the("of another run", wider.problems).expected == "parallel: ddp"
+    assert the("to another run", wider.problems).expected == "parallel: ddp"
 
 
 def test_long_text_goes_on_in_the_next_sequence_of_megatron(run: Run, tmp_path: Path) -> None:
@@ -267,14 +267,14 @@ def test_a_tracker_that_is_not_installed_is_said_before(run: Run, monkeypatch: p
 
     monkeypatch.setattr(trackers, "_is_here", lambda module: False)
     found = preflight(replace(run, options={"report_to": "wandb"}), environment=NOWHERE)
-    assert messages(found.problems) == ["wandb is not installed, and report_to asks for it"]
+    assert messages(found.problems) == ["wandb is not installed, but report_to needs it"]
 
 
 def test_an_output_that_cannot_be_made_or_must_not_be_removed_is_refused(run: Run) -> None:
     below = replace(run, output=run.data.paths[0] / "out")
     assert "a file has its name" in messages(preflight(below, environment=NOWHERE).problems)[0]
     foreign = preflight(replace(run, output=run.model), overwrite=True, environment=NOWHERE)
-    assert messages(foreign.problems) == ["the output folder contains files that no run left there"]
+    assert messages(foreign.problems) == ["the output folder contains files that no run wrote"]
     before = run.output / "final"
     shutil.copytree(run.model, before)
     (run.output / RECORD).write_text(json.dumps(run.as_dict()))

@@ -75,7 +75,7 @@ def not_a_model(run: Run) -> Run:
         (drop_end, "the tokenizer has no end token", "set eos_token in tokenizer_config.json"),
         (break_tokenizer_file, "the tokenizer cannot be opened", "copy the tokenizer"),
         (drop_template, "chat template", "chat_template.jinja"),
-        (strict_template, "take turns", "join neighbouring turns"),
+        (strict_template, "alternating user and assistant turns", "join consecutive turns"),
         (not_a_model, "not a Hugging Face model folder", "reshard inspect"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_model_in_another_format_is_refused_with_the_command_that_converts_it(
 ) -> None:
     api.convert(run.model, tmp_path / "megatron", to="megatron", tp=2)
     found = preflight(replace(run, model=tmp_path / "megatron"), environment=NOWHERE)
-    problem = the("a format that training does not start from", found.problems)
+    problem = the("training cannot start from this format", found.problems)
     assert problem.found == "megatron" and f"reshard convert {tmp_path / 'megatron'}" in str(problem.remedy)
 
 

@@ -110,7 +110,7 @@ def test_nodes_without_gpus_take_any_number_of_processes(make_run: Callable[...,
 
 
 REFUSED = {
-    "": "not settings for Slurm",
+    "": "invalid settings for Slurm",
     "partition": "partition",
     "cluster=local,nodes=many": "nodes=many",
     "cluster=local,time=long": "time=long",

@@ -150,7 +150,7 @@ def test_a_removed_option_is_said_to_be_removed() -> None:
 )
 def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
     (problem,) = refused(trl.ENGINE.options, run_of(**{name: value}))
-    assert problem.message == f"--{name} cannot be understood"
+    assert problem.message == f"--{name} has an invalid value"
     assert problem.found == repr(value)
 
 
@@ -238,7 +238,7 @@ def test_what_is_not_known_to_be_right_beside_tensor_parallelism_is_refused(wron
     run = replace(run, eval_data=Path("held-out.jsonl")) if evaluated else run
     assert trl.ENGINE.batches(run, 2, 64)
     (problem,) = refused(trl.ENGINE.batches, run, 4, 64)
-    assert problem.remedy == "give --nproc 2 or --tp 4; or use --parallel fsdp2"
+    assert problem.remedy == "pass --nproc 2 or --tp 4; or use --parallel fsdp2"
 
 
 def test_experts_are_spread_over_the_tensor_parallel_ranks_or_not_at_all() -> None:
@@ -274,11 +274,11 @@ def test_groups_that_do_not_come_out_are_refused_in_the_words_of_the_doctor(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("rewards", "--reward names no function"),
+        ("rewards", "--reward does not name a function"),
         ("absent:score", "the module of --reward is not there"),
         ("rewards:absent", "the module of --reward has no such function"),
         ("rewards:NOT_CALLABLE", "the reward is no function"),
-        ("rewards:too_few_arguments", "the reward does not take what TRL gives it"),
+        ("rewards:too_few_arguments", "the reward does not accept TRL's arguments"),
     ],
 )
 def test_a_reward_that_cannot_be_had_is_named(name: str, message: str) -> None:

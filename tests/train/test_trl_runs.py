@@ -108,7 +108,7 @@ def test_a_byte_that_differs_is_found(ran: Trainer, tmp_path: Path) -> None:
         file.seek(-5, 2)
         file.write(b"\x7f")
     problems = trl.ENGINE.check(ran("one").run, trained, tmp_path / "final")
-    assert [problem.message for problem in problems] == ["a tensor is not what was trained"]
+    assert [problem.message for problem in problems] == ["a tensor differs from the trained one"]
 
 
 def test_a_run_goes_on_as_if_it_had_not_been_killed(ran: Trainer, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_plan_that_did_not_hold_stops_the_run(ran: Trainer, tmp_path: Path) ->
     asked = replace(ran("fsdp2").run, output=tmp_path)
     silent = train(asked, 2, before="tests.train.trl_runs:without_cpu_adaptation")
     assert silent.failed
-    assert "the model is not wrapped as the plan says" in silent.log
+    assert "the model is not wrapped as planned" in silent.log
     assert "found: DistributedDataParallel" in silent.log
     assert not (tmp_path / "checkpoint-2").exists()
 

@@ -113,7 +113,7 @@ def _mixed(checkpoint: Checkpoint, dims: Dims) -> Iterator[Problem]:
         if part and part.part in _PARTS["linear_qkv"] and part.side == "B" and tp > dims.groups:
             yield Problem(
                 "adapter-mixed-tokens",
-                "this adapter mixed its tokens while it was trained",
+                "this adapter mixed up its tokens during training",
                 tensor=name,
                 file=str(checkpoint.path),
                 rule="canonical adapters of linear_qkv in Megatron-Bridge need a query group for each rank",
@@ -197,9 +197,9 @@ def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Fam
             if config is None
             else "the base is of a family that is not known",
             file=str(checkpoint.path),
-            rule="which projections share a fused linear follows from the config of the base",
+            rule="the config of the base determines which projections share a fused linear",
             found=None if config is None else str(config.get("model_type")),
-            remedy="name the Hugging Face folder that training started from: --base DIR",
+            remedy="pass the Hugging Face folder that training started from: --base DIR",
         )
     text = family.config.text(config)
     args = family.config.to_args(text)

@@ -162,7 +162,7 @@ def _gaps(found: Mapping[str, Linear], binding: Binding) -> Iterator[Problem]:
         if kind == "weight" and linear not in found and linear.rpartition(".")[2] in adapted:
             yield Problem(
                 "adapter-covers-some-linears",
-                "some linears are adapted, and others that are called the same are not",
+                "some linears of a name are adapted, and others are not",
                 tensor=linear,
                 rule="Megatron-Bridge adapts all linears of a name, and stacks their pairs into one tensor",
                 expected="a pair of lora_A and lora_B for one of its projections",

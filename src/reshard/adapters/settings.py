@@ -124,11 +124,11 @@ def missing_alpha(module: str | None = None, file: str | None = None) -> Problem
     """The error for an adapter whose alpha is not recorded."""
     return Problem(
         "lora-alpha-unknown",
-        "lora_alpha is not known",
+        "lora_alpha is unknown",
         tensor=module,
         file=file,
-        rule="an adapter is applied with alpha/r times its product, and the tensors tell r alone",
-        expected=f"{CONFIG} beside the weights, or a training config that notes lora_alpha",
+        rule="the change of an adapter is scaled by alpha/r, and the tensors only show r",
+        expected=f"{CONFIG} next to the weights, or a training config with lora_alpha",
         remedy="pass the alpha that the adapter was trained with: --lora-alpha N",
     )
 
@@ -217,7 +217,7 @@ def type_problems(settings: Settings) -> Iterator[Problem]:
             file=settings.source,
             expected="peft_type LORA",
             found=str(kind),
-            remedy="load it with PEFT, and save what merge_and_unload() gives if its type can be merged",
+            remedy="load it with PEFT, and save the result of merge_and_unload() if its type can be merged",
         )
 
 
@@ -255,5 +255,5 @@ def rank_problems(settings: Settings, ranks: Iterable[tuple[str, int]]) -> Itera
                 file=settings.source,
                 expected=f"{wanted} ({CONFIG})",
                 found=f"{rank} (tensors)",
-                remedy=f"put the {CONFIG} beside the tensors that was saved with them",
+                remedy=f"put the {CONFIG} that was saved with the tensors next to them",
             )

@@ -134,7 +134,7 @@ def verify(
         if b is None or logits:
             raise ReshardError(
                 "proof-arguments-wrong",
-                "a proof needs the source and the output, and counts elements alone",
+                "a proof needs the source and the output, and only counts elements",
                 remedy="pass both: reshard verify SRC DST --proof",
             )
         return prove_output(source_path(a), source_path(b), config, on_step)

@@ -203,7 +203,7 @@ def problems_of(error: Exception) -> list[Problem]:
         return [
             Problem(
                 "out-of-threads",
-                "the system gives no more threads",
+                "the system cannot start more threads",
                 found=str(error),
                 remedy="end other programs, or raise the limit: `ulimit -u`, or the process limit of the container",
             )
@@ -222,7 +222,7 @@ def problems_of(error: Exception) -> list[Problem]:
             "unexpected-error",
             "unexpected internal error",
             found=f"{type(error).__name__}: {error}",
-            remedy="this is a bug in reshard: please report what the same command prints with --debug",
+            remedy="this is a bug in reshard: please report the output of the same command with --debug",
         )
     ]
 

@@ -96,6 +96,6 @@ def _login_shell() -> str:
             "shell-unknown",
             "completion is available for bash, zsh and fish only",
             found=f"SHELL={os.environ['SHELL']}" if os.environ.get("SHELL") else "SHELL is not set",
-            remedy="name the shell: reshard install-completion bash",
+            remedy="pass the shell: reshard install-completion bash",
         )
     return name

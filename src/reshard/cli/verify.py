@@ -123,7 +123,7 @@ def _prove(
 ) -> NoReturn:
     """Prove the plan that made `b` from `a`, by counting."""
     if b is None or logits:
-        raise click.UsageError("--proof needs SRC and DST, and counts elements alone")
+        raise click.UsageError("--proof needs SRC and DST, and only counts elements")
     with Watch("verify", quiet=silent) as watch:
         found = api.verify(a, b, base=base, proof=True, on_step=watch.step)
     if json_output:

@@ -149,9 +149,9 @@ def refuse_unfinished(path: Path) -> None:
             marker = parsed_marker(read_source(folder / MARKER))
             raise ReshardError(
                 "conversion-unfinished",
-                "this is an unfinished conversion, and no checkpoint",
+                "this is an unfinished conversion, not a checkpoint",
                 file=str(folder),
-                rule=f"{MARKER} is there until all files are complete",
+                rule=f"{MARKER} exists until all files are complete",
                 found=f"{size(marker.uploaded)} of {size(marker.total)} are uploaded" if marker else None,
                 remedy=f"continue it: {marker.anywhere}" if marker else "run the conversion again",
             )

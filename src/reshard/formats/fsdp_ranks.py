@@ -135,7 +135,7 @@ def _choose(path: Path) -> Files:
             "fsdp-several-saves",
             "there are several saves in one folder",
             file=str(path),
-            rule="the files of one save have the same name but for the rank",
+            rule="the names of the files of one save differ only in the rank",
             found=", ".join(f"{save or 'rank'} ({len(ranks)} ranks)" for save, ranks in saves.items()),
             remedy="pass one of the files, or move those of the other save elsewhere",
         )

@@ -55,7 +55,7 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
                         "a tensor is in the checkpoint under two names",
                         tensor=hub,
                         file=tensor.file,
-                        rule="a checkpoint has the names of the hub, or those of the model in memory",
+                        rule="a checkpoint has either Hub names or the names of the model in memory",
                         found=name,
                         remedy="the tensors of two saves were mixed: save the model again into an empty folder",
                     )

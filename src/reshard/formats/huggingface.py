@@ -125,7 +125,7 @@ def _indexed_files(index: Path, named: Mapping[str, str], problems: list[Problem
             "shard-missing",
             "a shard is missing",
             file=str(shard),
-            rule=f"every file that {index.name} names is there",
+            rule=f"every file that {index.name} names exists",
             remedy="copy or download the missing file",
         )
         for shard in shards

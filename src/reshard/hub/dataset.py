@@ -89,7 +89,7 @@ def _explained(url: str, name: str, revision: str) -> Iterator[None]:
         except LocalEntryNotFoundError:
             raise ReshardError(
                 "hub-dataset-not-cached",
-                "the dataset is not in the local cache, and the hub cannot be asked",
+                "the dataset is not in the local cache, and the Hub cannot be reached",
                 file=url,
                 remedy=f"hf download {name} --repo-type dataset{at} on a machine with a network, or unset "
                 "HF_HUB_OFFLINE; if this is a path, correct it",

@@ -71,7 +71,7 @@ def _here(store: HubStore) -> Path | None:
             return here
         raise ReshardError(
             "hub-not-reached",
-            "the model is not in the local cache, and the hub cannot be reached",
+            "the model is not in the local cache, and the Hub cannot be reached",
             file=store.url,
             found=error.problems[0].found,
             remedy=f"{store.download_command()} on a machine with a network, or check this one's",

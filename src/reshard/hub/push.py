@@ -85,8 +85,8 @@ class Upload:
                 "repository-public",
                 "the repository is public",
                 file=self.url,
-                rule="--private makes a new repository private, and changes none that is there",
-                remedy="make it private in its settings on the hub, or choose another name",
+                rule="--private makes a new repository private, but does not change an existing one",
+                remedy="make it private in its settings on the Hub, or choose another name",
             )
         self._obsolete(found)
         return found
@@ -105,7 +105,7 @@ class Upload:
                 file=self.url,
                 rule="old shards or a stale index must not remain next to new ones",
                 found=listed(sorted(there - set(KEPT)), 5),
-                remedy="choose another repository, or give --overwrite to replace what is there (its history keeps it)",
+                remedy="choose another repository, or pass --overwrite to replace its files (its history keeps them)",
             )
         files = record.get(FILES)
         old = {RECORD, *files} if isinstance(files, dict | list) else set()
@@ -116,7 +116,7 @@ class Upload:
                 file=self.url,
                 rule="--overwrite deletes what reshard uploaded, and nothing else",
                 found=listed(foreign, 5),
-                remedy="delete these files on the hub, or choose another repository",
+                remedy="delete these files on the Hub, or choose another repository",
             )
         return sorted((old & there) - ours)
 
@@ -174,7 +174,7 @@ def _refuse_others(push: Push, plan: Plan) -> None:
     if plan.target not in able:
         raise ReshardError(
             "push-format-not-for-hub",
-            "--push-to-hub is for checkpoints that transformers or PEFT load from the hub",
+            "--push-to-hub is for checkpoints that transformers or PEFT load from the Hub",
             found=f"--to {plan.target}",
             remedy=f"pass --to {' or --to '.join(able)}, or leave out --push-to-hub",
         )
@@ -207,9 +207,9 @@ def _writable(api: Any, push: Push) -> str:
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise ReshardError(
             "hub-token-read-only",
-            "the token may only read",
+            "the token has no write access",
             file=f"{api.endpoint}/{push.repository}",
-            rule="--push-to-hub needs a token that may write",
+            rule="--push-to-hub needs a token with write access",
             found=f"a read token of {user['name']}",
             remedy="make a token with write access at https://huggingface.co/settings/tokens, then `hf auth login`",
         )

@@ -380,7 +380,7 @@ def _misfit(
         "the scales of a quantized weight do not match it",
         tensor=name,
         file=packed.file,
-        rule="each block of a weight has one scale, and config.json gives the size of the blocks",
+        rule="each block of a weight has one scale, and config.json has the size of the blocks",
         expected="scales that cover the weight in blocks of weight_block_size, or evenly",
         found=f"{packed.dtype} {list(packed.shape)}, scales {scales.dtype} {list(scales.shape)}{beside}; {found}",
         remedy="pass the config.json of these weights; if it is correct, reshard does not know their scheme: "

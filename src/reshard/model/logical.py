@@ -211,7 +211,7 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
         problems.append(
             Problem(
                 "tensor-unknown",
-                "a tensor is not known",
+                "a tensor is unknown",
                 tensor=name,
                 file=have[name].file,
                 rule="every tensor of the checkpoint must be declared by the family; nothing is dropped silently",

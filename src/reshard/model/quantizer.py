@@ -118,7 +118,7 @@ class _Quantized(Computed):
             "a weight contains NaN or Inf",
             tensor=self._name,
             file=self.inputs[0].file,
-            rule="the values of MXFP4 are numbers, so that NaN and Inf would become numbers too",
+            rule="MXFP4 cannot store NaN or Inf, which would become numbers",
             remedy="use an earlier iteration, or leave out --quantize",
         )
 
@@ -388,7 +388,8 @@ def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
             "stacked-experts-fp8-unsupported",
             "experts that are stacked in one tensor cannot be quantized to FP8",
             tensor=listed([tensor.name for tensor in odd], 1),
-            rule="transformers 5.23 loads FP8 experts that are a tensor each, and misreads the scales of others",
+            rule="transformers 5.23 only loads FP8 experts that are separate tensors, and misreads the scales of "
+            "others",
             remedy="leave out --quantize",
         )
     if odd:
@@ -396,7 +397,7 @@ def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
             "weight-not-divisible-into-blocks",
             "a weight does not divide into blocks",
             tensor=odd[0].name,
-            rule="MXFP4 has one scale for 32 elements in a row of inputs",
+            rule="MXFP4 has one scale for 32 consecutive elements of a row",
             found=str(list(odd[0].shape)),
             remedy="leave out --quantize",
         )

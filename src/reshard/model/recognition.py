@@ -85,7 +85,7 @@ def _beyond(model_type: str) -> Problem:
         f'Megatron-Core does not compute what the family "{model_type}" computes',
         rule=BEYOND_MEGATRON[model_type],
         found=f"model_type {model_type} in config.json",
-        remedy="convert it to a format that keeps the names of the hub: see docs/add-a-family.md",
+        remedy="convert it to a format that keeps Hub names: see docs/add-a-family.md",
         values={"family": model_type},
     )
 
@@ -219,7 +219,7 @@ def _of_one_part(family: Family, checkpoint: Checkpoint) -> Family:
     if family.within and family.within.carried:
         raise ReshardError(
             "arguments-lack-parts",
-            "the checkpoint's arguments do not tell the config of a model of several parts",
+            "the checkpoint's arguments do not contain the config of a model with several parts",
             file=str(checkpoint.path),
             expected=f"the config.json of a model of family {family.name}",
             remedy="pass the Hugging Face folder that training started from: --base DIR",

@@ -61,7 +61,7 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
         raise ReshardError(
             "logits-megatron-lacks-family",
             f"megatron-core's GPTModel does not compute these weights of family {side.model.family.name}",
-            rule=f"it runs on {ENGINES[engine]}",
+            rule=f"the engine of this family is {ENGINES[engine]}",
             remedy="leave out --logits: the weights are compared all the same",
         )
     _require("megatron.core")

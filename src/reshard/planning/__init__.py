@@ -130,9 +130,9 @@ def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) 
     if checkpoint.format == huggingface.NAME and not (options.merge or options.quantize):
         raise ReshardError(
             "source-already-hugging-face",
-            "the source is a Hugging Face folder already",
+            "the source is already a Hugging Face folder",
             file=str(source),
-            remedy=f"choose what it should become: --to {', --to '.join(_able(kind))}",
+            remedy=f"choose the format to convert it to: --to {', --to '.join(_able(kind))}",
         )
     return huggingface.FORMAT
 

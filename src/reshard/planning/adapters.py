@@ -52,11 +52,12 @@ def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolv
     if options.base is None:
         raise ReshardError(
             "adapter-base-not-named",
-            "the source is an adapter, and its base is not named",
+            "the source is an adapter, and no base was passed",
             file=str(checkpoint.path),
-            rule="which projections share a linear of Megatron-Core follows from the base",
+            rule="the base determines which projections share a linear of Megatron-Core",
             expected="the model that the adapter was trained on",
-            remedy="add --merge --base DIR to have both in one model, or --base DIR alone for an adapter of its own",
+            remedy="add --merge --base DIR to have both in one model, or only --base DIR to convert the adapter "
+            "by itself",
         )
     base = open_checkpoint(options.base, strip=options.strip)
     if base.problems:

@@ -44,9 +44,9 @@ def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Proble
     return [
         Problem(
             "tokenizer-not-beside-checkpoint",
-            "tokenizer not found beside the checkpoint",
+            "tokenizer not found next to the checkpoint",
             file=str(checkpoint.root),
-            rule="the output loads with no other folder",
+            rule="the output must load without any other folder",
             expected="tokenizer.json, tokenizer.model or vocab.json",
             found="; ".join(found.notes) or None,
             remedy="pass the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
@@ -78,9 +78,9 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
     if not config:
         raise ReshardError(
             "config-not-beside-checkpoint",
-            "config.json not found beside the checkpoint",
+            "config.json not found next to the checkpoint",
             file=str(checkpoint.root),
-            rule="the output loads with no other folder",
+            rule="the output must load without any other folder",
             expected="the config.json of the model",
             found="; ".join(checkpoint.notes) or None,
             remedy="pass the Hugging Face folder that training started from: --base DIR",

@@ -29,7 +29,7 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
         raise ReshardError(
             "format-without-optimizer",
             f"{format.name} cannot store optimizer states",
-            rule="--with-optimizer converts states where both sides keep one for each tensor",
+            rule="--with-optimizer needs one state per tensor in both formats",
             expected=f"--to {' or --to '.join(able)}",
             found=f"--to {format.name}",
             remedy=leave_out,

@@ -136,7 +136,7 @@ def translated(url: str) -> Iterator[None]:
             raise
         raise ReshardError(
             "store-answer-wrong",
-            "the store does not answer as it should",
+            "the store returned an unexpected answer",
             file=url,
             found=found,
             remedy="check the address and the network, then run the same command again",

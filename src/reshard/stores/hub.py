@@ -66,7 +66,7 @@ class HubStore(Store):
             return str(info.sha)
 
     def _unknown(self, what: str, remedy: str) -> ReshardError:
-        return ReshardError("hub-not-found", f"the hub has no {what}", file=self.url, remedy=remedy)
+        return ReshardError("hub-not-found", f"the Hub has no {what}", file=self.url, remedy=remedy)
 
     def download_command(self) -> str:
         """The command that downloads the model to the local cache."""
@@ -79,7 +79,7 @@ class HubStore(Store):
     def _offline(self) -> ReshardError:
         return ReshardError(
             "hub-offline",
-            "the model is not in the local cache, and the hub may not be asked (HF_HUB_OFFLINE is set)",
+            "the model is not in the local cache, and the Hub is not used (HF_HUB_OFFLINE is set)",
             file=self.url,
             remedy=f"{self.download_command()} on a machine with a network, or unset HF_HUB_OFFLINE",
         )

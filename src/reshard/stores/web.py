@@ -142,7 +142,7 @@ class WebStore(Store):
                     file=url,
                     expected="an answer to a request for a range of bytes (206)",
                     found=f"HTTP {response.status}",
-                    remedy="download the folder, and name where it is then",
+                    remedy="download the folder, and pass the local path",
                 )
             return Answer(await response.read(), dict(response.headers))
 

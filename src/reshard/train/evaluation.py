@@ -45,9 +45,9 @@ def held_out(run: Run) -> Iterator[Problem]:
     for file in sorted(both):
         yield Problem(
             "file-trained-and-evaluated-on",
-            "a file is trained on, and evaluated on",
+            "a file is used for both training and evaluation",
             file=str(file),
-            rule="what a model was trained on does not tell how it does on anything else",
+            rule="data that the model was trained on do not measure how it generalizes",
             remedy="move it out of the folder of --data",
             severity="warning",
         )
@@ -56,7 +56,7 @@ def held_out(run: Run) -> Iterator[Problem]:
             cure = "leave it out" if run.eval_data else "give it with --eval-data"
             yield Problem(
                 "held-out-file-trained-on",
-                "a file is named as if it were kept for evaluation, and is trained on",
+                "a file whose name suggests evaluation data is used for training",
                 file=str(file),
                 remedy=f"move it out of the folder and {cure}, or name the other files with --data",
                 severity="warning",
@@ -71,7 +71,7 @@ def unlike(
     if not mixed and kinds[0] != kinds[1]:
         yield Problem(
             "evaluation-data-shape-differs",
-            "the data to evaluate on have another shape than those to train on",
+            "the evaluation data have a different shape from the training data",
             file=str(run.eval_data),
             expected=f"{kinds[0]}, as in {run.data}",
             found=kinds[1],
@@ -82,10 +82,10 @@ def unlike(
     if lacking:
         yield Problem(
             "evaluation-data-lack-columns",
-            "the data to evaluate on lack columns of those to train on",
+            "the evaluation data lack columns of the training data",
             file=str(run.eval_data),
             rule="the reward gets all columns by their names",
             found=f"no {', '.join(sorted(lacking))}",
-            remedy="add them, unless the reward does without",
+            remedy="add them, unless the reward does not need them",
             severity="warning",
         )

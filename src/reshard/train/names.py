@@ -52,7 +52,7 @@ def renamed(given: Mapping[str, Any], place: str) -> dict[str, Any]:
             problems.append(
                 Problem(
                     "option-given-twice",
-                    f"{flag(ours)} is given twice, with different values",
+                    f"{flag(ours)} is set twice, to different values",
                     file=place or None,
                     found=f"{spelled[ours]}: {found[ours]}, {name}: {value}",
                     remedy=f"leave out one of {spelled[ours]} and {name}",

@@ -50,7 +50,7 @@ def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
         )
     elif run.output.exists() and not run.output.is_dir():
         yield Problem(
-            "output-is-a-file", "the output is a file", file=str(run.output), remedy="name a folder with -o"
+            "output-is-a-file", "the output is a file", file=str(run.output), remedy="choose a folder with -o"
         )
     else:
         yield from cleared(run)
@@ -70,20 +70,20 @@ def cleared(run: Run) -> Iterator[Problem]:
     if not (output / RECORD).is_file():
         yield Problem(
             "output-foreign-files",
-            "the output folder contains files that no run left there",
+            "the output folder contains files that no run wrote",
             file=str(output),
             expected=f"an empty folder, or one with {RECORD}",
-            remedy="name another folder with -o, or remove this one yourself",
+            remedy="choose another folder with -o, or remove this one yourself",
         )
     going = [path.resolve() for path in made(run)]
     for name, source in (("model", run.model), *(("data", path) for path in run.data.paths)):
         if any(source.resolve().is_relative_to(path) for path in going):
             yield Problem(
                 "overwrite-would-remove-input",
-                f"--overwrite would remove the {name} that the run begins with",
+                f"--overwrite would remove the {name} of this run",
                 file=str(source),
                 found=f"-o {output} --overwrite",
-                remedy="name another folder with -o",
+                remedy="choose another folder with -o",
             )
 
 
@@ -96,7 +96,7 @@ def unwritable(output: Path) -> Iterator[Problem]:
             "the output folder cannot be created: a file has its name",
             file=str(place),
             found=f"-o {output}",
-            remedy="name another folder with -o",
+            remedy="choose another folder with -o",
         )
     elif not os.access(place, os.W_OK | os.X_OK):
         yield Problem(
@@ -104,5 +104,5 @@ def unwritable(output: Path) -> Iterator[Problem]:
             "the output cannot be written to",
             file=str(place),
             found="no permission to write",
-            remedy="name another folder with -o, or have its permissions changed",
+            remedy="choose another folder with -o, or change its permissions",
         )

@@ -82,7 +82,7 @@ def model(run: Run) -> Iterator[Problem]:
         if found.format != "huggingface":
             yield Problem(
                 "model-format-not-trainable",
-                "the model is in a format that training does not start from",
+                "training cannot start from this format",
                 file=str(found.path),
                 expected="a Hugging Face folder",
                 found=found.format,
@@ -110,9 +110,9 @@ def _quantized(run: Run) -> Iterator[Problem]:
             "model-quantized",
             "the model is quantized",
             file=str(run.model / CONFIG),
-            rule="a quantized base cannot be bit-equal to what was trained",
+            rule="a quantized base cannot be bit-identical to the trained weights",
             found=f"quantization_config: {config.get('quant_method') if isinstance(config, dict) else config}",
-            remedy="take the unquantized weights of the same model, with --lora if memory is short",
+            remedy="use the unquantized weights of the same model, with --lora to save memory",
         )
 
 
@@ -124,7 +124,7 @@ def unindexed(run: Run) -> Problem:
         file=str(run.data),
         expected="records: JSONL, JSON or Parquet",
         found="tokens, of which nothing tells the text",
-        remedy="use --engine megatron, or give the records that the dataset was made from",
+        remedy="use --engine megatron, or pass the records that the dataset was made from",
     )
 
 
@@ -172,7 +172,7 @@ def _resumable(run: Run) -> Iterator[Problem]:
             "no checkpoint to resume from",
             file=str(run.output),
             expected=kept.expected,
-            remedy="leave out --resume, or name the output of the run to continue",
+            remedy="leave out --resume, or pass the output of the run to continue",
         )
         return
     try:
@@ -182,10 +182,10 @@ def _resumable(run: Run) -> Iterator[Problem]:
     except (ReshardError, StopIteration):
         yield Problem(
             "checkpoint-without-run",
-            "nothing says which run the checkpoint is of",
+            "the checkpoint does not record its run",
             file=str(checkpoint),
             expected=RECORD,
-            remedy="train from the beginning in another folder",
+            remedy="start over in another folder",
         )
         return
     before = Run.of_dict(record)
@@ -198,11 +198,11 @@ def _resumable(run: Run) -> Iterator[Problem]:
         if old != new:
             yield Problem(
                 "resumed-run-differs",
-                "the checkpoint is of another run",
+                "the checkpoint belongs to another run",
                 file=str(checkpoint),
                 expected=f"{name}: {old}",
                 found=str(new),
-                remedy="resume with what the run was started with, or start another in another folder",
+                remedy="resume with the options of the run, or start another run in another folder",
             )
     yield from _same_data(run, record)
 
@@ -211,18 +211,18 @@ def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
     if _differ(record.get("data_digest"), run.data):
         yield Problem(
             "resumed-data-differ",
-            "the data are not those that the run began with",
+            "the data have changed since the run began",
             file=str(run.data),
-            rule="the same losses as without an interruption come from the same data",
-            remedy="restore the data, or begin again",
+            rule="only the same data give the same losses as an uninterrupted run",
+            remedy="restore the data, or start over",
             severity="warning",
         )
     if run.eval_data and _differ(record.get("eval_data_digest"), run.eval_data):
         yield Problem(
             "resumed-evaluation-data-differ",
-            "the data to evaluate on are not those that the run began with",
+            "the evaluation data have changed since the run began",
             file=str(run.eval_data),
-            rule="losses can be compared that are measured on the same data",
+            rule="only losses on the same data can be compared",
             remedy="restore the data; training itself continues unchanged",
             severity="warning",
         )

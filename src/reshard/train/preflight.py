@@ -272,7 +272,7 @@ def _lengths_wrong(run: Run, lengths: Lengths, longer: str) -> Iterator[Problem]
     if lengths.empty:
         yield Problem(
             "records-teach-nothing",
-            "records without a token to learn from: all of them are cut off at the maximum length, or masked",
+            "records without a token to train on: all their tokens are beyond the maximum length, or masked",
             file=str(run.data),
             found=f"{about}{lengths.empty} of {lengths.records}",
             remedy=f"raise {longer}, or leave these records out",
@@ -281,7 +281,7 @@ def _lengths_wrong(run: Run, lengths: Lengths, longer: str) -> Iterator[Problem]
     if lengths.cut:
         yield Problem(
             "records-cut",
-            "records are longer than the greatest length, and their end is cut",
+            "records are longer than the maximum length and are cut off",
             file=str(run.data),
             found=f"{about}{lengths.cut} of {lengths.records}; the longest has {lengths.longest} tokens",
             remedy=f"raise {longer}, if memory allows",
@@ -301,7 +301,7 @@ def _few(records: int, batches: Batches, reading: Reading) -> Iterator[Problem]:
     if records < batches.samples and not reading.packed:
         yield Problem(
             "records-fewer-than-step",
-            "there are fewer records than one step takes",
+            "there are fewer records than one step needs",
             found=f"{records} records, {batches.samples} samples in a step",
             remedy="lower the batch, or add data",
             severity="warning",

@@ -52,8 +52,8 @@ def run_of(
             "run-to-resume-missing",
             "no run to resume",
             file=str(given["output"]),
-            expected=f"the {RECORD} that a run leaves in its output",
-            remedy="check -o; a run that has left none needs --model and --data again",
+            expected=f"the {RECORD} that a run writes to its output",
+            remedy="check -o; a run without a record needs --model and --data again",
         )
     if missing:
         raise ReshardError([_missing(name, {**told, **typed}) for name in missing])
@@ -100,7 +100,7 @@ def _of_scripts(told: Options, place: str, note: Callable[[str], None]) -> Optio
     if "data" in told:
         raise ReshardError(
             "data-named-twice",
-            "the config names its data twice",
+            "the config sets its data twice",
             file=place,
             found=f"data: {told['data']}, and datasets",
             remedy="leave out one of them",
@@ -111,8 +111,8 @@ def _of_scripts(told: Options, place: str, note: Callable[[str], None]) -> Optio
             "test_split_size is not passed on",
             file=place,
             found=f"test_split_size: {kept['test_split_size']}",
-            rule="records to evaluate on are never drawn from those to train on",
-            remedy="leave it out, and give a file of their own with --eval-data",
+            rule="reshard does not split training data for evaluation",
+            remedy="leave it out, and pass a separate file with --eval-data",
         )
     # Data is never completely in memory, whatever `streaming` says.
     kept = {name: value for name, value in kept.items() if name not in ("streaming", "test_split_size")}
@@ -125,7 +125,9 @@ def _missing(name: str, given: Options) -> Problem:
         "option-missing",
         f"{flag(name)} is missing",
         found=f"--{meant} {given[meant]}" if meant else None,
-        remedy=f"did you mean {flag(name)}?" if meant else f"give it as a flag, or as `{name}:` in --config",
+        remedy=f"did you mean {flag(name)}?"
+        if meant
+        else f"pass it as an option, or as `{name}:` in --config",
     )
 
 
@@ -150,10 +152,10 @@ def _on_hub(typed: str, revision: str | None) -> str | None:
                 return None
             raise ReshardError(
                 "revision-of-a-folder",
-                "only a model of the hub has revisions",
+                "only Hub models have revisions",
                 file=typed,
                 found=f"--model-revision {revision}",
-                remedy="leave it out, or name the model by its id on the hub",
+                remedy="leave it out, or pass the Hub id of the model",
             )
     if revision and "@" in typed:
         raise ReshardError(
@@ -181,7 +183,7 @@ def _path(given: Mapping[str, Any], name: str) -> Path:
             "option-not-a-path",
             f"{option} is not a path",
             found=repr(given[name]),
-            remedy="give one folder",
+            remedy="pass one folder",
         ) from None
 
 
@@ -200,7 +202,7 @@ def read_config(path: Path) -> Options:
     if not isinstance(content, dict):
         raise ReshardError(
             "train-config-empty",
-            "the config says nothing",
+            "the config is empty",
             file=str(path),
             expected="names and values, as `learning_rate: 1.0e-5`",
             found=type(content).__name__,
@@ -254,10 +256,10 @@ def words(rest: Sequence[str]) -> Options:
         elif name is None:
             raise ReshardError(
                 "option-word-unknown",
-                "a word belongs to no option",
+                "an argument belongs to no option",
                 found=word,
                 expected="--name value",
-                remedy="an option begins with two dashes; quote a value with spaces",
+                remedy="start options with two dashes, and quote values with spaces",
             )
         else:
             before = options[name]
@@ -351,7 +353,7 @@ def _folders(run: Run) -> Iterator[Problem]:
             "not a Hugging Face model folder",
             file=str(run.model),
             expected="a folder with config.json, weights and tokenizer",
-            remedy="`reshard inspect` says what it is, `reshard convert` makes such a folder of a checkpoint",
+            remedy="`reshard inspect` shows what it is, and `reshard convert` converts a checkpoint to such a folder",
         )
 
 
@@ -362,7 +364,7 @@ def _data(run: Run) -> Iterator[Problem]:
                 "data-not-found",
                 "there is no data",
                 file=str(path),
-                remedy=_weight_of(path) or "give a file or a folder with --data",
+                remedy=_weight_of(path) or "pass a file or folder with --data",
             )
 
 
@@ -383,7 +385,7 @@ def _eval_data(run: Run) -> Iterator[Problem]:
                 "evaluation-data-not-found",
                 "no evaluation data",
                 file=str(path),
-                remedy="give a file or a folder with --eval-data, or leave it out",
+                remedy="pass a file or folder with --eval-data, or leave it out",
             )
 
 

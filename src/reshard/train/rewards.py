@@ -34,18 +34,18 @@ def named(text: str) -> Named:
     if not (source and function.isidentifier()):
         raise ReshardError(
             "reward-names-no-function",
-            "--reward names no function",
+            "--reward does not name a function",
             found=text,
             expected="module:function, or FILE.py:function; a weight may follow, as rewards:score:0.5",
-            remedy="as rewards:score for rewards.py",
+            remedy="for example rewards:score for the function score in rewards.py",
         )
     try:
         return Named(source, function, float(weight) if weight else None)
     except ValueError:
         raise ReshardError(
             "reward-weight-no-number",
-            "the weight of a reward is no number",
+            "the weight of a reward is not a number",
             found=text,
             expected=f"{source}:{function}:0.5",
-            remedy="correct it, or leave it out: it is 1 then",
+            remedy="correct it, or leave it out for a weight of 1",
         ) from None

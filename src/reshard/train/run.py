@@ -114,8 +114,8 @@ def read_record(file: Path) -> dict[str, Any]:
             "no record of a run found",
             file=str(file),
             found=error.strerror,
-            expected=f"the {RECORD} that `reshard train` leaves in its output and in each checkpoint",
-            remedy="name such a folder, or use `reshard convert` and tell it --base",
+            expected=f"the {RECORD} that `reshard train` writes to its output and to each checkpoint",
+            remedy="pass such a folder, or use `reshard convert` with --base",
         ) from None
     except UNUSABLE as error:
         raise ReshardError(
@@ -123,7 +123,7 @@ def read_record(file: Path) -> dict[str, Any]:
             "the record of a run cannot be read",
             file=str(file),
             found=f"{type(error).__name__}: {error}",
-            remedy="use `reshard convert` and tell it --base",
+            remedy="use `reshard convert` with --base",
         ) from None
     return dict(content)
 

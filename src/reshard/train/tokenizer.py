@@ -41,7 +41,7 @@ def tokenizer_of(run: Run, options: dict[str, Any]) -> Any:
         found = f"{len(tokenizer)} tokens"
         raise ReshardError(
             "tokenizer-yields-nothing",
-            "the tokenizer turns text into nothing",
+            "the tokenizer encodes text to nothing",
             file=str(run.model),
             found=found,
             remedy=remedy,
@@ -51,7 +51,7 @@ def tokenizer_of(run: Run, options: dict[str, Any]) -> Any:
             "tokenizer-without-end",
             "the tokenizer has no end token",
             file=str(run.model),
-            rule="answers end with it; a model that never saw one does not stop",
+            rule="answers end with it; a model that never saw it does not stop",
             remedy="set eos_token in tokenizer_config.json to the token that ends a turn"
             + (", or give it with --eos_token" if "eos_token" in options else ""),
         )

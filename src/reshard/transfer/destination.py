@@ -161,7 +161,7 @@ def _holds_more(target: Path | str, foreign: Sequence[str]) -> Problem:
         "the destination contains files that --overwrite does not delete",
         file=str(target),
         rule="--overwrite deletes what reshard wrote, or one checkpoint, and nothing else",
-        expected="an empty folder, or a checkpoint to replace, alone in it",
+        expected="an empty folder, or one that contains only the checkpoint to replace",
         found=listed(foreign),
         remedy="move these files elsewhere, or choose another folder",
     )

@@ -209,9 +209,10 @@ class Mpi:
         if import_module("mpi4py.futures._core").SharedPool is None:
             raise ReshardError(
                 "mpi-without-ranks",
-                "--on mpi finds no ranks to work",
+                "--on mpi finds no worker ranks",
                 expected="to be started by mpiexec and mpi4py.futures",
-                remedy="mpiexec -n 5 python -m mpi4py.futures -m reshard convert … --on mpi (one rank hands out)",
+                remedy="mpiexec -n 5 python -m mpi4py.futures -m reshard convert … --on mpi (one rank "
+                "distributes the work)",
             )
         self._executor = futures.MPIPoolExecutor()
         self.slots = max(1, int(self._executor.num_workers))
@@ -308,8 +309,8 @@ def settings_error(found: str) -> ReshardError:
     """The error for settings that Slurm does not have."""
     return ReshardError(
         "slurm-settings-malformed",
-        "not settings for Slurm",
-        expected="nodes=N, time=MINUTES, and what submitit knows: partition, account, qos, cpus_per_task, mem_gb …",
+        "invalid settings for Slurm",
+        expected="nodes=N, time=MINUTES, and settings of submitit: partition, account, qos, cpus_per_task, mem_gb …",
         found=found,
         remedy="correct them: NAME=VALUE,NAME=VALUE",
     )

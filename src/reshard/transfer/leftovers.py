@@ -148,7 +148,7 @@ def remove_unfinished(target: Path, age: float) -> list[Unfinished]:
         if old and not has_locks:
             raise ReshardError(
                 "locks-unsupported",
-                "this file system has no locks, so nobody can tell whether a run is still writing",
+                "this file system has no locks, so it is unknown whether a run is still writing",
                 file=str(target.parent),
                 found=listed([str(each.folder) for each in old]),
                 remedy="make sure that no run is writing there, and remove these folders yourself",

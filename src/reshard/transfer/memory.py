@@ -164,7 +164,7 @@ class Meter:
         return ReshardError(
             "memory-too-small",
             "the memory limit is too low",
-            rule="--memory bounds all that a run takes beside Python and its libraries: the plan, and its threads",
+            rule="--memory limits everything besides Python and its libraries: the plan and the threads",
             expected=f"--memory {number} or more",
             found=f"--memory {_mebibytes(self._memory)}; {found}",
             remedy=f"pass --memory {number}",

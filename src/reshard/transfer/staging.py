@@ -260,7 +260,7 @@ def _spoilt(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) ->
         "output-changed",
         "the output was changed while it was written",
         file=str(folder),
-        rule="all files that were planned are there, with their sizes, and nothing else",
+        rule="the folder must contain exactly the planned files with their sizes",
         found=listed(sorted(wrong)) if folder.exists() else "the folder was removed",
         remedy="something else removes or writes files there: stop it, then run the same command again",
     )
@@ -319,7 +319,7 @@ def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> 
             "old-folder-not-moved",
             "the output cannot take the place of the old folder",
             file=str(target),
-            rule="the old folder is moved aside by a rename, and stays where that fails",
+            rule="the old folder is moved aside by a rename, which failed",
             found=found,
             remedy="move it elsewhere yourself, or convert to a folder on another file system",
         )
@@ -327,7 +327,7 @@ def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> 
         "output-not-renamed",
         "the output cannot be renamed to the destination",
         file=str(target),
-        rule="the output is written beside the destination, and takes its place by a rename",
+        rule="the output is written next to the destination and then renamed",
         found=found,
         remedy="convert to a folder on another file system",
     )
@@ -339,7 +339,7 @@ def _taken(target: Path, aside: Path) -> ReshardError:
         "destination-created-meanwhile",
         "another process created the destination while this run was writing",
         file=str(target),
-        rule="a run replaces only what it found when it began",
+        rule="a run replaces only what existed when it began",
         found=listed(sorted(path.name for path in target.iterdir()) if target.is_dir() else ["a file"], 5)
         + kept,
         remedy="check what is there, or choose another destination",

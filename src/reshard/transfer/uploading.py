@@ -102,7 +102,7 @@ class Uploads:
                 "output-changed",
                 "the output was changed while it was written",
                 file=self._bucket.url,
-                rule="all files that were uploaded are there, as they were uploaded",
+                rule="the uploaded files must stay as they were uploaded",
                 found=listed(sorted(told)),
                 remedy="something else removes or writes objects there: stop it, then run the same command again",
             ) from OSError(errno.ESTALE, os.strerror(errno.ESTALE))

@@ -75,7 +75,7 @@ def _problems(mismatch: Mismatch, folder: Path) -> list[Problem]:
     missing = [
         Problem(
             "logits-megatron-weight-missing",
-            "megatron-core does not find a weight",
+            "megatron-core lacks a weight",
             tensor=key,
             file=str(folder),
             rule=rule,

@@ -50,7 +50,7 @@ BALANCING = (
     "differently"
 )
 ONE_MODEL = "the checkpoint has one model, but contains this tensor twice"
-WEIGHTS_ONLY = "a Trainer FSDP checkpoint: weights only, no config or tokenizer; give --base"
+WEIGHTS_ONLY = "a Trainer FSDP checkpoint: weights only, no config or tokenizer; pass --base"
 NOT_WEIGHTS = tuple(
     (re.compile(rf"(\w+\.){{0,2}}{pattern}"), rule)
     for pattern, rule in (

@@ -35,7 +35,7 @@ def check_layout(model: Model, layout: Layout) -> None:
         problems.append(
             Problem(
                 "expert-biases-tensor-parallel",
-                "experts with biases cannot be tensor parallel",
+                "experts with biases cannot be tensor-parallel",
                 rule="Megatron-Core would add the bias of an expert on each of its ranks, and refuses to",
                 found=f"--etp {layout.etp}"
                 if layout.etp != layout.tp

@@ -66,7 +66,7 @@ class RankStates:
         if any(".in_proj.weight" in name for name in names):
             raise ReshardError(
                 "delta-net-layout-unsupported",
-                "a gated delta net cannot be written as rank files",
+                "a gated delta net cannot be written to rank files",
                 rule="reshard writes rank files for every megatron-core layer except gated delta nets",
                 expected="a torch_dist checkpoint",
                 remedy="choose --to megatron",

@@ -45,7 +45,7 @@ def _engine(request: Request) -> str:
             f"megatron-core's GPTModel does not compute the family {family.name}"
             if wanted == MCORE
             else f"the family {family.name} is not available for {ENGINES.get(wanted, wanted)}",
-            rule=f"it runs on {ENGINES[family.computed_by]}",
+            rule=f"the engine of this family is {ENGINES[family.computed_by]}",
             expected=able,
             found=f"--engine {wanted}",
             remedy=f"pass {' or '.join(known)}, or remove --engine",

@@ -212,7 +212,7 @@ def _check_placements(name: str, placements: Sequence[Placement], file: str) -> 
                 else "a placement that reshard does not know",
                 tensor=name,
                 file=file,
-                rule="each element of a DTensor is on some rank",
+                rule="each element of a DTensor is stored on some rank",
                 expected="Shard, _StridedShard or Replicate",
                 found=placement.kind,
                 remedy="redistribute the tensor to Replicate() or Shard(0) before it is saved",

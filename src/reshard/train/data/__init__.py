@@ -37,7 +37,7 @@ def files_of(path: Path) -> list[Path]:
     """The data files at a path, sorted by name. Raises ReshardError if there are none."""
     if not path.exists():
         raise ReshardError(
-            "data-missing", "there is no data", file=str(path), remedy="give a file or a folder with --data"
+            "data-missing", "there is no data", file=str(path), remedy="pass a file or folder with --data"
         )
     if path.suffix == INDEX:
         return [path]
@@ -143,7 +143,7 @@ def _mixed(kind: str, where: str, first: tuple[str, str]) -> Problem:
         file=where,
         expected=f"{first[0]}, as in {first[1]}",
         found=kind,
-        remedy="train on one shape, or rewrite the others to it",
+        remedy="train on one shape, or convert the others to it",
     )
 
 

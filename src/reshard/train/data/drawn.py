@@ -83,7 +83,7 @@ def unlike(mix: Mix, sources: list[Drawn], *, mixed: bool) -> Iterator[Problem]:
             file=str(mix),
             expected="one shape",
             found=", ".join(f"{kind} in {name}" for name, kind in kinds.items()),
-            remedy="train on one shape, or rewrite the others to it",
+            remedy="train on one shape, or convert the others to it",
         )
 
 

@@ -126,7 +126,7 @@ def _of_alpaca(row: Row) -> Iterator[Problem]:
 def _another_kind(column: str, expected: str, found: Any) -> Problem:
     return Problem(
         "column-of-another-kind",
-        f'"{column}" is of another kind',
+        f'"{column}" has the wrong type',
         expected=expected,
         found=show(found),
     )
@@ -213,7 +213,7 @@ def _half_a_character(name: str) -> Problem:
     return Problem(
         "field-half-character",
         f"{name} contains an incomplete character",
-        rule="a \\ud800 to \\udfff of JSON stands in a pair; tokenizers refuse one alone",
+        rule="JSON surrogates (\\ud800 to \\udfff) come in pairs; tokenizers refuse a single one",
         remedy="write the text again without it",
     )
 
@@ -292,7 +292,7 @@ def _of_content(message: Row, name: str) -> Iterator[Problem]:
             f"{name} has no text" if content is None else f"the content of {name} is no text",
             expected="a string",
             found=show(content),
-            remedy="leave the record out" if content is None else "join its parts to one string",
+            remedy="leave the record out" if content is None else "join its parts into one string",
         )
 
 
@@ -304,21 +304,21 @@ def _of_turns(messages: list[Row], column: str, template: Template) -> Iterator[
             f'"{column}" has no turn of the assistant',
             expected="an answer to learn",
             found=", ".join(roles),
-            remedy="leave the record out, or check who is who",
+            remedy="leave the record out, or check its roles",
         )
     if template.refuses_system and "system" in roles:
         yield Problem(
             "chat-template-without-system",
             "the chat template takes no system message",
             found=", ".join(roles),
-            remedy="put its text before that of the first user's turn",
+            remedy="put its text at the start of the first user turn",
         )
     if template.refuses_repeated and (found := _repeated(roles)):
         yield Problem(
             "chat-template-wants-turns",
-            "the chat template wants the user and the assistant to take turns",
+            "the chat template requires alternating user and assistant turns",
             found=f"{', '.join(roles)}: {found} twice in a row",
-            remedy="join neighbouring turns of one speaker",
+            remedy="join consecutive turns of the same role",
         )
 
 
@@ -333,7 +333,7 @@ def _of_pair(row: Row, template: Template) -> Iterator[Problem]:
         yield Problem(
             "preference-pair-equal",
             "chosen and rejected are the same",
-            expected="two answers, of which one is better",
+            expected="two different answers",
             found=show(chosen),
             remedy="leave the record out",
         )
@@ -343,7 +343,7 @@ def _of_pair(row: Row, template: Template) -> Iterator[Problem]:
         yield Problem(
             "preference-pair-without-prompt",
             "chosen and rejected begin differently, and no prompt is given",
-            rule="without a `prompt`, what both begin with is taken as one",
+            rule="without a `prompt` column, the common beginning is the prompt",
             found=f"{show(chosen[0])} and {show(rejected[0])}",
             remedy="put the prompt in its own column",
         )
@@ -356,7 +356,7 @@ def _of_kinds(row: Row, columns: Sequence[str]) -> Iterator[Problem]:
     if len(set(kinds.values())) > 1:
         yield Problem(
             "strings-beside-messages",
-            "strings and messages stand side by side",
+            "some columns are strings, others are messages",
             expected="all columns as strings, or all as lists of messages",
             found=", ".join(f"{key} is {kind}" for key, kind in kinds.items()),
             remedy='write the string as [{"role": …, "content": …}]',

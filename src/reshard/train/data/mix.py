@@ -148,7 +148,7 @@ def _no_path(option: str, found: Any) -> Problem:
         "option-not-a-path",
         f"{option} is not a path",
         found=repr(found),
-        remedy=f"give files or folders, each with {option}; in a config, as one path or a list of paths",
+        remedy=f"pass files or folders, each with {option}; in a config, as one path or a list of paths",
     )
 
 
@@ -178,8 +178,8 @@ def _twice(option: str, mix: Mix) -> Iterator[Problem]:
         if (count := mix.paths.count(path)) > 1:
             yield Problem(
                 "data-given-twice",
-                "the same data are given twice",
+                "the same data are passed twice",
                 file=str(path),
                 found=f"{count} times with {option}",
-                remedy="give them once, with a higher weight if they are to be seen more often",
+                remedy="pass them once, with a higher weight to see them more often",
             )

@@ -90,8 +90,8 @@ def _changed(path: Path) -> ReshardError:
         "data-changed-while-read",
         "the data changed while they were read",
         file=str(path),
-        rule="tokens are kept under the digest of the data that they were made of",
-        remedy="wait until nothing writes to the data, and start again",
+        rule="tokens are cached under the digest of their data",
+        remedy="wait until nothing writes to the data, and run the command again",
     )
 
 

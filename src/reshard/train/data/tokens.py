@@ -117,8 +117,8 @@ def _template(tokenizer: Any) -> str:
             "tokenizer-without-template",
             "the tokenizer has no chat template",
             file=str(tokenizer.name_or_path),
-            rule="chats are rendered by the template of the model",
-            remedy="put chat_template.jinja into the model's folder (that of its instruct version), or train on "
+            rule="the model's chat template renders chats",
+            remedy="put chat_template.jinja into the model's folder (from its instruct version), or train on "
             "prompt and completion",
         )
     return str(tokenizer.chat_template)
@@ -234,7 +234,7 @@ def asking_template(messages: list[Row]) -> Iterator[None]:
             "the chat template refuses a record",
             found=f"{type(error).__name__}: {error}",
             expected=", ".join(str(message.get("role")) for message in messages),
-            remedy="bring the messages into the order that the template of the model wants",
+            remedy="put the messages into the order that the model's template requires",
         ) from None
 
 

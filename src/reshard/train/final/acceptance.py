@@ -58,7 +58,7 @@ def checked(name: str, look: Callable[[], str]) -> Check:
             "the system refused to read or to write",
             file=str(error.filename) if error.filename else None,
             found=error.strerror or str(error),
-            remedy="see to what the system reports; --resume makes the final folder of the last checkpoint",
+            remedy="fix what the system reports; then --resume writes the final folder from the last checkpoint",
         )
         return Check(name, problem.message, (problem,))
 
@@ -113,7 +113,7 @@ def _config(folder: Path) -> str:
     problems = [
         Problem(
             "config-not-portable",
-            "the config says otherwise, or nothing, where some version of transformers looks",
+            "the config is wrong or incomplete for some version of transformers",
             tensor=name,
             file=str(folder / CONFIG),
             expected=repr(value),
@@ -143,7 +143,7 @@ def _head(folder: Path) -> str:
     if HEAD in tensors and EMBEDDING in tensors:
         raise ReshardError(
             "tied-head-stored",
-            "a head that is tied to the embedding is stored beside it",
+            "a tied head is stored in addition to the embedding",
             tensor=HEAD,
             file=str(folder),
             rule="tie_word_embeddings is true",
@@ -166,7 +166,7 @@ def _tokenizer(folder: Path, run: Run) -> str:
         some = ", ".join(repr(token) for token in changed[:5])
         problem = Problem(
             "tokens-renumbered",
-            "tokens of the base have other ids or are gone",
+            "tokens of the base have different ids or are missing",
             found=f"{len(changed)}: {some}",
         )
     elif rows is not None and highest >= rows:
@@ -225,7 +225,7 @@ def _loaded_tokenizer(folder: Path, run: Run) -> Any:
             "transformers does not load the tokenizer",
             file=str(folder),
             found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            remedy="see to what it says, and export the checkpoint again",
+            remedy="fix what it reports, and export the checkpoint again",
         ) from error
 
 
@@ -268,7 +268,7 @@ def _generation(folder: Path) -> str:
     if beyond:
         raise ReshardError(
             "generation-config-tokens-unknown",
-            "the generation config names tokens that there are not",
+            "the generation config names tokens that do not exist",
             file=str(folder / "generation_config.json"),
             expected=f"ids below {rows}",
             found=", ".join(map(str, beyond)),
@@ -306,7 +306,7 @@ def _misshapen(module: str, pair: Pair, shape: tuple[int, ...], folder: Path) ->
                 file=str(folder),
                 expected=str(list(expected)),
                 found=str(list(found)),
-                remedy="it was saved while its parts lay on several ranks: export another checkpoint",
+                remedy="it was saved while it was sharded: export another checkpoint",
             )
 
 

@@ -110,7 +110,7 @@ def read_trained(run: Run) -> Trained:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReshardError(
             "run-unfinished",
-            "the run has not come to its end",
+            "the run is not finished",
             file=str(path),
             found=f"{type(error).__name__}: {error}",
             remedy="continue with --resume, or export one of its checkpoints: reshard export CHECKPOINT DST",
@@ -152,7 +152,7 @@ def _bits(run: Run, trained: Trained, folder: Path) -> str:
         problems.append(
             Problem(
                 "digests-missing",
-                "the ranks have left no digests of what they trained",
+                "the ranks saved no digests of the trained weights",
                 file=str(run.output / TRAINED),
             )
         )

@@ -92,7 +92,7 @@ def _rendezvous(run: Run) -> tuple[str, int]:
         "the nodes cannot find each other",
         expected="--nnodes N --node-rank 0…N-1 --rendezvous HOST:PORT, with the host of node 0 on all of them",
         found=f"--nnodes {ranks.nnodes} --node-rank {ranks.node_rank} --rendezvous {ranks.rendezvous}",
-        remedy="give each node its own --node-rank, and all the same --rendezvous",
+        remedy="pass each node its own --node-rank, and all nodes the same --rendezvous",
     )
 
 

@@ -26,10 +26,10 @@ def held(run: Run) -> Iterator[None]:
         except BlockingIOError:
             raise ReshardError(
                 "output-in-use",
-                "another run writes into the output",
+                "another run is writing to the output",
                 file=str(run.output),
                 found=f"{path} is held by a running process",
-                remedy="wait for it, or end it; or name another folder with -o",
+                remedy="wait for it, stop it, or choose another folder with -o",
             ) from None
         except OSError:
             pass  # the next write to the output fails with the cause

@@ -57,7 +57,7 @@ def wait(address: str, port: int) -> None:
     raise ReshardError(
         "node-0-silent",
         "node 0 does not answer",
-        expected=f"the same command there, and a road to {address}:{port}",
+        expected=f"the same command there, and a network route to {address}:{port}",
         found=f"nobody listened for {PATIENCE / 60:.0f} minutes",
         remedy="see what node 0 prints; check the address, and firewalls between the nodes",
     )

@@ -141,8 +141,8 @@ def _mpi(given: Environment) -> Place | None:
         if local_size not in (None, world_size) and not (address and port):
             raise ReshardError(
                 "rendezvous-missing",
-                "the ranks of several nodes do not know where to meet",
-                rule="MPI does not tell its processes the address of the first node",
+                "the address of the first node is unknown to the other nodes",
+                rule="MPI does not pass the address of the first node to its processes",
                 found=f"{names[0]}={rank}, {world_size} processes, {local_size} of them here",
                 remedy="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 …, with the host of rank 0",
             )
@@ -173,7 +173,7 @@ def _disagreement(run: Run, place: Place) -> Problem | None:
             f"{place.launcher} started a different number of processes than requested",
             expected=f"--nproc {asked}",
             found=f"{started} on this node",
-            remedy=f"leave out {place.launcher}: reshard starts the processes by itself; or leave out --nproc",
+            remedy=f"leave out {place.launcher} (reshard starts the processes itself), or leave out --nproc",
         )
     return None
 
@@ -197,7 +197,7 @@ def _half_launched(run: Run, given: Environment) -> Problem | None:
     if nodes > 1 and (step is None or step >= LAST_STEP):
         return Problem(
             "slurm-nodes-unused",
-            "Slurm has given several nodes, and this would use one of them",
+            "Slurm allocated several nodes, but this command would use only one",
             found=f"SLURM_JOB_NUM_NODES={nodes}, outside of srun",
             remedy="srun --ntasks-per-node=GPUS reshard train …: one task for each GPU",
         )

@@ -123,7 +123,7 @@ def submit(run: Run, submission: Submission, *, overwrite: bool = False) -> Subm
     except Exception as error:  # from submitit or sbatch
         raise ReshardError(
             "slurm-submission-failed",
-            "Slurm did not take the job",
+            "Slurm refused the job",
             found=" ".join(str(error).split())[-300:],
             remedy="correct the settings of --slurm; `sinfo` lists partitions, their times and their nodes",
         ) from None

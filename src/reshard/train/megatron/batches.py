@@ -81,7 +81,7 @@ def check_ranks(options: Options, layout: Layout, world_size: int) -> None:
                 rule="tp × pp × cp ranks form one copy of the model",
                 expected=f"a multiple of {model_ranks} processes",
                 found=f"{world_size} process{'es' * (world_size > 1)} for {_sizes(layout)}",
-                remedy=f"give --nproc {model_ranks} or a multiple of it, or choose other sizes",
+                remedy=f"pass --nproc {model_ranks} or a multiple of it, or choose other sizes",
             )
         )
     etp = options.expert_tensor_parallel_size or layout.tp
@@ -115,8 +115,8 @@ def _length_problems(options: Options, layout: Layout) -> list[Problem]:
     return [
         Problem(
             "sequence-not-divisible",
-            "the tokens of a sequence do not divide over the ranks that share it",
-            rule="sequence and context parallel ranks take equal parts",
+            "the length of a sequence does not divide over its ranks",
+            rule="sequence-parallel and context-parallel ranks take equal parts",
             expected=f"a multiple of {cut}",
             found=f"seq_length {length}",
             remedy=f"choose --seq_length {-(-length // cut) * cut}",

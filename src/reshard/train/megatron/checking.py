@@ -23,7 +23,7 @@ def check(run: Run, trained: Trained, final: Path) -> list[Problem]:
             problems.append(
                 Problem(
                     "trained-weight-differs",
-                    "a weight is not the one that was trained",
+                    "a weight differs from the trained one",
                     tensor=name,
                     file=str(final),
                     rule="CRC32 of a rank's shard",

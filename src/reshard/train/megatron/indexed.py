@@ -141,19 +141,19 @@ def _unreadable(prefix: Path, found: str) -> Problem:
         file=str(prefix),
         expected="PREFIX.idx and PREFIX.bin, as Megatron-LM's tools/preprocess_data.py writes them",
         found=found,
-        remedy="copy both files again, or make them anew",
+        remedy="copy both files again, or create them again",
     )
 
 
 def _foreign(name: str, highest: int, vocab: int) -> Problem:
     return Problem(
         "indexed-data-exceed-vocabulary",
-        "the indexed dataset has tokens that the model has no row for",
+        "the indexed dataset has tokens outside of the model's vocabulary",
         file=name,
-        rule="tokens are stored as numbers, and mean nothing to a model with another tokenizer",
+        rule="token ids are meaningless to a model with another tokenizer",
         expected=f"ids below {vocab}, the rows of the embedding",
         found=f"id {highest}",
-        remedy="make the dataset with the tokenizer of this model",
+        remedy="create the dataset with the tokenizer of this model",
     )
 
 
@@ -223,7 +223,7 @@ def unreadable_here() -> Iterator[Problem]:
         yield Problem(
             "megatron-helpers-not-compiled",
             "megatron-core's functions that index datasets are not compiled",
-            rule="its wheels for Linux have them, and it cannot do without",
+            rule="its Linux wheels contain them, and it needs them",
             found=str(error),
             remedy="install megatron-core from a wheel that fits this Python and this machine",
         )

@@ -53,11 +53,11 @@ def _differences(live: dict[str, Any], held: dict[str, Shard]) -> Iterator[Probl
         if built != planned:
             yield Problem(
                 "megatron-model-not-as-planned",
-                "megatron-core's model is not the one that is planned",
+                "megatron-core's model differs from the planned one",
                 tensor=name,
                 expected=str(planned),
                 found=str(built),
-                remedy="this is a mistake in reshard: please report it with this message",
+                remedy="this is a bug in reshard: please report it with this message",
             )
 
 

@@ -68,7 +68,7 @@ def _known(folder: Path) -> None:
     except Exception as error:  # whatever transformers raises for a config
         raise ReshardError(
             "transformers-unknown-model",
-            "transformers does not know the model, and would not load what was trained",
+            "transformers does not know the model and could not load the trained weights",
             file=str(folder),
             found=f"{type(error).__name__}: {error}".split("\n")[0],
             remedy="update transformers, or correct config.json",

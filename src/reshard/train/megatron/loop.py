@@ -176,5 +176,5 @@ def _nothing_applied(steps: int) -> ReshardError:
         "no-step-changed-weights",
         "no step has changed the weights: all gradients overflowed",
         found=f"{steps} steps in float16",
-        remedy="train in bfloat16 (--bf16) or float32 (--fp32), or longer, until the scale of the loss has come down",
+        remedy="train in bfloat16 (--bf16) or float32 (--fp32), or train longer, until the loss scale has decreased",
     )

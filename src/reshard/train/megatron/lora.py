@@ -65,9 +65,9 @@ def adapt(chunks: list[Any], weights: Weights, at: Coordinates, options: Options
             Problem(
                 "adapter-targets-nothing",
                 "no layer of the model is adapted",
-                expected="one of linear_qkv, linear_proj, or linear_fc1 and linear_fc2 that are no experts",
+                expected="one of linear_qkv, linear_proj, or linear_fc1 and linear_fc2 outside of experts",
                 found=f"lora_target_modules {' '.join(options.lora_target_modules)}",
-                remedy="name others with --lora_target_modules",
+                remedy="choose others with --lora_target_modules",
             )
         )
     if problems:

@@ -247,7 +247,7 @@ _ELSEWHERE = {
 def _mistyped(name: str, value: Any, expected: str) -> Problem:
     return Problem(
         "option-of-another-kind",
-        "an option has a value of another kind",
+        "an option has a value of the wrong type",
         expected=f"--{name}: {expected}",
         found="no value behind it" if value is True else repr(value),
         remedy="correct the value",
@@ -289,7 +289,7 @@ def _without_data(run: Run) -> Iterator[Problem]:
                 "megatron-evaluation-data-missing",
                 "no evaluation data",
                 found=f"--{name} {run.options[name]}",
-                remedy="give them with --eval-data, or leave it out",
+                remedy="pass them with --eval-data, or leave it out",
             )
 
 
@@ -330,14 +330,14 @@ def _contradictions(options: Options) -> Any:
     ):
         yield Problem(
             "overlap-param-gather-alone",
-            "overlap_param_gather needs what it overlaps with",
+            "overlap_param_gather needs other options",
             expected="use_distributed_optimizer and overlap_grad_reduce",
             remedy="turn these on, or overlap_param_gather off",
         )
     if options.recompute_method and options.recompute_granularity != "full":
         yield Problem(
             "recompute-method-alone",
-            "recompute_method says which layers, and no layers are computed again",
+            "recompute_method has no effect without recomputation",
             remedy="add --recompute_granularity full",
         )
     yield from _schedules(options)
@@ -352,7 +352,7 @@ def _schedules(options: Options) -> Iterator[Problem]:
     if options.weight_decay_incr_style != "constant" and None in ends:
         yield Problem(
             "megatron-weight-decay-without-ends",
-            "a weight decay that rises needs its start and its end",
+            "an increasing weight decay needs its start and its end",
             found=f"weight_decay_incr_style {options.weight_decay_incr_style}",
             expected="start_weight_decay and end_weight_decay",
             remedy="add both, or leave out --weight_decay_incr_style",
@@ -360,21 +360,21 @@ def _schedules(options: Options) -> Iterator[Problem]:
     elif None not in ends and ends > ends[::-1]:
         yield Problem(
             "megatron-weight-decay-falls",
-            "megatron-core has no weight decay that falls",
+            "megatron-core cannot decrease the weight decay",
             found=f"start_weight_decay {ends[0]}, end_weight_decay {ends[1]}",
             remedy="raise end_weight_decay",
         )
     if options.weight_decay_incr_style == "constant" and ends != (None, None):
         yield Problem(
             "megatron-weight-decay-is-constant",
-            "a weight decay that is constant has no start and no end",
+            "a constant weight decay has no start and no end",
             found=f"start_weight_decay {ends[0]}, end_weight_decay {ends[1]}",
             remedy="add --weight_decay_incr_style linear, or use --weight_decay",
         )
     if options.lr_decay_style == "WSD" and options.lr_wsd_decay_iters is None:
         yield Problem(
             "megatron-wsd-without-steps",
-            "WSD needs to know how long its decay is",
+            "WSD needs the length of its decay",
             found="--lr_decay_style WSD without --lr_wsd_decay_iters",
             remedy="add --lr_wsd_decay_iters",
         )

@@ -94,11 +94,11 @@ def _optimizer(counts: list[_Counts]) -> list[Problem]:
     return [
         Problem(
             "optimizer-parameters-differ",
-            "the optimizer's parameters are not those that are trained",
-            rule="the optimizer is made from the parameters of the model as it is trained",
+            "the optimizer's parameters are not the trained ones",
+            rule="the optimizer must be created from the parameters of the trained model",
             expected=f"{expected:,} over all ranks",
             found=f"{held:,}",
-            remedy="this is a mistake in reshard: please report it with this message",
+            remedy="this is a bug in reshard: please report it with this message",
         )
     ]
 
@@ -121,7 +121,7 @@ def _parameters(trainee: Trainee) -> Iterator[Problem]:
             "the rank has a different number of parameters than planned",
             expected=f"{wanted:,}",
             found=f"{found:,}",
-            remedy="this is a mistake in reshard: please report it with this message",
+            remedy="this is a bug in reshard: please report it with this message",
         )
     parameters = {
         (index, name): value
@@ -189,9 +189,9 @@ class Change:
             raise ReshardError(
                 "rank-weights-unchanged",
                 "the weights of a rank did not change in the first step",
-                rule="training changes weights",
+                rule="training must change the weights",
                 found=f"learning rate {rate:g}",
-                remedy="raise --lr: in 16 bits small steps are lost in rounding; or train in float32 (--fp32)",
+                remedy="raise --lr: in 16 bits, small steps are lost to rounding; or train in float32 (--fp32)",
             )
 
 
@@ -223,7 +223,7 @@ def digests(trainee: Trainee) -> dict[str, int]:
                     "data-parallel ranks have different weights",
                     tensor=key,
                     rule="ranks that should have different weights have the same",
-                    remedy="a rank missed an update: look at the log for the rank that differs, and resume",
+                    remedy="a rank missed an update: find the rank that differs in the log, and resume",
                 )
                 for key in sorted(set(unequal))
             ]

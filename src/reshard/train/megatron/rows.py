@@ -188,10 +188,10 @@ def make_rows(run: Run, options: Options, **more: Any) -> tuple[Rows, Counts, st
     if not len(pieces):
         raise ReshardError(
             "data-teach-nothing",
-            "there is nothing to learn in the data",
+            "no token of the data is trained on",
             file=str(run.data),
             found=f"{counts.samples} samples, without a token to be learned in the first {options.seq_length}",
-            remedy="raise --seq_length, or check who says what",
+            remedy="raise --seq_length, or check the roles of the messages",
         )
     rows = put_together(pieces, options.seq_length or 0, pack=options.pack, sizes=pieces.sizes, **more)
     return rows, counts, files.in_words(kept)
@@ -266,11 +266,11 @@ def store_rows(run: Run, options: Options, key: str, vocab: int) -> list[str]:
         part.unlink()
         raise ReshardError(
             "megatron-tokenizer-exceeds-embedding",
-            "the tokenizer has tokens that the model has no row for",
+            "the tokenizer has tokens outside of the model's vocabulary",
             file=str(run.model),
             expected=f"ids below {vocab}, the rows of the embedding",
             found=f"id {highest} in the data",
-            remedy="give the tokenizer that belongs to the model, or grow the embedding (resize_token_embeddings)",
+            remedy="pass the tokenizer that belongs to the model, or enlarge the embedding (resize_token_embeddings)",
         )
     part.replace(folder / f"{key}.npy")
     return [*counts.notes(options.seq_length or 0), *([kept] if run.token_cache else [])]
@@ -284,9 +284,9 @@ def open_rows(run: Run, key: str) -> Rows:
     except FileNotFoundError:
         raise ReshardError(
             "rank-sees-other-folder",
-            "a rank does not see what the first rank wrote",
+            "a rank cannot see the files of the first rank",
             file=str(path),
-            rule="checkpoints are written by all ranks into one folder",
+            rule="all ranks write checkpoints to one folder",
             remedy="put the output (-o) on a file system that all nodes share",
         ) from None
     return rows

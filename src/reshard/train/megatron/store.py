@@ -181,10 +181,10 @@ def resume(trainee: Trainee) -> int:
             [
                 Problem(
                     "megatron-resumed-run-differs",
-                    "the checkpoint to resume from is of another run",
+                    "the checkpoint to resume from belongs to another run",
                     tensor=key,
                     file=str(folder),
-                    remedy="give the model and the options that the run began with, or another -o",
+                    remedy="pass the model and options that the run began with, or another -o",
                 )
                 for key in lacking
             ]

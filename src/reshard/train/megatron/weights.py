@@ -94,9 +94,9 @@ def layout_of(run: Run, options: Options, model: Model) -> Layout:
         raise ReshardError(
             "train-megatron-lacks-family",
             f"megatron-core's GPTModel does not compute the family {model.family.name}",
-            rule=f"it runs on {ENGINES[model.family.computed_by]}",
+            rule=f"the engine of this family is {ENGINES[model.family.computed_by]}",
             found="--engine megatron",
-            remedy="train it with --engine trl; or convert it by --to megatron, and train it with that engine",
+            remedy="train it with --engine trl; or convert it with --to megatron, and train it with that engine",
         )
     etp = (options.expert_tensor_parallel_size or run.layout.tp) if model.dims.experts else 1
     layout = replace(run.layout, etp=etp, cp=1).over(model.dims.layers)
@@ -105,7 +105,7 @@ def layout_of(run: Run, options: Options, model: Model) -> Layout:
         raise ReshardError(
             "experts-would-drift-apart",
             "experts replicated on every tensor-parallel rank would drift apart",
-            rule="megatron-core sums the gradients of experts over tensor parallel ranks only where --ep shards them",
+            rule="megatron-core sums the gradients of experts over tensor-parallel ranks only if --ep shards them",
             found=f"--tp {layout.tp}, --ep 1, expert_tensor_parallel_size {etp}",
             remedy=f"add --ep {layout.tp}, or leave out --expert_tensor_parallel_size",
         )
@@ -148,10 +148,10 @@ def _refuse_spread_latent_attention(model: Model, layout: Layout) -> None:
     if layout.tp > 1 and model.dims.kv_lora:
         raise ReshardError(
             "latent-attention-tensor-parallel",
-            "latent attention cannot be trained tensor parallel by the local spec",
+            "the local spec cannot train latent attention with tensor parallelism",
             rule="megatron-core's local spec loses a part of the gradient of linear_kv_down_proj",
             found=f"--tp {layout.tp}, {model.family.name}",
-            remedy="use --pp and --ep in the place of --tp, or install TransformerEngine",
+            remedy="use --pp and --ep instead of --tp, or install TransformerEngine",
         )
 
 
@@ -162,9 +162,9 @@ def _refuse_unpackable(model: Model, options: Options, transformer_engine: bool)
         raise ReshardError(
             "packing-unsupported",
             "samples of this model cannot share a sequence",
-            rule="the local spec's sliding window puts its own mask in the place of the samples'"
+            rule="the local spec's sliding window replaces the mask that separates the samples"
             if windowed
-            else "a multi-token prediction layer would foretell the next sample",
+            else "a multi-token prediction layer would predict the next sample",
             found="--pack true",
             remedy="add --pack false",
         )

@@ -89,7 +89,7 @@ def machine_of(gpus: str, memory: str | None, nodes: int) -> Machine:
     if not number.isdecimal() or not int(number):
         raise ReshardError(
             "planned-gpus-unclear",
-            "--gpus names no number of GPUs",
+            "--gpus has no number of GPUs",
             expected="a number, or NAME:NUMBER",
             found=gpus,
             remedy="--gpus 8 --gpu-memory 80GB, or --gpus H100:8",
@@ -97,10 +97,10 @@ def machine_of(gpus: str, memory: str | None, nodes: int) -> Machine:
     if memory is None and not name:
         raise ReshardError(
             "planned-gpu-memory-missing",
-            "the memory of the GPUs is not known",
+            "the memory of the GPUs is unknown",
             found=f"--gpus {gpus}",
             expected="--gpu-memory SIZE, or the name of the GPUs",
-            remedy=f"add --gpu-memory 80GB, or give --gpus NAME:{number} with one of {_names()}",
+            remedy=f"add --gpu-memory 80GB, or pass --gpus NAME:{number} with one of {_names()}",
         )
     card = card_of(name) if name else UNNAMED
     if memory is not None:
@@ -117,9 +117,9 @@ def machine_asked(gpus: str | None, memory: str | None, nodes: int, *, dry_run: 
             "planning-flags-incomplete",
             "only a dry run can be for GPUs that are not here" if gpus else "--gpus is missing",
             found=f"--gpus {gpus}" if gpus else f"--gpu-memory {memory}",
-            remedy="add --dry-run, without --slurm; or leave --gpus out"
+            remedy="add --dry-run and leave out --slurm, or leave out --gpus"
             if gpus
-            else "add --gpus N, for N GPUs in each node",
+            else "add --gpus N, for N GPUs per node",
         )
     return machine_of(gpus, memory, nodes)
 
@@ -170,10 +170,10 @@ def _gib(text: str) -> float:
     if found is None or float(found[1]) <= 0:
         raise ReshardError(
             "planned-gpu-memory-unclear",
-            "--gpu-memory is no size",
-            expected="gigabytes of one GPU, for example 80GB",
+            "--gpu-memory is not a size",
+            expected="memory of one GPU, for example 80GB",
             found=text,
-            remedy="write the number that the data sheet gives",
+            remedy="use the number in the data sheet",
         )
     return float(found[1])
 

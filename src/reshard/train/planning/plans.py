@@ -149,7 +149,7 @@ def _nothing_fits(asked: Asked, machine: Machine) -> Problem:
         found=f"{machine}: {takes}",
         remedy=f"the smallest that fits: {'; or '.join(ways)}"
         if ways
-        else "take shorter sequences, or a smaller model",
+        else "use shorter sequences or a smaller model",
     )
 
 

@@ -41,11 +41,11 @@ def _no_runs(outputs: Sequence[Path]) -> Iterator[Problem]:
                 "report-no-run",
                 "not the output of a training run",
                 file=str(output),
-                expected=f"a folder with {RECORD} and {METRICS}, which `reshard train … -o` makes",
+                expected=f"a folder with {RECORD} and {METRICS}, written by `reshard train … -o`",
                 found="a folder without them"
                 if output.is_dir()
                 else "a file"
                 if output.exists()
                 else "nothing",
-                remedy="pass the folder that the run got with -o",
+                remedy="pass the folder of the run's -o",
             )

@@ -36,7 +36,7 @@ def check(run: Run) -> None:
     problems = [
         Problem(
             "tracker-not-installed",
-            f"{name} is not installed, and report_to asks for it",
+            f"{name} is not installed, but report_to needs it",
             remedy=f"pip install {name}, or leave out --report_to",
         )
         for name in names

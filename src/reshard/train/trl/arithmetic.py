@@ -43,9 +43,9 @@ def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
     if world_size % run.layout.tp:
         yield Problem(
             "ranks-not-divisible-by-tp",
-            "the ranks cannot be divided into tensor parallel groups",
+            "the ranks cannot be divided into tensor-parallel groups",
             found=f"{world_size} ranks, --tp {run.layout.tp}",
-            remedy=f"give --nproc {run.layout.tp}, or let --tp be a divisor of {world_size}",
+            remedy=f"pass --nproc {run.layout.tp}, or choose --tp as a divisor of {world_size}",
         )
     elif run.parallel == "tp" and run.layout.tp != world_size:
         yield from _beside_tensor_parallelism(run, world_size)
@@ -54,7 +54,7 @@ def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
             "trl-experts-follow-tp",
             "TRL shards experts over the tensor-parallel ranks",
             found=f"--ep {run.layout.ep} with --tp {run.layout.tp}",
-            remedy="give --parallel tp with --tp and --ep alike, or use --engine megatron",
+            remedy="pass --parallel tp with the same --tp and --ep, or use --engine megatron",
         )
 
 
@@ -70,9 +70,9 @@ def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
     for what in (name for name, asked in wrong.items() if asked):
         yield Problem(
             "tensor-and-data-parallel",
-            f"{what} is not tensor parallel and data parallel at once here",
+            f"{what} cannot combine tensor and data parallelism here",
             found=f"{world_size} ranks, --tp {run.layout.tp}",
-            remedy=f"give --nproc {run.layout.tp} or --tp {world_size}; or use --parallel fsdp2",
+            remedy=f"pass --nproc {run.layout.tp} or --tp {world_size}; or use --parallel fsdp2",
         )
 
 
@@ -126,7 +126,7 @@ def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> It
             rule="the completions of a prompt are compared with each other",
             expected=f"a multiple of {group}",
             found=f"--per_device_eval_batch_size {per_device} on {replicas} ranks with different data",
-            remedy=f"give --per_device_eval_batch_size {ceil(per_device / group) * group}, or leave it out",
+            remedy=f"pass --per_device_eval_batch_size {ceil(per_device / group) * group}, or leave it out",
         )
 
 

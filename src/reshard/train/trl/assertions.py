@@ -49,11 +49,11 @@ def _world(trainer: Any) -> Iterator[Problem]:
     if not asked == found == world_size():
         yield Problem(
             "processes-missing",
-            "there are fewer processes than were started",
-            rule="each process that the launcher starts is a rank of one group",
+            "fewer ranks are running than processes were started",
+            rule="all processes of the launcher must be ranks of one group",
             expected=f"{asked} ranks",
             found=f"{found} in accelerate, {world_size()} in torch.distributed",
-            remedy="start them with torchrun or with reshard: `accelerate launch --cpu` starts one process only",
+            remedy="start them with torchrun or reshard: `accelerate launch --cpu` starts one process only",
         )
 
 
@@ -72,11 +72,11 @@ def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
         return
     yield Problem(
         "model-not-wrapped",
-        "the model is not wrapped as the plan says",
+        "the model is not wrapped as planned",
         expected=f"{asked or 'no wrapper'} (--parallel {kind})",
         found=", ".join(found) or type(trainer.model_wrapped).__name__,
         remedy="unset the variables of accelerate (ACCELERATE_*, FSDP_*) and look at the versions: reshard doctor; "
-        "FSDP2 and tensor parallelism need two processes at least on a CPU",
+        "on a CPU, FSDP2 and tensor parallelism need at least two processes",
     )
 
 
@@ -130,11 +130,11 @@ def _trainable(run: Run, trainer: Any) -> Iterator[Problem]:
     if wrong:
         yield Problem(
             "trainable-parameters-differ",
-            "other parameters are trainable than the plan says",
+            "the trainable parameters are not the planned ones",
             tensor=listed(wrong, guard.SHOWN),
             expected="adapters only" if run.lora else "all parameters",
             found=f"{sum(names.values())} of {len(names)} trainable",
-            remedy="leave freezing to --lora",
+            remedy="freeze parameters only with --lora",
         )
 
 
@@ -156,11 +156,11 @@ def _head(run: Run, trainer: Any) -> Iterator[Problem]:
     if trained:
         yield Problem(
             "fsdp2-head-not-averaged",
-            "FSDP2 does not average the gradient of a head that is trained beside an adapter",
+            "FSDP2 does not average the gradient of a head that is trained with an adapter",
             tensor=", ".join(trained),
-            rule="the gradient of a weight is that of the samples of all ranks",
+            rule="the gradient of a weight must cover the samples of all ranks",
             found="the head in lora_modules_to_save or lora_target_modules, with --parallel fsdp2",
-            remedy="leave the head out of them, use --parallel ddp or zero3, or train everything with --full",
+            remedy="do not train the head, use --parallel ddp or zero3, or train everything with --full",
         )
 
 
@@ -172,7 +172,7 @@ def _device_map(model: Any, whose: str) -> Iterator[Problem]:
                 f"{whose} was loaded with a device map",
                 tensor=name or type(module).__name__,
                 found=str(module.hf_device_map)[:200],
-                remedy="load with device_map=None: the ranks of a run each have their device",
+                remedy="load with device_map=None: each rank has its own device",
             )
             return
 
@@ -189,7 +189,7 @@ def _reference(run: Run, trainer: Any) -> Iterator[Problem]:
         yield Problem(
             "reference-model-shared",
             "the reference model is the model itself",
-            rule="the reference stays as the model was",
+            rule="the reference must keep the initial weights",
             remedy="use TRL 1.16 or later",
         )
 
@@ -228,7 +228,7 @@ class Motion:
         raise ReshardError(
             "weights-unchanged",
             "the weights did not change in the first step",
-            rule="an optimizer created before the model was sharded has other tensors",
+            rule="an optimizer that was created before sharding updates other tensors",
             found=f"{len(self._before)} trained tensors, all as before",
             remedy="raise learning_rate if it is tiny (in bfloat16 small updates vanish: dtype float32); otherwise "
             "look at the versions with reshard doctor",

@@ -29,7 +29,7 @@ def _names(trained: Trained, tensors: dict[str, Tensor], final: Path) -> Iterato
     for name in sorted(trained.digests.keys() - tensors.keys()):
         yield Problem(
             "trained-tensor-missing",
-            "a tensor that was trained is missing",
+            "a trained tensor is missing",
             tensor=name,
             file=str(final),
             remedy=_REMEDY,
@@ -44,7 +44,7 @@ def _bytes(trained: Trained, tensors: dict[str, Tensor]) -> Iterator[Problem]:
         if found != trained.digests[name]:
             yield Problem(
                 "trained-tensor-differs",
-                "a tensor is not what was trained",
+                "a tensor differs from the trained one",
                 tensor=name,
                 file=tensors[name].file,
                 rule="the CRC32 of its bytes in the memory of the run",

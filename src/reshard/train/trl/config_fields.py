@@ -180,7 +180,7 @@ def _mistyped(name: str, value: Any, why: str, hint: Any) -> Problem:
     expected = ", ".join(choices) or _WORDS_FOR.get(_kind(hint)) or why.split(": ", 1)[-1]
     return Problem(
         "option-not-understood",
-        f"--{name} cannot be understood",
+        f"--{name} has an invalid value",
         found="no value behind it" if value is True else repr(value),
         expected="a value" if value is True else expected,
         remedy=did_you_mean(str(value), choices, "correct the value"),

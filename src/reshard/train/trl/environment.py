@@ -28,7 +28,7 @@ def _problem(name: str, variables: Mapping[str, str], asked: str) -> Problem:
     return Problem(
         "environment-contradicts-plan",
         "an environment variable contradicts the plan",
-        rule="accelerate does what its variables say, whatever the arguments are",
+        rule="accelerate's variables override arguments",
         expected=asked,
         found=f"{name}={variables[name]}",
         remedy=_CURE,

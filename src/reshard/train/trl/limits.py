@@ -31,7 +31,7 @@ def wrong_values(typed: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[
         if why := _wrong_number(name, value, typed):
             yield Problem(
                 "option-value-impossible",
-                f"--{name} has a value that nothing can be trained with",
+                f"--{name} has a value that makes training impossible",
                 expected=why,
                 found=str(said.get(name, value)),
                 remedy="correct the value",
@@ -62,7 +62,7 @@ def _workers(context: Any) -> Iterator[Problem]:
         yield Problem(
             "data-workers-unsteady",
             "data workers would not outlive a signal to all processes",
-            rule="they end with the server that forks them, and the step that a signal should save fails",
+            rule="they end with the server that forks them, so the step cannot be finished and saved",
             expected=" or ".join(signals.WAYS),
             found=f"--dataloader_multiprocessing_context {context}",
             remedy="leave it out",

@@ -52,7 +52,7 @@ def check_template(run: Run, tokenizer: Any) -> None:
             "chats-without-template",
             "the data are chats, and the tokenizer has no chat template",
             file=str(run.model),
-            remedy="give --chat_template_path, or put a chat_template.jinja beside the tokenizer",
+            remedy="pass --chat_template_path, or put a chat_template.jinja next to the tokenizer",
         )
 
 
@@ -76,14 +76,14 @@ def _unfit(run: Run, tokenizer: Any) -> Iterator[Problem]:
             file=file,
             expected=f"token ids below {rows}, the vocab_size of config.json",
             found=str(highest),
-            remedy="take the tokenizer that belongs to the model",
+            remedy="use the tokenizer that belongs to the model",
         )
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         yield Problem(
             "tokenizer-without-padding",
             "the tokenizer has neither a padding nor an end token",
             file=file,
-            remedy="name a pad_token in tokenizer_config.json",
+            remedy="set pad_token in tokenizer_config.json",
         )
 
 
@@ -190,11 +190,11 @@ def load_adapter(model: Any, checkpoint: Path) -> None:
     if unlike or saved.keys() != own.keys():
         raise ReshardError(
             "resumed-adapter-differs",
-            "the adapter of the checkpoint is another than the options ask for",
+            "the adapter of the checkpoint does not match the options",
             tensor=", ".join(sorted(unlike or saved.keys() ^ own.keys())[:5]),
             file=str(file),
             found=f"{len(saved)} tensors in the checkpoint, {len(own)} in the model, {len(unlike)} of other shapes",
-            remedy="resume with the LoRA options of the run that left the checkpoint",
+            remedy="resume with the LoRA options of the original run",
         )
     for name, target in own.items():
         value = saved[name].to(target.device, target.dtype)

@@ -30,13 +30,13 @@ def asked(run: Run) -> Iterator[Problem]:
             rule=way.why,
             expected=f"--parallel {', '.join(way.plans)}",
             found=f"--parallel {run.parallel}",
-            remedy=f"use --parallel {way.plans[0]}, with --lora or --gradient_checkpointing if memory is short",
+            remedy=f"use --parallel {way.plans[0]}, with --lora or --gradient_checkpointing to save memory",
         )
     alien = [name for name in ("pp", "vpp", "cp") if getattr(run.layout, name) > 1]
     if alien:
         yield Problem(
             "trl-parallelism-unsupported",
-            "TRL has no pipeline and no context parallelism here",
+            "TRL has no pipeline or context parallelism here",
             found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
             remedy="use --engine megatron, or --parallel fsdp2 to shard the model",
         )
@@ -46,7 +46,7 @@ def asked(run: Run) -> Iterator[Problem]:
             "--parallel and --tp disagree",
             found=f"--parallel {run.parallel} with --tp {run.layout.tp}",
             expected="--parallel tp --tp N",
-            remedy="give both, or neither",
+            remedy="pass both, or neither",
         )
 
 
@@ -87,7 +87,7 @@ def _packed(options: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "packed-samples-see-each-other",
             "samples that share a sequence see each other",
-            rule="the strategy `wrapped` cuts a stream of tokens into sequences, and knows no samples",
+            rule="the strategy `wrapped` cuts a stream of tokens into sequences and ignores sample boundaries",
             found="--packing_strategy wrapped",
             remedy="leave it out: bfd keeps samples apart; for long texts use bfd_split",
         )

@@ -91,7 +91,7 @@ def loading(run: Run) -> Mapping[str, Any]:
     except ImportError:
         raise ReshardError(
             "transformers-without-tp",
-            "this transformers has no tensor parallelism to train with",
+            "this version of transformers cannot train with tensor parallelism",
             found="--parallel tp",
             remedy="pip install -U transformers (5.23 is known to work), or use --parallel fsdp2",
         ) from None

@@ -72,7 +72,7 @@ def problems(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     if all(typed.get(name) for name in LOADED_IN):
         yield Problem(
             "base-quantized-twice",
-            "the base cannot have 4 and 8 bits",
+            "the base cannot be loaded in both 4 and 8 bits",
             found="--load_in_4bit and --load_in_8bit",
             remedy="leave out one of them",
         )
@@ -80,7 +80,7 @@ def problems(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "quantized-weights-trained",
             "quantized weights cannot be trained",
-            rule="bitsandbytes rounds them once; only adapters beside them have gradients",
+            rule="only adapters have gradients; bitsandbytes never updates the quantized weights",
             found=f"{option} without --lora",
             remedy=f"add --lora, or leave out {option}",
         )
@@ -88,7 +88,8 @@ def problems(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "quantized-base-sharded",
             "a quantized base cannot be sharded here",
-            rule="each rank keeps the complete base in the blocks of bitsandbytes, which the plan would cut",
+            rule="bitsandbytes quantizes weights in blocks, which sharding would cut; each rank keeps the "
+            "complete base",
             found=f"{option} with --parallel {run.parallel}",
             remedy=f"use --parallel ddp, or leave out {option}",
         )

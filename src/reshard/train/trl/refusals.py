@@ -94,21 +94,21 @@ def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]
                 "trl-evaluation-data-missing",
                 "no evaluation data",
                 found=f"--{name} {said[name]}",
-                remedy="give them with --eval-data, or leave it out",
+                remedy="pass them with --eval-data, or leave it out",
             )
         return
     if said.get("eval_strategy") == "no":
         for name in needed:
             yield Problem(
                 "option-needs-evaluation",
-                f"--{name} {said[name]} follows evaluations, and there are none",
+                f"--{name} {said[name]} needs evaluations, but there are none",
                 found="--eval_strategy no",
                 remedy="leave out --eval_strategy, or choose epoch or steps",
             )
     if "save_strategy" in needed and not typed.get("metric_for_best_model"):
         yield Problem(
             "best-checkpoint-undefined",
-            "nothing says which checkpoint is the best",
+            "no metric selects the best checkpoint",
             found="--save_strategy best without --metric_for_best_model",
             remedy="add --metric_for_best_model loss, or leave out --save_strategy",
         )
@@ -130,7 +130,7 @@ def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     ):
         yield Problem(
             "expert-adapters-tensor-parallel",
-            "adapters of experts cannot be tensor parallel",
+            "adapters of experts cannot be tensor-parallel",
             found="--lora on a mixture of experts with --parallel tp",
             remedy="use --parallel fsdp2, or adapt attention only: --lora_target_modules q_proj k_proj v_proj o_proj",
         )
@@ -149,7 +149,7 @@ def _adapted_in_parts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
         if run.parallel == "tp" and typed.get(name):
             yield Problem(
                 "lora-relative-tensor-parallel",
-                f"--{name} does not go with --parallel tp",
+                f"--{name} cannot be combined with --parallel tp",
                 rule=why,
                 found=f"--{name} {typed[name]} --parallel tp",
                 remedy=f"use --parallel fsdp2, or leave out --{name}",
@@ -174,7 +174,7 @@ def _divided(run: Run) -> Iterator[Problem]:
             yield Problem(
                 "model-size-not-divisible",
                 f"{name} of the model does not divide over --{flag} {ranks}",
-                rule="each tensor parallel rank computes an equal share",
+                rule="each tensor-parallel rank computes an equal share",
                 expected=f"a divisor of {size}",
                 found=f"--{flag} {ranks}",
                 remedy=f"choose --{flag} from {fitting}; or use --parallel fsdp2",
@@ -212,7 +212,7 @@ def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:
             "teacher-missing",
             f"{run.method.upper()} needs a teacher",
             found=f"no --{name}",
-            remedy=f"name the folder of a larger model with the same tokenizer: --{name} DIR",
+            remedy=f"pass the folder of a larger model with the same tokenizer: --{name} DIR",
         )
         return
     folder = Path(str(given))
@@ -233,10 +233,10 @@ def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:
             "teacher-vocabulary-differs",
             "the teacher has another vocabulary",
             file=str(folder),
-            rule="the probabilities of the same tokens are compared",
+            rule="distillation compares the probabilities of the same tokens",
             expected=f"vocab_size {ours}, as {run.model.name} has",
             found=f"vocab_size {theirs}",
-            remedy="take a teacher of the same family",
+            remedy="use a teacher of the same family",
         )
 
 
@@ -267,7 +267,7 @@ def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     if run.resume and typed.get("sync_ref_model"):
         yield Problem(
             "reference-model-not-saved",
-            "a reference model that moves is not in the checkpoints",
+            "checkpoints do not contain a reference model that changes",
             found="--resume with --sync_ref_model",
             remedy="leave out --sync_ref_model",
         )

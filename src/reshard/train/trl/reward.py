@@ -25,7 +25,7 @@ def problems(names: Sequence[str], given: Any = None) -> list[Problem]:
         found.append(
             Problem(
                 "reward-named-twice",
-                "a reward is named twice",
+                "a reward is passed twice",
                 found=", ".join(dict.fromkeys(functions)),
                 remedy="leave one out, or give one of them a weight of 2",
             )
@@ -35,7 +35,7 @@ def problems(names: Sequence[str], given: Any = None) -> list[Problem]:
             Problem(
                 "reward-weights-disagree",
                 "the weights of the rewards disagree",
-                expected=f"one weight for each of {len(names)} rewards, said once",
+                expected=f"one weight for each of {len(names)} rewards, set once",
                 found=f"--reward_weights {' '.join(map(str, given))}"
                 + "".join(f" --reward {name}" for name in weighted),
                 remedy="leave out --reward_weights, and write --reward module:function:0.5",
@@ -77,7 +77,7 @@ def load(name: str) -> Callable[..., Any]:
     if not _takes_all(found):
         raise ReshardError(
             "reward-signature-wrong",
-            "the reward does not take what TRL gives it",
+            "the reward does not accept TRL's arguments",
             found=f"def {function}{inspect.signature(found)}",
             expected=f"def {function}(completions, **columns) -> list of float",
             rule=f"TRL calls it with {', '.join(GIVEN)} and the columns of the data, each by its name",

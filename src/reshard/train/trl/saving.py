@@ -184,11 +184,11 @@ def resumable(run: Run, checkpoint: Path) -> None:
     problems = [
         Problem(
             "resumed-weights-differ",
-            "the checkpoint is of another run",
+            "the checkpoint belongs to another run",
             file=str(checkpoint),
             expected=f"{name} {old}",
             found=str(new),
-            remedy="resume with what the run was started with, or start another in another folder",
+            remedy="resume with the options of the run, or start another run in another folder",
         )
         for name, (old, new) in pairs.items()
         if old != new

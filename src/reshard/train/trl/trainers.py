@@ -191,7 +191,7 @@ def check_packing(run: Run, model: Any) -> None:
         "samples that share a sequence would see each other in this model",
         file=str(run.model),
         rule="transformers keeps packed samples apart in its own attention; not in states that run through a "
-        "sequence, nor in attention that a model brings along",
+        "sequence, nor in a model's own attention",
         found=f"--packing with {type(model).__name__}",
         remedy="leave out --packing",
     )

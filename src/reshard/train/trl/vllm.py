@@ -60,7 +60,7 @@ def _version() -> Iterator[Problem]:
         if "vLLM versions" in str(each.message):
             yield Problem(
                 "vllm-version-untested",
-                "TRL has not been tried with this release of vLLM",
+                "this release of vLLM is untested with TRL",
                 found=str(each.message).split(". We")[0],
                 remedy="pip install 'trl[vllm]'",
                 severity="warning",
@@ -71,19 +71,19 @@ def _plan(run: Run, options: Mapping[str, Any]) -> Iterator[Problem]:
     if run.parallel == "tp":
         yield Problem(
             "vllm-plan-unsupported",
-            "vLLM does not get the weights of tensor parallel ranks",
-            rule="TRL gathers those of FSDP2 and DeepSpeed for vLLM, and no others",
+            "vLLM cannot receive the weights of tensor-parallel ranks",
+            rule="TRL gathers weights for vLLM only under FSDP2 and DeepSpeed",
             found="--use_vllm with --parallel tp",
-            remedy="use --parallel fsdp2 or zero3; vLLM has tensor parallelism of its own: "
+            remedy="use --parallel fsdp2 or zero3; for tensor parallelism inside vLLM: "
             "--vllm_tensor_parallel_size",
         )
     if options["vllm_mode"] not in ("server", "colocate"):
         yield Problem(
             "vllm-mode-unknown",
-            "there is no such mode of vLLM",
+            "vLLM has no such mode",
             expected="colocate, server",
             found=f"--vllm_mode {options['vllm_mode']}",
-            remedy="colocate runs it on the GPUs of the run, server asks one that runs elsewhere",
+            remedy="pass colocate to run it on the GPUs of the run, or server for one that runs elsewhere",
         )
 
 
@@ -98,7 +98,7 @@ def _beside(
             "the ranks cannot be divided into groups that share a vLLM engine",
             expected=f"a divisor of {ranks} ranks",
             found=f"--vllm_tensor_parallel_size {size}",
-            remedy="choose 1, or a size that divides the ranks of a node",
+            remedy="choose 1 or a divisor of the ranks of a node",
         )
         return
     part = float(options["vllm_gpu_memory_utilization"])
@@ -141,7 +141,7 @@ def _server(
     except HTTPError as error:
         yield Problem(
             "vllm-server-without-weights",
-            "the vLLM server does not let weights be sent",
+            "the vLLM server does not accept weights",
             found=f"{error.url}: HTTP {error.code}",
             rule="TRL uses the development endpoints of the server",
             remedy=f"restart it: {serve}",
@@ -153,7 +153,7 @@ def _server(
             "the vLLM server does not answer",
             found=f"{url}: {getattr(error, 'reason', None) or error}",
             expected=f"a server that answers within {SECONDS} s",
-            remedy=f"start it on GPUs of its own: {serve}; or correct --vllm_server_base_url",
+            remedy=f"start it on separate GPUs: {serve}; or correct --vllm_server_base_url",
         )
         return
     yield from _settings(info, url, serve, options)
@@ -161,10 +161,10 @@ def _server(
         yield Problem(
             "vllm-server-on-same-gpus",
             "the vLLM server and the run need more GPUs than this node has",
-            rule="a GPU of the server cannot train: NCCL takes each GPU once",
+            rule="NCCL uses each GPU once, so a GPU of the server cannot train",
             expected=f"at most {len(environment.gpus)} GPUs",
             found=f"{workers} of the server, {processes} processes",
-            remedy=f"give --nproc {max(len(environment.gpus) - workers, 1)}, and the server other GPUs by "
+            remedy=f"pass --nproc {max(len(environment.gpus) - workers, 1)}, and the server other GPUs by "
             "CUDA_VISIBLE_DEVICES; or use --vllm_mode colocate",
         )
 
@@ -173,7 +173,7 @@ def _settings(info: Any, url: str, serve: str, options: Mapping[str, Any]) -> It
     if info.get("weight_transfer_config") is None:
         yield Problem(
             "vllm-server-without-transfer",
-            "the vLLM server has nothing to receive weights with",
+            "the vLLM server cannot receive weights",
             found=f"{url}: no weight-transfer engine",
             remedy=f"restart it: {serve}",
         )
@@ -181,10 +181,10 @@ def _settings(info: Any, url: str, serve: str, options: Mapping[str, Any]) -> It
     if options.get("vllm_importance_sampling_correction") and mode != "processed_logprobs":
         yield Problem(
             "vllm-server-raw-probabilities",
-            "the probabilities of the vLLM server bias the correction of GRPO",
+            "the vLLM server's unprocessed log probabilities bias GRPO's importance sampling",
             expected="--logprobs-mode processed_logprobs",
             found=f"{url}: {mode}",
-            remedy=f"restart it: {serve}; or give --vllm_importance_sampling_correction false",
+            remedy=f"restart it: {serve}; or pass --vllm_importance_sampling_correction false",
             severity="warning",
         )
 
