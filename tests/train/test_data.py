@@ -130,7 +130,7 @@ def test_each_shape_is_read_as_trl_takes_it(
             "--data-shape chat or",
         ),
         ("sft", {"instruction": ["a"], "output": "b"}, '"instruction" has the wrong type', None),
-        ("sft", {"instruction": "a", "output": "b", "history": ["c"]}, '"history" is of another', None),
+        ("sft", {"instruction": "a", "output": "b", "history": ["c"]}, '"history" has the wrong type', None),
         ("sft", {"instruction": "a", "output": ""}, "messages[1].content is empty", "leave the record out"),
         (
             "sft",

@@ -280,7 +280,7 @@ def test_an_output_that_cannot_be_made_or_must_not_be_removed_is_refused(run: Ru
     (run.output / RECORD).write_text(json.dumps(run.as_dict()))
     again = replace(run, model=before)
     assert messages(preflight(again, overwrite=True, environment=NOWHERE).problems) == [
-        "--overwrite would remove the model that the run begins with"
+        "--overwrite would remove the model of this run"
     ]
     with pytest.raises(ReshardError, match="would remove the model"):
         clear(again)
