@@ -162,6 +162,6 @@ def test_a_job_that_is_preempted_goes_on_to_the_same_bits(
     until(lambda: (out / "run.json").is_file() and read_record(out / "run.json").get("outcome") == "done")
     until(lambda: "Job completed successfully" in Path(told["log"]).read_text())
     said = Path(told["log"]).read_text()
-    assert "interrupted by SIGUSR1 after step" in said and "Requeued job" in said and "goes on from" in said
+    assert "interrupted by SIGUSR1 after step" in said and "Requeued job" in said and "continues from" in said
     files = [(tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "out")]
     assert files[0] == files[1]
