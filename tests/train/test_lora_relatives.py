@@ -17,7 +17,7 @@ from reshard.errors import ReshardError
 from reshard.train import trl
 from reshard.train.final.finish import finish
 from reshard.train.run import Run
-from tests.train.trl_plans import EVALUATED, run_of
+from tests.train.trl_plans import ENVIRONMENTS, EVALUATED, FOUR_DIGITS, PLANS, run_of
 from tests.train.trl_runs import Ran, train
 
 RELATIVES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def ran(
             output, options = tmp_path_factory.mktemp("lora"), {**TARGETS, **RELATIVES.get(name, {})}
             run = run_of(plan, "sft", tiny("qwen3"), data["sft"], output, True, 1, options)
             kept = {name: value for name, value in run.options.items() if name not in EVALUATED}
-            done[key] = train(replace(run, options=kept), 1 if plan == "one" else 2)
+            done[key] = train(replace(run, options=kept), PLANS[plan], environment=ENVIRONMENTS.get(plan))
             assert not done[key].failed, done[key].log
         return done[key]
 
@@ -83,10 +83,23 @@ def test_a_relative_goes_on_as_if_it_had_not_been_killed(
 ) -> None:
     before = ran(name, plan)
     shutil.copytree(before.run.output / "checkpoint-2", tmp_path / "checkpoint-2")
-    again = train(replace(before.run, output=tmp_path, resume=True), 1 if plan == "one" else 2)
+    again = train(replace(before.run, output=tmp_path, resume=True), PLANS[plan])
     assert not again.failed, again.log
     assert again.losses == before.losses[2:]
     assert again.trained.digests == before.trained.digests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*RELATIVES])
+@pytest.mark.parametrize("plan", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_a_relative_has_the_losses_of_one_process(name: str, plan: str, ran: Callable[..., Ran]) -> None:
+    """One process is equal to plain TRL. NEFTune's noise is each rank's own: it has the losses of other ranks."""
+    like, spread = ran(name, "ddp" if name == "neftune" else "one"), ran(name, plan)
+    assert spread.losses == pytest.approx(like.losses, abs=FOUR_DIGITS)
+    norms = [[row["grad_norm"] for row in each.rows] for each in (spread, like)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert spread.trained.digests.keys() == like.trained.digests.keys()
+    assert trl.ENGINE.check(spread.run, spread.trained, spread.trained.checkpoint) == []
 
 
 @pytest.mark.parametrize("name", ["dora", "lora+"])
