@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import re
 import reprlib
 from collections import Counter
@@ -126,10 +127,13 @@ def is_no_memory(error: BaseException) -> bool:
 
 def no_memory(error: BaseException) -> Problem:
     """The problem to report when the system has no memory left."""
+    path = getattr(error, "filename", None)
+    found = str(getattr(error, "strerror", None) or error)
     return Problem(
         "out-of-memory",
         "the system has no memory left",
-        found=str(error).strip().rpartition("\n")[2] or None,
+        file=os.fsdecode(path) if isinstance(path, (str, bytes)) else None,
+        found=found.strip().rpartition("\n")[2] or None,
         remedy="end other programs, pass a smaller --memory, or raise the limits of the process (`ulimit -v`, "
         "the container's memory)",
     )

@@ -45,15 +45,20 @@ MULTIPLYING = 8 << 20
 """Maximum bytes into which BLAS copies parts of its operands."""
 
 BUFFER = 40 << 20
-"""Address space in bytes for OpenBLAS's buffer of each concurrent product: 32 MiB, and a margin.
-Little of it becomes resident memory (`MULTIPLYING`).
+"""Address space in bytes for the first buffer of OpenBLAS: 32 MiB, and a margin. Little of it becomes resident memory
+(`MULTIPLYING`).
+"""
+
+PLENTY = 512 << 20
+"""Free address space in bytes with which another product may run concurrently. OpenBLAS allocates its buffer after the
+check, when other threads may have allocated theirs, and ends the process if it cannot.
 """
 
 Floats = np.ndarray[Any, Any]
 
 
 class Multiplier:
-    """Multiplies matrices, as many at a time as OpenBLAS has buffers for: it ends the process if it cannot get one."""
+    """Multiplies matrices, as many at a time as there is address space for: OpenBLAS ends the process without it."""
 
     def __init__(self) -> None:
         self._free = Condition()
@@ -73,14 +78,24 @@ class Multiplier:
                 self._free.notify()
         return product
 
+    def prepare(self) -> None:
+        """Allocate the first buffer, before threads compete for memory. Raises MemoryError if there is no room."""
+        with self._free:
+            if not self._buffers:
+                self._has_more()
+
     def _has_more(self) -> bool:
-        """Whether there is room for another buffer, which is then added."""
-        if can_reserve(BUFFER):
-            self._buffers += 1
-            return True
-        if not self._buffers:
+        """Whether there is room for another buffer, which is then added. The first one is allocated here."""
+        if self._buffers:
+            if not can_reserve(PLENTY):
+                return False
+        elif can_reserve(BUFFER):
+            square = np.ones((256, 256), np.float32)
+            square @ square  # large enough to need a buffer
+        else:
             raise MemoryError(f"{BUFFER:,} bytes of address space to multiply matrices in")
-        return False
+        self._buffers += 1
+        return True
 
 
 multiplied = Multiplier()
@@ -106,6 +121,7 @@ class Merged(Computed):
     """`base` [rows, columns] with a delta, as `dtype`. Reads base and `left` block by block, `right` at once."""
 
     def __init__(self, base: Tensor, delta: Delta, dtype: DType) -> None:
+        multiplied.prepare()
         self.dtype = dtype
         self._base, self._delta = base, delta
         parts = (base, delta.left, delta.right, delta.magnitude)
