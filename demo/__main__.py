@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="Where the models go.")
     parser.add_argument("--steps", type=int, default=60, help="Training steps.")
     arguments = parser.parse_args()
-    # Four ranks on few cores: one thread each. The compiler and the hub are not needed.
+    # Four ranks on few cores: one thread each. The compiler and the Hub are not needed.
     for name, value in (("OMP_NUM_THREADS", "1"), ("TORCHDYNAMO_DISABLE", "1"), ("HF_HUB_OFFLINE", "1")):
         os.environ.setdefault(name, value)
     begin = time.monotonic()

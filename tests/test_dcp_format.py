@@ -223,7 +223,7 @@ def test_a_head_that_is_not_the_embedding_is_not_dropped(tmp_path: Path) -> None
 
 USUAL = ("qwen3_moe", "deepseek_v3", "mixtral", "phimoe", "nemotron_h", "ernie4_5_moe", "hy_v3", "granitemoe")
 """One of each kind; the others are slow."""
-# Experts that the hub stacks, and `save_pretrained` takes apart, are in tests/test_stacked_experts.py.
+# Experts that the Hub stacks, and `save_pretrained` takes apart, are in tests/test_stacked_experts.py.
 NAMED = (name for name, family in FAMILIES.items() if family.live and not family.live.stacked)
 FUSED = sorted({*NAMED, *LIVE})
 
@@ -241,7 +241,7 @@ def test_live_names_become_the_hubs_and_the_hubs_become_live(model_type: str, tm
     ours = tensors_of(tmp_path / "hf")
     assert (
         hub.keys() <= ours.keys() <= hub.keys() | {"lm_head.weight"}
-    )  # which the hub leaves out if it is tied
+    )  # which the Hub leaves out if it is tied
     assert_same_tensors({name: ours[name] for name in hub}, hub)
     reshard.convert(tmp_path / "hub", tmp_path / "dcp", to="dcp", no_tokenizer=True)
     written = as_torch_reads(tmp_path / "dcp")

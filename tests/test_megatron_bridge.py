@@ -30,7 +30,7 @@ NAMES = {
 """Model types, each with its TP, PP and EP sizes in the tests."""
 
 WITHOUT = {"qwen3_next": {"num_nextn_predict_layers": 0}}
-"""Megatron-Bridge builds MTP layers that the hub's config names; Qwen3-Next's names none."""
+"""Megatron-Bridge builds MTP layers that the Hub's config names; Qwen3-Next's names none."""
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def test_megatron_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) ->
 
 
 def as_transformers_4_spells(base: Path) -> None:
-    """Megatron-Bridge runs with transformers 4 and can read a folder of the hub."""
+    """Megatron-Bridge runs with transformers 4 and can read a folder of the Hub."""
     for name, spelled in (("config.json", _older), ("tokenizer_config.json", portable_tokenizer_config)):
         file = base / name
         file.write_text(json.dumps(spelled(json.loads(file.read_text())), indent=2))

@@ -149,7 +149,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_internlm3_as_transformers_saves_it(bias: bool, tmp_path: Path) -> None:
-    """With the keys of Llama's biases, where the hub has `qkv_bias` and `bias`."""
+    """With the keys of Llama's biases, where the Hub has `qkv_bias` and `bias`."""
     config = AutoConfig.for_model(
         "internlm3", **SIZES | {"bos_token_id": 1}, attention_bias=bias, mlp_bias=bias
     )

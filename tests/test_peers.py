@@ -136,7 +136,7 @@ def test_what_megatron_bridges_own_modules_hold_converts_back(tmp_path: Path) ->
 
 
 def test_what_ms_swift_saved_of_gated_delta_nets_converts_back(tmp_path: Path) -> None:
-    """Qwen3.5 with its tower at TP2: delta nets by key head, each query before its gate, norms as on the hub."""
+    """Qwen3.5 with its tower at TP2: delta nets by key head, each query before its gate, norms as on the Hub."""
     base = make_model_type("qwen3_5", tmp_path / "base", as_saved=True, **SMALL_QWEN3_5)
     result = reshard.convert(DATA / "swift" / "qwen3_5", tmp_path / "ours", base=base)
     assert not result.plan.warnings

@@ -53,7 +53,7 @@ def test_every_element_is_read_once_and_written_once(tmp_path: Path, name: str, 
     read = Counter[str]()
     for cells, pieces in used.items():
         seen = View((cells.storage.nbytes // cells.dtype.itemsize,), tuple(p.swapped("") for p in pieces))
-        if not name.endswith("mtp"):  # there the hub stores embedding and head twice
+        if not name.endswith("mtp"):  # there the Hub stores embedding and head twice
             assert overlaps(seen) is None, "an element is used twice"
             read["elements"] += covered(seen)
     checkpoint = open_checkpoint(source)

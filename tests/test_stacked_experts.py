@@ -1,4 +1,4 @@
-"""Experts of Qwen3.5: stacked on the hub, one by one as transformers saves them; both for MTP layers."""
+"""Experts of Qwen3.5: stacked on the Hub, one by one as transformers saves them; both for MTP layers."""
 
 from __future__ import annotations
 

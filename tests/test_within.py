@@ -127,7 +127,7 @@ def test_inspect_counts_what_is_carried(model: Callable[[str], Path]) -> None:
 
 
 def test_a_config_keeps_all_that_it_says(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Flat, as on the hub, or nested, as transformers 5 saves it; a change is made where the value is."""
+    """Flat, as on the Hub, or nested, as transformers 5 saves it; a change is made where the value is."""
 
     nested = make_model_type("qwen2_5_vl", tmp_path / "nested", as_saved=True)
     for source in (nested, model("qwen2_5_vl")):
@@ -202,7 +202,7 @@ def test_what_another_engine_computes_is_not_trained_on_megatron_core(
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", (*NAMES, "qwen2_vl", "qwen3_vl_moe", "internvl"))
 def test_names_in_memory(name: str, tied: bool, tmp_path: Path) -> None:
-    """A state dict of the live model gets the hub's names, and the output has all keys of the live model."""
+    """A state dict of the live model gets the Hub's names, and the output has all keys of the live model."""
     hub = make_model_type(name, tmp_path / "hub", tie_word_embeddings=tied)
     kind = getattr(transformers, TYPES[name].architecture)
     live = kind.from_pretrained(hub, dtype=torch.bfloat16).state_dict()
@@ -247,7 +247,7 @@ def test_an_adapter_of_a_part(name: str, tmp_path: Path) -> None:
 
 
 def test_transformers_computes_the_same_of_what_it_saved_and_what_came_back(tmp_path: Path) -> None:
-    """transformers 5 saves the experts of a new model with other axes than the hub; both are read."""
+    """transformers 5 saves the experts of a new model with other axes than the Hub; both are read."""
     saved = make_model_type("qwen3_vl_moe", tmp_path / "saved", as_saved=True)
     hub = make_model_type("qwen3_vl_moe", tmp_path / "hub")
     reshard.convert(saved, tmp_path / "m", to="megatron", tp=2, pp=2, ep=2, etp=1)

@@ -180,7 +180,7 @@ def _quantized(checkpoint: Checkpoint) -> str:
 
 
 def _carried(model: Model) -> dict[str, dict[str, int]]:
-    """The parts besides the language model, by the prefix of their names on the hub."""
+    """The parts besides the language model, by the prefix of their names on the Hub."""
     return {
         prefix: {"tensors": len(names), "parameters": sum(prod(model.carried[name]) for name in names)}
         for prefix, names in model.parts.items()

@@ -216,7 +216,7 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
     except ReshardError:
         if checkpoint.dialect != "hf":
             raise
-        # The names are the hub's already: missing, extra or misshapen tensors are the differences.
+        # The names are the Hub's already: missing, extra or misshapen tensors are the differences.
         found = replace(as_named(checkpoint, _config(checkpoint, base)), config={})
         return Side(found.checkpoint, None, logical_tensors(found), sources, notes, quantized)
 

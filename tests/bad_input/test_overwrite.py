@@ -66,7 +66,7 @@ def test_overwrite_replaces_what_reshard_wrote(
 
 
 def test_overwrite_replaces_a_checkpoint_of_elsewhere(copy: Copy, tmp_path: Path) -> None:
-    """With the files that the hub and Trainer put next to the weights, and nothing else."""
+    """With the files that the Hub and Trainer put next to the weights, and nothing else."""
     src, dst = copy("qwen3"), tmp_path / "dst"
     shutil.copytree(src, dst)
     beside = ("README.md", "optimizer.pt", "rng_state_0.pth", "trainer_state.json", ".cache/huggingface/x")

@@ -182,7 +182,7 @@ def test_a_source_without_a_checkpoint(tmp_path: Path) -> None:
 def test_what_is_near_a_path_without_a_checkpoint_is_told(
     copy: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Part of a path, a folder of several checkpoints, a typing error, and the name of a model on the hub."""
+    """Part of a path, a folder of several checkpoints, a typing error, and the name of a model on the Hub."""
     src = copy("legacy")
     rank = src / "release" / "mp_rank_00_000"
     for part in (rank, rank / "model_optim_rng.pt"):

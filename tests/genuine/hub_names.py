@@ -1,8 +1,8 @@
 """Folders of model types that transformers lacks, or saves under other names, made from related models.
 
-Names and configs are those of the hub: moonshotai/Kimi-K2-Instruct, Kimi-K2.5 and Kimi-VL-A3B-Instruct,
+Names and configs are those of the Hub: moonshotai/Kimi-K2-Instruct, Kimi-K2.5 and Kimi-VL-A3B-Instruct,
 deepseek-ai/deepseek-moe-16b-base, inclusionAI/Ling-mini-2.0. Each function turns a config and the tensors of a related
-model into them, or the output of transformers 5 into the hub's form.
+model into them, or the output of transformers 5 into the Hub's form.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ def bailing_moe(config: Config, tensors: Tensors) -> None:
 
 
 def transposed_experts(config: Config, tensors: Tensors) -> None:
-    """Stacked experts as on the hub, [experts, in, out]; transformers 5 saves those of a new model transposed."""
+    """Stacked experts as on the Hub, [experts, in, out]; transformers 5 saves those of a new model transposed."""
     for name, tensor in tensors.items():
         if ".experts." in name and tensor.ndim == 3:
             tensors[name] = tensor.transpose(1, 2).contiguous()
 
 
 def delta_nets(config: Config, tensors: Tensors) -> None:
-    """The hub's additions to transformers' Qwen3.5: an MTP layer, stacked experts, some keys."""
+    """The Hub's additions to transformers' Qwen3.5: an MTP layer, stacked experts, some keys."""
     config["text_config"] |= {"full_attention_interval": 2, "mtp_num_hidden_layers": 1}
     config["text_config"]["mtp_use_dedicated_embeddings"] = False
     hidden, last, main = config["text_config"]["hidden_size"], ".layers.3.", "model.language_model"
@@ -144,7 +144,7 @@ def delta_nets(config: Config, tensors: Tensors) -> None:
 
 
 def flat(config: Config, tensors: Tensors) -> None:
-    """The config of a language model with a vision_config in it, as on the hub."""
+    """The config of a language model with a vision_config in it, as on the Hub."""
     text = config.pop("text_config")
     for key in text.keys() - config.keys() - {"layer_types"}:
         config[key] = text[key]
@@ -163,7 +163,7 @@ def speaking(*modules: str) -> Edit:
 
 
 def published(*edits: Edit) -> Edit:
-    """These edits, and the spellings of transformers 4, which most configs of the hub have."""
+    """These edits, and the spellings of transformers 4, which most configs of the Hub have."""
 
     def edit(config: Config, tensors: Tensors) -> None:
         for each in edits:
@@ -191,7 +191,7 @@ def _older(config: Config) -> None:
 
 
 def gate_above_up(tensors: Tensors) -> None:
-    """GLM-4 has gate and up fused on the hub, and separate in mcore-bridge's export."""
+    """GLM-4 has gate and up fused on the Hub, and separate in mcore-bridge's export."""
     for name in [name for name in tensors if ".gate_proj." in name and "visual" not in name]:
         up = tensors.pop(name.replace(".gate_proj.", ".up_proj."))
         tensors[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat([tensors.pop(name), up])
@@ -211,7 +211,7 @@ def gemma3(config: Config, tensors: Tensors) -> None:
 
 
 def nemotron_h(config: Config, tensors: Tensors) -> None:
-    """The hub's pattern of layers, and the names in its code; router biases are in float32."""
+    """The Hub's pattern of layers, and the names in its code; router biases are in float32."""
     config["hybrid_override_pattern"] = "ME*-ME"
     config["num_hidden_layers"] = 6
     config["auto_map"] = {

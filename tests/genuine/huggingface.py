@@ -6,7 +6,7 @@ so that a swapped, a transposed or a forgotten tensor changes the logits.
 
 `save_pretrained` alone cannot make three kinds of folder. InternLM3 and MiMo are not part of transformers, so
 their folders are a Llama and a Qwen2 model with their configs. transformers drops DeepSeek-V3's
-multi-token-prediction layer, so it is added with the hub's names.
+multi-token-prediction layer, so it is added with the Hub's names.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-    # transformers ignores these three, other engines read them from the hub's config.
+    # transformers ignores these three, other engines read them from the Hub's config.
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
@@ -152,7 +152,7 @@ GPT_OSS: dict[str, Any] = {
         "truncate": False,
     },
 }
-# What transformers 5 does not know of these, it keeps and saves, as the hub has it.
+# What transformers 5 does not know of these, it keeps and saves, as the Hub has it.
 HY_V3: dict[str, Any] = {
     **WIDE_HEADS,
     **EXPERTS,
@@ -316,7 +316,7 @@ def _random_model(model_type: str, settings: dict[str, Any], dtype: str, seed: i
     )
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
-            module.e_score_correction_bias = module.e_score_correction_bias.float()  # as on the hub
+            module.e_score_correction_bias = module.e_score_correction_bias.float()  # as on the Hub
     randomise(model, torch.Generator().manual_seed(seed))
     return model
 
@@ -351,7 +351,7 @@ def _save_with_mtp(
 def add_mtp(tensors: dict[str, torch.Tensor], layers: int, predicted: int, seed: int) -> None:
     """Give layers beyond `layers` the additional tensors of an MTP module.
 
-    Names as in deepseek-ai/DeepSeek-V3 on the hub, whose MTP module is `model.layers.61`, and in zai-org/GLM-4.5.
+    Names as in deepseek-ai/DeepSeek-V3 on the Hub, whose MTP module is `model.layers.61`, and in zai-org/GLM-4.5.
     Its embedding and head are copies of the main model's.
     """
     embedding = tensors["model.embed_tokens.weight"]
@@ -370,7 +370,7 @@ def add_mtp(tensors: dict[str, torch.Tensor], layers: int, predicted: int, seed:
 def _save_hybrid(
     model_type: str, settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str
 ) -> None:
-    """A model with more layers than it declares: the additional one is the MTP module, with the names of the hub.
+    """A model with more layers than it declares: the additional one is the MTP module, with the names of the Hub.
 
     Qwen/Qwen3-Next-80B-A3B-Instruct: the layer is `mtp.layers.0` with full attention. transformers drops it.
     """
@@ -392,7 +392,7 @@ def _save_hybrid(
         tensors["mtp.fc.weight"] = projection.to(getattr(torch, dtype))
     _save_tensors(tensors, folder, max_shard_size)
     kept = {"num_hidden_layers": layers, "layer_types": kinds[:layers]}
-    # transformers 5 does not save it, and what reads the hub's configs looks for it.
+    # transformers 5 does not save it, and what reads the Hub's configs looks for it.
     edit_config(folder, {**kept, "full_attention_interval": kinds.index("full_attention") + 1})
 
 

@@ -1,6 +1,6 @@
-"""The results of the hub's InternLM, InternLM2 and Llama, computed by the modules of transformers.
+"""The results of the Hub's InternLM, InternLM2 and Llama, computed by the modules of transformers.
 
-InternLM's code is on the hub and not in transformers, but it is Llama's: InternLM is Llama with biases in
+InternLM's code is on the Hub and not in transformers, but it is Llama's: InternLM is Llama with biases in
 attention (`attention_bias`), InternLM2 is Llama whose query, key and value projections are one matrix, group by group.
 So their tensors, renamed and split, are loaded strictly into transformers' Llama. InternLM's mixture of experts
 is Mixtral with those biases.

@@ -1,4 +1,4 @@
-"""Small random models of every family whose in-memory names in transformers 5 differ from the hub's."""
+"""Small random models of every family whose in-memory names in transformers 5 differ from the Hub's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def live_and_hub(model_type: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Save a random model to `folder` with the hub's names; returns its state dict in memory."""
+    """Save a random model to `folder` with the Hub's names; returns its state dict in memory."""
     known = AutoConfig.for_model(model_type)
     sizes = {name: size for name, size in SIZES.items() if getattr(known, name, None) is not None}
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ from unittest.mock import MagicMock
 from tests.genuine import fake_te
 from tests.genuine.peers import MOE, Run
 
-# gpt-oss at the hub's own values: Megatron-Bridge takes them for all gpt-oss.
+# gpt-oss at the Hub's own values: Megatron-Bridge takes them for all gpt-oss.
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,

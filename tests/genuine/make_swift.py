@@ -93,7 +93,7 @@ def _rank(run: Run, base: Path, out: Path) -> None:
 
 
 def _know_mimo() -> None:
-    """The classes that MiMo's folder on the hub contains as code: Qwen2's, with MTP layers in the config."""
+    """The classes that MiMo's folder on the Hub contains as code: Qwen2's, with MTP layers in the config."""
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     config = type("MiMoConfig", (Qwen2Config,), {"model_type": "mimo"})

@@ -1,6 +1,6 @@
 """Tiny random Hugging Face folders of model types that other Megatron frameworks support, by transformers' own classes.
 
-Where `save_pretrained` differs from the hub, the hub's spelling is restored: see `Tiny`.
+Where `save_pretrained` differs from the Hub, the Hub's spelling is restored: see `Tiny`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Tiny:
 
     `module` is the module below `remote` with the class, if transformers lacks it. `lost` are prefixes of names that
     mcore-bridge loses when it loads or exports; the speech modules come back `from_base`. `hub` turns the config and
-    the tensors from transformers into the hub's, `exported` those that mcore-bridge names differently. `code` are the
+    the tensors from transformers into the Hub's, `exported` those that mcore-bridge names differently. `code` are the
     file names of the stand-in for its remote code in the folder.
     """
 
@@ -508,7 +508,7 @@ def make_model_type(
 ) -> Path:
     """Write the model `name` of `TYPES` in bf16 to `folder` and return it. `overrides` replace keys of its config.
 
-    It has the hub's spelling, or that of transformers 5 if `as_saved`. `vocab` is another vocabulary size.
+    It has the Hub's spelling, or that of transformers 5 if `as_saved`. `vocab` is another vocabulary size.
     """
     tiny = TYPES[name]
     module = (
@@ -528,7 +528,7 @@ def make_model_type(
     model = kind._from_config(config, dtype=torch.bfloat16)
     for each in model.modules():
         if hasattr(each, "e_score_correction_bias"):
-            each.e_score_correction_bias = each.e_score_correction_bias.float()  # as on the hub
+            each.e_score_correction_bias = each.e_score_correction_bias.float()  # as on the Hub
     randomise(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -544,7 +544,7 @@ def make_model_type(
     if predicted:
         add_mtp(tensors, layers, predicted, seed)
         spelled["num_hidden_layers"] = layers
-        for by_layer in ("layer_types", "mlp_layer_types", "indexer_types"):  # which the hub does not have
+        for by_layer in ("layer_types", "mlp_layer_types", "indexer_types"):  # which the Hub does not have
             spelled.pop(by_layer, None)
     if tiny.hub and not as_saved:
         tiny.hub(spelled, tensors)

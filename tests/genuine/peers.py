@@ -35,7 +35,7 @@ class Run:
 
 
 def make_base(run: Run, folder: Path) -> Path:
-    """The Hugging Face folder that a run starts from, in the spelling of transformers 4 and the hub."""
+    """The Hugging Face folder that a run starts from, in the spelling of transformers 4 and the Hub."""
     from reshard.families.rope import both_spellings
     from reshard.formats.companions import portable_tokenizer_config
     from tests.genuine.huggingface import make_model

@@ -1,6 +1,6 @@
 """Quantized Hugging Face folders, made from plain ones in bfloat16.
 
-FP8 uses the operation with which transformers quantizes. MXFP4 is gpt-oss's format on the hub: the kernels that make
+FP8 uses the operation with which transformers quantizes. MXFP4 is gpt-oss's format on the Hub: the kernels that make
 it need a GPU, but any bits are valid values, so they are random.
 """
 

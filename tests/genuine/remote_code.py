@@ -1,6 +1,6 @@
 """What model types that transformers does not have bring as code: copied into their folders, never imported here.
 
-A config holds what config.json says. The towers of Kimi are modules with the parameters of those on the hub, listed as
+A config holds what config.json says. The towers of Kimi are modules with the parameters of those on the Hub, listed as
 `tensors` in the config of the vision part; nothing here computes.
 """
 

@@ -43,7 +43,7 @@ DEEPSEEK_MOE = (
 )
 Q_LORA = {"self_attn.q_a_proj.weight", "self_attn.q_a_layernorm.weight", "self_attn.q_b_proj.weight"}
 
-# The tensors of decoder layer 1, by the names that the models on the hub have.
+# The tensors of decoder layer 1, by the names that the models on the Hub have.
 HUB_NAMES = {
     "llama": ATTENTION | NORMS | mlp("mlp"),
     "mixtral": ATTENTION

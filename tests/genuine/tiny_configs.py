@@ -16,7 +16,7 @@ from tests.genuine.huggingface import (
 
 TEXT: dict[str, Any] = {key: value for key, value in COMMON.items() if not key.endswith("_token_id")}
 EVEN = {**TEXT, "vocab_size": 288}
-"""Megatron-Bridge does not pad a vocabulary that it loads from the hub."""
+"""Megatron-Bridge does not pad a vocabulary that it loads from the Hub."""
 MROPE = {**PLAIN_ROPE, "rope_type": "default", "mrope_section": [2, 1, 1]}
 SEES = {
     "image_token_id": 280,
@@ -57,7 +57,7 @@ DELTA_MOE = {
 }
 DELTA_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
 PARTIAL_ROPE = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
-# What transformers 5 does not know of it, it keeps and saves, as the hub has it.
+# What transformers 5 does not know of it, it keeps and saves, as the Hub has it.
 MINIMAX_M2 = {
     **COMMON,
     **WIDE_HEADS,

@@ -233,7 +233,7 @@ def test_a_note_says_which_order_of_rotary_rows_was_assumed(
 def test_without_a_model_config_nothing_is_assumed(
     name: str, copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
 ) -> None:
-    """No config on the hub contains the order of rows. The remedy tells the user how to set it."""
+    """No config on the Hub contains the order of rows. The remedy tells the user how to set it."""
     folder = copy_of(name)
     config = reshard.formats.internlm.config.read_model_config(folder)
     (folder / "model_config.pt").unlink()
@@ -280,9 +280,9 @@ def test_remote_code_of_the_base_travels_along(tmp_path: Path, hub: Callable[[st
     config = json.loads((base / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_internlm2.InternLM2ForCausalLM"}
     (base / "config.json").write_text(json.dumps(config))
-    (base / "modeling_internlm2.py").write_text("# the hub's code\n")
+    (base / "modeling_internlm2.py").write_text("# the Hub's code\n")
     reshard.convert(DATA / "internlm2-tp2pp2", tmp_path / "out", base=base, no_tokenizer=True)
-    assert (tmp_path / "out" / "modeling_internlm2.py").read_text() == "# the hub's code\n"
+    assert (tmp_path / "out" / "modeling_internlm2.py").read_text() == "# the Hub's code\n"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"] == config["auto_map"]
 
 

@@ -1,4 +1,4 @@
-"""Models of the hub, from a local server with the hub's API, in a process that uses it instead of the hub."""
+"""Models of the Hub, from a local server with the Hub's API, in a process that uses it instead of the Hub."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_the_local_cache_is_used_where_it_has_the_model(hub: Hub, model: Path, t
 @pytest.mark.parametrize(
     ("typed", "changed", "words"),
     [
-        ("Org/Absent", {}, ("the hub has no model Org/Absent", "check the name or path")),
-        (f"hf://{NAME}@absent", {}, ("the hub has no revision absent",)),
+        ("Org/Absent", {}, ("the Hub has no model Org/Absent", "check the name or path")),
+        (f"hf://{NAME}@absent", {}, ("the Hub has no revision absent",)),
         (f"hf://{NAME}", {"HF_HUB_OFFLINE": "1"}, ("HF_HUB_OFFLINE is set", f"hf download {NAME}")),
         (NAME, {"HF_HUB_OFFLINE": "1"}, ("there is nothing at this path", f"hf download {NAME}")),
     ],

@@ -1,4 +1,4 @@
-"""`convert --push-to-hub`, through huggingface_hub itself, against a server with the API of the hub."""
+"""`convert --push-to-hub`, through huggingface_hub itself, against a server with the API of the Hub."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_an_upload_that_failed_is_repeated_alone(hub: Hub, model: Path, tmp_path
     again = push(model, dst, *CAST, "--push-to-hub", "Org/Model")
     assert again.code == 0 and "only the upload remains" in again.err
     assert {path: path.stat().st_mtime_ns for path in dst.rglob("*")} == before
-    assert hub.count("PUT", "") == sent  # the hub had the bytes already
+    assert hub.count("PUT", "") == sent  # the Hub had the bytes already
     assert (
         hub.repositories["Org/Model"].files["model.safetensors"] == (dst / "model.safetensors").read_bytes()
     )
@@ -157,7 +157,7 @@ def test_what_was_converted_before_is_uploaded_by_the_same_command(
     [
         (("Org/Model",), "hf_reads", {}, "the token has no write access"),
         (("Org/Model",), "", {"HF_TOKEN_PATH": "/nowhere"}, "hf auth login"),
-        (("Org/Model",), "hf_unknown", {}, "the hub does not accept the token"),
+        (("Org/Model",), "hf_unknown", {}, "the Hub does not accept the token"),
         (("Other/Model",), "hf_writes", {}, "the token may not write there"),
         (("Theirs/Model",), "hf_writes", {}, "the token may not write there"),
         (("Org/Mo/del",), "hf_writes", {}, "not the name of a repository"),

@@ -1,4 +1,4 @@
-"""Models by their names on the hub, and options by the names that TRL and Hugging Face use."""
+"""Models by their names on the Hub, and options by the names that TRL and Hugging Face use."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def convert(
     Parameters
     ----------
     src : str or path-like
-        Checkpoint to read: a folder, a file, a URL, or ``Org/Model`` on the hub.
+        Checkpoint to read: a folder, a file, a URL, or ``Org/Model`` on the Hub.
     dst : str or path-like
         Output: a folder, or the URL of a store that can be written (``s3://``, ``gs://``, ``oss://``, ``az://``).
     to : str, optional

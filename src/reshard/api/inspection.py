@@ -25,7 +25,7 @@ def inspect(
     Parameters
     ----------
     path : str or path-like
-        Folder, file, URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the hub.
+        Folder, file, URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the Hub.
     iteration : int or "release", optional
         Step of a training run. By default, the one that its tracker names.
     html : str or path-like, optional

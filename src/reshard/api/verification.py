@@ -76,7 +76,7 @@ def verify(
     Parameters
     ----------
     a, b : str or path-like
-        Folders, files, URLs, or ``Org/Model`` on the hub.
+        Folders, files, URLs, or ``Org/Model`` on the Hub.
     base : str or path-like, optional
         Hugging Face folder with the config, if `a` or `b` has none. With `proof`, it replaces the recorded one.
     logits : bool

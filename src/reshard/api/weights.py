@@ -34,7 +34,7 @@ def open(
     Parameters
     ----------
     path : str or path-like
-        Folder, file, URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the hub.
+        Folder, file, URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the Hub.
     iteration : int or "release", optional
         Step of a training run. By default, the one that its tracker names.
     base : str or path-like, optional

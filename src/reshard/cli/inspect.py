@@ -65,7 +65,7 @@ def command(
 ) -> None:
     """Show what the checkpoint at each PATH is, whether it is complete, and what to type next.
 
-    Reads headers and metadata only. PATH can be a URL, or Org/Model on the hub. Also lists unfinished conversions to
+    Reads headers and metadata only. PATH can be a URL, or Org/Model on the Hub. Also lists unfinished conversions to
     PATH, with the commands that continue them, and folders that a killed run had moved aside to replace them.
     --json prints an object, or an array of objects for several paths.
 

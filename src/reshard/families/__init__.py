@@ -60,7 +60,7 @@ def declared(model_type: Any) -> Family | None:
 
 
 def live_names(model_type: Any) -> Live | None:
-    """How in-memory names differ from the hub's; None if they do not or are unknown. Covers undeclared models too."""
+    """How in-memory names differ from the Hub's; None if they do not or are unknown. Covers undeclared models too."""
     family = declared(model_type)
     return family.live if family else LIVE.get(model_type) if isinstance(model_type, str) else None
 

@@ -85,7 +85,7 @@ class Binding:
             self.native.update(template.instances())
 
     def written(self) -> Iterator[tuple[str, Bound]]:
-        """The tensors of a Hugging Face folder, including those copies that the hub stores."""
+        """The tensors of a Hugging Face folder, including those copies that the Hub stores."""
         yield from self.hf.items()
         yield from ((name, bound) for name, bound in self.copies.items() if bound.template.written)
 

@@ -129,11 +129,11 @@ class Family:
         return own if native or self.within is None else [self.within.from_hub(name) for name in own]
 
     def hub_name(self, plain: str) -> str:
-        """The hub's name for a tensor of the language model; tensors that are copied unchanged keep their names."""
+        """The Hub's name for a tensor of the language model; tensors that are copied unchanged keep their names."""
         return self.within.to_hub(plain) if self.within and not self.carried([plain], native=False) else plain
 
     def plain_name(self, name: str) -> str:
-        """The inverse of `hub_name`, for a name on the hub or in memory."""
+        """The inverse of `hub_name`, for a name on the Hub or in memory."""
         hub = self.live.begun_on_hub(name) if self.live else name
         return self.within.from_hub(hub) if self.within and not self.carried([hub], native=False) else hub
 

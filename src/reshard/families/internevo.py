@@ -17,7 +17,7 @@ from reshard.families.rules import GATED, Block, Dims, Rule, native, same, under
 
 HUB_LAYER = "model.layers.{layer}"
 W123 = ("w1", "w3", "w2")
-"""The gate, up and down projections of InternEvo, and of InternLM2 on the hub."""
+"""The gate, up and down projections of InternEvo, and of InternLM2 on the Hub."""
 
 HUB_ENDS = {"model.embed_tokens.weight": "model.tok_embeddings.weight", "lm_head.weight": "output.weight"}
 """InternLM2's names for the embedding and the head."""
@@ -33,7 +33,7 @@ def _ordered(rules: Callable[[Dims, bool], Iterable[Rule]], interleaved: bool, d
 
 
 def in_halves(view: View, axis: int) -> View:
-    """The rows of a head in the hub's order, from interleaved pairs: row 2i goes to i, and 2i + 1 to i + d/2."""
+    """The rows of a head in the Hub's order, from interleaved pairs: row 2i goes to i, and 2i + 1 to i + d/2."""
     pairs = view.split(axis, view.shape[axis] // 2, 2)
     order = [*range(axis), axis + 1, axis, *range(axis + 2, len(pairs.shape))]
     return pairs.permute(*order).merge(axis)
@@ -57,7 +57,7 @@ def _mlp(d: Dims, ffn: int, hf: str, names: tuple[str, str, str], evo: str) -> B
 
 
 def _ends(d: Dims, embedding: str, head: str, hub: Mapping[str, str]) -> Iterator[Rule]:
-    """Embedding, final norm and head; the hub uses Llama's names, or those in `hub`."""
+    """Embedding, final norm and head; the Hub uses Llama's names, or those in `hub`."""
 
     def called(name: str) -> str:
         return hub.get(name, name)
@@ -96,7 +96,7 @@ def evo_internlm(d: Dims, interleaved: bool) -> Iterator[Rule]:
 
 
 def evo_internlm2(d: Dims, interleaved: bool) -> Iterator[Rule]:
-    """InternLM2: names and fused projection are the hub's."""
+    """InternLM2: names and fused projection are the Hub's."""
     yield from _ends(d, "tok_embeddings.weight", "output.weight", HUB_ENDS)
     group = d.heads // d.groups + 2
     rows = d.groups * group * d.head_dim

@@ -1,4 +1,4 @@
-"""In-memory names of a model in transformers 5, where they differ from the hub's.
+"""In-memory names of a model in transformers 5, where they differ from the Hub's.
 
 `from_pretrained` of transformers 5 fuses the experts of a layer into `experts.gate_up_proj` [E, 2F, H] and
 `experts.down_proj` [E, H, F] and renames some modules; `save_pretrained` undoes both. A family whose hub names are
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Experts(NamedTuple):
-    """The module of a layer's experts in memory, and the hub's names for the projections of one expert.
+    """The module of a layer's experts in memory, and the Hub's names for the projections of one expert.
 
     Without a gate, the up projections are stacked alone, as `up_proj`.
     """
@@ -34,8 +34,8 @@ class Live:
 
     `renames` are parts of names, `begins` are prefixes, of which the first match applies: pairs (in memory, on the
     hub).
-    `transposed` is the experts module that the hub also stacks, but as [E, H, 2F] and [E, F, H].
-    `stacked` is the experts module that the hub stacks as in memory, but `save_pretrained` splits.
+    `transposed` is the experts module that the Hub also stacks, but as [E, H, 2F] and [E, F, H].
+    `stacked` is the experts module that the Hub stacks as in memory, but `save_pretrained` splits.
     """
 
     experts: Experts | None = GATED
@@ -45,13 +45,13 @@ class Live:
     stacked: str = ""
 
     def to_hub(self, name: str) -> str:
-        """The hub's name of a tensor that is not fused; hub names are returned unchanged."""
+        """The Hub's name of a tensor that is not fused; hub names are returned unchanged."""
         for live, hub in self.renames:
             name = name.replace(live, hub, 1)
         return self.begun_on_hub(name)
 
     def begun_on_hub(self, name: str) -> str:
-        """The name of a tensor or module with the hub's prefix."""
+        """The name of a tensor or module with the Hub's prefix."""
         begin = next((pair for pair in self.begins if name.startswith(pair[0])), ("", ""))
         return begin[1] + name.removeprefix(begin[0])
 

@@ -65,7 +65,7 @@ class Model:
         )
 
     def binding(self, dialect: str = "mcore") -> Binding:
-        """All tensors of both sides: the hub's, and those of the engine with dialect `dialect`.
+        """All tensors of both sides: the Hub's, and those of the engine with dialect `dialect`.
 
         Raises ReshardError if that engine does not support the family.
         """

@@ -30,7 +30,7 @@ class Rule:
     """The tensor named `hf` is `view` (over `Native` sources) plus `plus`, for each of `layers` and `experts`.
 
     A `copy` repeats elements of another rule (tied heads, an embedding stored twice):
-    it is checked against the original and is never a source itself. `written` tells whether the hub's
+    it is checked against the original and is never a source itself. `written` tells whether the Hub's
     checkpoints store that copy. A rule without a Hugging Face name drops its elements, for `reason`.
     """
 
@@ -232,7 +232,7 @@ def norms(d: Dims) -> Block:
 def attention(d: Dims, fused: str = "", *, norm_all_heads: bool = False, gates_last: bool = True) -> Block:
     """Grouped-query attention. linear_qkv stores query heads, key and value, group by group.
 
-    On the hub they are three projections, or one called `fused` that stacks all queries, all keys and all values by
+    On the Hub they are three projections, or one called `fused` that stacks all queries, all keys and all values by
     rows.
     Queries and keys are normalised per head, or over all heads at once by modules of mcore-bridge. If the output is
     gated, `q_proj` stores each query before its gate; within a group, all queries come before all gates, or each query
@@ -338,7 +338,7 @@ def mlp(d: Dims) -> Block:
 
 
 def fused_mlp(d: Dims) -> Block:
-    """The MLP of a dense layer with gate and up fused on the hub, in the order of linear_fc1."""
+    """The MLP of a dense layer with gate and up fused on the Hub, in the order of linear_fc1."""
     return [
         same("mlp.gate_up_proj.weight", "mlp.linear_fc1.weight", 2 * d.ffn, d.hidden),
         same("mlp.down_proj.weight", "mlp.linear_fc2.weight", d.hidden, d.ffn),
@@ -392,7 +392,7 @@ def under(hf: str, mcore: str, block: Iterable[Rule], layers: Sequence[int] = ()
 
 
 def renamed(rules: Iterable[Rule], names: Mapping[str, str]) -> Iterator[Rule]:
-    """The same tensors with other parts of names on the hub: each key of `names` is replaced by its value, once."""
+    """The same tensors with other parts of names on the Hub: each key of `names` is replaced by its value, once."""
     for rule in rules:
         for part, other in names.items():
             rule = replace(rule, hf=rule.hf.replace(part, other, 1))
@@ -410,7 +410,7 @@ def decoder(d: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule
 
 
 def multi_token_prediction(d: Dims, block: Block, *, copies: bool = True) -> Iterator[Rule]:
-    """MTP layers: the hub stores them after the last layer, most families with `copies` of embedding and head."""
+    """MTP layers: the Hub stores them after the last layer, most families with `copies` of embedding and head."""
     table = native("embedding.word_embeddings.weight", d.padded_vocab, d.hidden)
     head = table if d.tied else native("output_layer.weight", d.padded_vocab, d.hidden)
     for index in range(d.mtp):

@@ -2,7 +2,7 @@
 
 Names are those of torchtitan 0.3.0 (see `formats/dcp/torchtitan.py`). Llama 3 rotates neighbouring elements of a head
 and Hugging Face those half a head apart, so the rows of queries and keys are interleaved; Qwen3 is as
-on the hub.
+on the Hub.
 """
 
 from __future__ import annotations

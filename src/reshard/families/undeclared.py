@@ -1,6 +1,6 @@
-"""Models of the hub that are not declared: why, and how their names in memory differ.
+"""Models of the Hub that are not declared: why, and how their names in memory differ.
 
-Formats that keep the hub's names need no declaration of them. The first table says what is
+Formats that keep the Hub's names need no declaration of them. The first table says what is
 beyond megatron-core 0.16.1, and beyond the modules of mcore-bridge 1.6.5 and Megatron-Bridge 0.3.1 that can be built
 with it. Sources: `model/` of mcore-bridge, `models/` of Megatron-Bridge.
 """

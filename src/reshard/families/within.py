@@ -1,6 +1,6 @@
 """A language model as part of a larger one: under a prefix, with a nested config, and with towers next to it.
 
-The rules of such a family are those of the language model on its own; this module adds the hub's prefixes.
+The rules of such a family are those of the language model on its own; this module adds the Hub's prefixes.
 On Megatron's side the language model is under `language_model.`, which the format adds (`formats/megatron`).
 """
 
@@ -33,7 +33,7 @@ class Carried:
         return self.others.get(engine, self.native) + name.removeprefix(self.hub)
 
     def to_hub(self, name: str) -> str | None:
-        """The hub name of the tensor named `name` in some engine; None if it is not in this part."""
+        """The Hub name of the tensor named `name` in some engine; None if it is not in this part."""
         for prefix in sorted({self.native, *self.others.values()}, key=len, reverse=True):
             if name.startswith(prefix):
                 return self.hub + name.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""The model card of an upload: YAML for the hub, and a description of what the weights were made from."""
+"""The model card of an upload: YAML for the Hub, and a description of what the weights were made from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIGNED = "<!-- written by reshard convert --push-to-hub -->"
 PROJECT = "https://github.com/reshard/reshard"
 LICENSE = ("license", "license_name", "license_link")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-"""`Org/Name`, the hub's name of a repository."""
+"""`Org/Name`, the Hub's name of a repository."""
 _CACHED = re.compile(r"models--([^/]+)--([^/]+)")
 """The folder of a repository in huggingface_hub's cache."""
 
@@ -54,7 +54,7 @@ reshard verify model
 
 
 def _metadata(plan: Plan, options: Options) -> dict[str, Any]:
-    """What the hub reads from a card. Unknown values are left out."""
+    """What the Hub reads from a card. Unknown values are left out."""
     is_adapter = plan.target == peft.NAME
     folders = _folders(plan)
     found: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
@@ -79,7 +79,7 @@ def _folders(plan: Plan) -> list[Path]:
 
 
 def _base(plan: Plan, folders: Iterable[Path]) -> str | None:
-    """The hub's name of the model that this one was made from, if a file or the hub's cache has it."""
+    """The Hub's name of the model that this one was made from, if a file or the Hub's cache has it."""
     for folder in folders:
         for told in (*_cached(folder), *_said(folder)):
             if _ID.fullmatch(told) and not Path(told).exists():

@@ -21,7 +21,7 @@ PREFIX = "hf://datasets/"
 CARDS = ("README.md", ".huggingface.yaml")
 """Where a dataset's configurations are declared."""
 FOLDER = "reshard"
-"""Where the folders are, next to the hub's cache, with links into it."""
+"""Where the folders are, next to the Hub's cache, with links into it."""
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[^/]+)?")
 Note = Callable[[str], None]
 
@@ -37,7 +37,7 @@ def dataset_folder(typed: str, split: str, config: str | None = None, note: Note
     """The folder with the files of a split. Downloads what is missing.
 
     `typed` is `Org/Set`, or `hf://datasets/Org/Set@revision`. `note` receives what is downloaded. Raises ReshardError
-    if the hub has no such dataset, configuration or split, or if it cannot be asked and the local cache lacks it.
+    if the Hub has no such dataset, configuration or split, or if it cannot be asked and the local cache lacks it.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -62,7 +62,7 @@ def dataset_folder(typed: str, split: str, config: str | None = None, note: Note
 
 @contextmanager
 def _explained(url: str, name: str, revision: str) -> Iterator[None]:
-    """Raise ReshardError for what the hub, or its cache, does not have."""
+    """Raise ReshardError for what the Hub, or its cache, does not have."""
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -80,9 +80,9 @@ def _explained(url: str, name: str, revision: str) -> Iterator[None]:
             missing = isinstance(error, RevisionNotFoundError)
             raise ReshardError(
                 "hub-dataset-not-found",
-                f"the hub has no revision {revision} of {name}"
+                f"the Hub has no revision {revision} of {name}"
                 if missing
-                else f"the hub has no dataset {name}",
+                else f"the Hub has no dataset {name}",
                 file=url,
                 remedy="check the name or path; if the dataset is private, run `hf auth login`",
             ) from None

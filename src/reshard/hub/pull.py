@@ -24,7 +24,7 @@ def typed_url(typed: str, revision: str | None = None) -> str:
 def model_folder(url: str, note: Callable[[str], None] = lambda text: None) -> Path:
     """The folder of a model `hf://Org/Model@revision` in the local cache. Downloads what is missing.
 
-    `note` receives what is downloaded. Raises ReshardError if the hub has no such model, denies access to it,
+    `note` receives what is downloaded. Raises ReshardError if the Hub has no such model, denies access to it,
     or cannot be asked and the local cache lacks it.
     """
     store = HubStore(url)
@@ -55,7 +55,7 @@ def _downloaded(store: HubStore, note: Callable[[str], None]) -> Path:
 def _here(store: HubStore) -> Path | None:
     """The folder in the local cache, if it suffices: without a network, and for a commit, which does not change.
 
-    Raises ReshardError if the hub has no such model, or if it cannot be asked and the cache lacks it.
+    Raises ReshardError if the Hub has no such model, or if it cannot be asked and the cache lacks it.
     """
     from huggingface_hub import constants
 

@@ -161,7 +161,7 @@ class Upload:
 
 
 def _refuse_others(push: Push, plan: Plan) -> None:
-    """Raise ReshardError for names and formats that the hub cannot store."""
+    """Raise ReshardError for names and formats that the Hub cannot store."""
     if not NAME.fullmatch(push.repository):
         raise ReshardError(
             "repository-name-malformed",
@@ -219,7 +219,7 @@ def _writable(api: Any, push: Push) -> str:
 REMEDIES = {
     401: (
         "hub-token-refused",
-        "the hub does not accept the token",
+        "the Hub does not accept the token",
         "log in again: `hf auth login`, or correct HF_TOKEN",
     ),
     403: (
@@ -239,7 +239,7 @@ REMEDIES = {
     ),
     429: (
         "hub-asks-for-a-pause",
-        "the hub asks for a pause",
+        "the Hub asks for a pause",
         "wait some minutes, then run the same command again",
     ),
 }
@@ -247,7 +247,7 @@ REMEDIES = {
 
 @contextmanager
 def _understood(repository: str, folder: Path | None = None) -> Iterator[None]:
-    """Explain what the hub, its client or the network refused. The files in `folder` are complete."""
+    """Explain what the Hub, its client or the network refused. The files in `folder` are complete."""
     try:
         yield
     except (ReshardError, MemoryError):

@@ -130,7 +130,7 @@ def _as_stored(checkpoint: Checkpoint) -> dict[str, Logical]:
 
 
 def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
-    """An engine's tensors without an equivalent on the hub, which must therefore be zeros."""
+    """An engine's tensors without an equivalent on the Hub, which must therefore be zeros."""
     result = []
     for name, bound in binding.native.items():
         reason = next(bound.sources)
@@ -149,7 +149,7 @@ def _spare(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
 
 def _must_be_zeros(name: str, tensor: Tensor, rule: str) -> Replica:
     zeros = View.of(Cells(ZERO, tensor.dtype), tensor.view.numel).reshape(*tensor.shape)
-    remedy = "the model was trained with them, and no model of its family on the hub has them"
+    remedy = "the model was trained with them, and no model of its family on the Hub has them"
     return Replica(name, Tensor(tensor.dtype, zeros), tensor, rule, remedy, "spare-tensor-not-zero")
 
 

@@ -190,7 +190,7 @@ def resolve_if_declared(
 ) -> Resolved:
     """The same as `resolve` for weights that are only copied, which may be quantized.
 
-    An undeclared family has no model, only a note: its names are already the hub's.
+    An undeclared family has no model, only a note: its names are already the Hub's.
     """
     config = config_of(checkpoint, base) or {}
     if checkpoint.dialect != "hf":
@@ -341,7 +341,7 @@ def _plain(checkpoint: Checkpoint, family: Family) -> list[str]:
 
 
 def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...]]:
-    """The hub shapes of the tensors that are copied unchanged, by hub name."""
+    """The Hub shapes of the tensors that are copied unchanged, by hub name."""
     if family.within is None:
         return {}
     native = checkpoint.dialect == "mcore"
@@ -391,7 +391,7 @@ def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[s
 def _mtp_layers(names: list[str], dialect: str, config: Mapping[str, Any]) -> int:
     """The number of multi-token prediction layers in the checkpoint: configs often count layers that were left out.
 
-    The hub numbers them after the last layer, so only the config tells them from excess layers; MiMo has a
+    The Hub numbers them after the last layer, so only the config tells them from excess layers; MiMo has a
     separate name for them.
     """
     if (apart := _count(names, _MTP_LAYER)) or dialect == "mcore":

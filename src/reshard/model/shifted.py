@@ -1,6 +1,6 @@
 """Norms that an engine stores minus one: sources whose elements are those of a tensor plus a number.
 
-Megatron-Core computes with `1 + weight` if `apply_layernorm_1p` is set; if the hub's model computes with the weight
+Megatron-Core computes with `1 + weight` if `apply_layernorm_1p` is set; if the Hub's model computes with the weight
 itself, the two differ by one. Sums are float64, which is exact for trained weights; only the stored result is rounded.
 """
 

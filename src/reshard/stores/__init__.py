@@ -1,4 +1,4 @@
-"""Where checkpoints are stored: on disks, in object stores, on web servers and on the hub.
+"""Where checkpoints are stored: on disks, in object stores, on web servers and on the Hub.
 
 `source_path` turns what a user typed into a path, `as_path` a stored string. A local path is a
 `pathlib.Path`; a URL is a `StorePath`, which answers the same questions from one listing of the store. `open_file`

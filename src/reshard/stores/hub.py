@@ -163,13 +163,13 @@ def url_of(folder: Path) -> str:
 
 
 def name_of(folder: Path) -> str:
-    """The hub id of such a model, with which others can load it too; the path of any other folder."""
+    """The Hub id of such a model, with which others can load it too; the path of any other folder."""
     found = _SNAPSHOT.search(str(folder))
     return f"{found[1]}/{found[2]}" if found else str(folder)
 
 
 def may_have(typed: str) -> bool:
-    """Whether what was typed, if it is not a local path, should be looked up on the hub or in its local cache."""
+    """Whether what was typed, if it is not a local path, should be looked up on the Hub or in its local cache."""
     if not ID.fullmatch(typed) or Path(typed).parent.exists() or Path(typed).is_symlink():
         return False
     try:

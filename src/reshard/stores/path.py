@@ -177,7 +177,7 @@ def typed_path(typed: str | PathLike[str]) -> Path:
 
 
 def source_path(typed: str | PathLike[str]) -> Path:
-    """The same for a source, which may also be a model id on the hub if no such local path exists."""
+    """The same for a source, which may also be a model id on the Hub if no such local path exists."""
     if isinstance(typed, str) and not address.is_url(typed) and not Path(typed).exists():
         from reshard.stores import hub
 

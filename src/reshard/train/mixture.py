@@ -79,7 +79,7 @@ def _unread(place: str, each: Mapping[str, Any]) -> Iterator[Problem]:
         if key not in KEYS:
             yield _wrong(place, key, f"{', '.join(KEYS)}", did_you_mean(str(key), KEYS, "leave it out"))
         elif key in NOT_READ and each[key] is not None:
-            yield _wrong(place, f"{key}: {each[key]}", "a dataset that is read whole", NOT_READ[key])
+            yield _wrong(place, f"{key}: {each[key]}", "a complete dataset", NOT_READ[key])
     files, local = each.get("data_files"), _is_local(each)
     if files is not None and not (isinstance(files, str) or _are_names(files)):
         yield _wrong(place, files, "data_files that are a path or a list of paths")
@@ -87,12 +87,12 @@ def _unread(place: str, each: Mapping[str, Any]) -> Iterator[Problem]:
         yield _wrong(
             place,
             dict(each),
-            "a dataset of the hub by its name and split",
+            "a dataset of the Hub by its name and split",
             "leave out data_files and data_dir",
         )
     if local and (each.get("name") or each.get("split") not in (None, "train")):
         yield _wrong(
-            place, dict(each), "name and split for datasets of the hub only", "name the files instead"
+            place, dict(each), "name and split for datasets of the Hub only", "name the files instead"
         )
     if each["path"] in BUILDERS and not files:
         yield _wrong(place, dict(each), f"data_files beside `path: {each['path']}`")

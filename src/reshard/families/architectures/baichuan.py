@@ -1,4 +1,4 @@
-"""Baichuan-7B: Llama with query, key and value fused into one projection on the hub."""
+"""Baichuan-7B: Llama with query, key and value fused into one projection on the Hub."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def glm(d: Dims) -> Iterator[Rule]:
 
 
 class SharedIndexers(Entry):
-    """Which layers have an indexer: `indexer_types` in transformers 5; a frequency and an offset on the hub.
+    """Which layers have an indexer: `indexer_types` in transformers 5; a frequency and an offset on the Hub.
 
     Source: `GlmMoeDsaConfig` of transformers 5.23; megatron-core accepts the two numbers in versions after 0.16.1.
     """

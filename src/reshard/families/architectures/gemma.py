@@ -108,7 +108,7 @@ GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
     dense,
-    # The hub's Gemma config says "gelu"; it was trained with the tanh approximation, which transformers computes.
+    # The Hub's Gemma config says "gelu"; it was trained with the tanh approximation, which transformers computes.
     (*COMMON, Rope(), Activation(GELU, {"hidden_act": TANH}), NO_QK_NORM),
     computed_by=MEGATRON_BRIDGE,
     judged=(MEGATRON_BRIDGE,),

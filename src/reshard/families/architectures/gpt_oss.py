@@ -1,4 +1,4 @@
-"""gpt-oss: biases everywhere, a learnable sink in every softmax, experts stacked on the hub."""
+"""gpt-oss: biases everywhere, a learnable sink in every softmax, experts stacked on the Hub."""
 
 from __future__ import annotations
 

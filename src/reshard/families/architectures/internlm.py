@@ -73,7 +73,7 @@ def internlm_moe(d: Dims) -> Iterator[Rule]:
 
 
 def internlm2(d: Dims) -> Iterator[Rule]:
-    """Query, key and value are also fused on the hub, in Megatron-Core's order."""
+    """Query, key and value are also fused on the Hub, in Megatron-Core's order."""
     fused = (d.heads + 2 * d.groups) * d.head_dim
     wide = d.heads * d.head_dim
     block = [

@@ -23,7 +23,7 @@ def rules(d: Dims) -> Iterator[Rule]:
 
 @dataclass(frozen=True)
 class RotaryDim(Rope):
-    """The hub stores the number of rotated elements of a head."""
+    """The Hub stores the number of rotated elements of a head."""
 
     fraction: float | None = 1.0
 

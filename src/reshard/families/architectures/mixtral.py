@@ -13,7 +13,7 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, no
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """The hub names gate, up and down w1, w3 and w2."""
+    """The Hub names gate, up and down w1, w3 and w2."""
     yield from ends(d)
     experts = moe(d, hf="block_sparse_moe", names=("w1", "w3", "w2"))
     yield from decoder(d, [], [*norms(d), *attention(d), *experts])

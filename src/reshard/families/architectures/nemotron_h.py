@@ -18,7 +18,7 @@ from reshard.families.rules import Block, Dims, Rule, attention, ends, native, r
 from reshard.families.within import Within
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
-"""Symbols for the kinds of layers in Megatron-LM's `--hybrid-override-pattern` and on the hub."""
+"""Symbols for the kinds of layers in Megatron-LM's `--hybrid-override-pattern` and on the Hub."""
 
 KINDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", EXPERTS: "moe"}
 """Their names in `layers_block_type` of transformers 5."""

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with fused projections on the hub."""
+"""Phi-3 and Phi-4: Llama with fused projections on the Hub."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Qwen3.5, dense and with experts: Qwen3-Next's layers under other names, with a vision tower. And MiniCPM-V 4.6.
 
-On the hub, queries, keys and values of a delta net are one projection, its other inputs are separate, and experts are
+On the Hub, queries, keys and values of a delta net are one projection, its other inputs are separate, and experts are
 stacked.
 """
 
@@ -47,7 +47,7 @@ EXPERTS = (
     Key("moe_intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
     Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
 )
-# transformers saves one tensor per expert; the hub's Qwen3.6 stacks those of the MTP layer too.
+# transformers saves one tensor per expert; the Hub's Qwen3.6 stacks those of the MTP layer too.
 STACKED = Live(Experts("mtp.layers.0.mlp.experts"), stacked="mlp.experts")
 
 QWEN3_5 = Family(

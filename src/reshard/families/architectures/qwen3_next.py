@@ -51,7 +51,7 @@ def _parts(name: str, heads: int, rows: Mapping[str, int], inner: tuple[int, ...
 
 
 def delta_net(d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> Block:
-    """A gated delta net; `on_the_hub` packs its input projections as the hub does."""
+    """A gated delta net; `on_the_hub` packs its input projections as the Hub does."""
     if not d.delta:
         raise ValueError("the family has gated delta nets, and the sizes have none")
     each = d.value_heads // d.key_heads
@@ -88,7 +88,7 @@ def hybrid(
 ) -> Iterator[Rule]:
     """All layers: delta nets and gated attention, experts and dense MLPs. The MTP layer has attention.
 
-    Experts may be `stacked` on the hub, in all layers except the MTP layer.
+    Experts may be `stacked` on the Hub, in all layers except the MTP layer.
     """
     yield from ends(d)
     delta, gated = delta_net(d, by_head, on_the_hub), attention(d, gates_last=not by_head)

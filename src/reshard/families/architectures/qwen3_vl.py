@@ -15,7 +15,7 @@ from reshard.families.within import Carried, Within
 
 
 def sparse(d: Dims) -> Iterator[Rule]:
-    """The hub stacks the experts of a layer, [inputs, outputs] each."""
+    """The Hub stacks the experts of a layer, [inputs, outputs] each."""
     yield from ends(d)
     block = [*norms(d), *attention(d)]
     router = same("mlp.gate.weight", "mlp.router.weight", d.experts, d.hidden)

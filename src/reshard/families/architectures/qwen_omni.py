@@ -36,7 +36,7 @@ QWEN2_5_OMNI = Family(
 QWEN3_OMNI_MOE = Family(
     "qwen3_omni_moe",
     "Qwen3OmniMoeForConditionalGeneration",
-    QWEN3_MOE.rules,  # the hub stores one tensor per expert
+    QWEN3_MOE.rules,  # the Hub stores one tensor per expert
     QWEN3_VL_MOE.entries,
     live=Live(),
     computed_by=MCORE_BRIDGE,
