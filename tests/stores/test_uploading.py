@@ -222,7 +222,7 @@ def test_requests_that_fail_are_tried_again(s3: S3, model: Path, tmp_path: Path,
 def test_a_store_that_refuses_for_good_keeps_what_it_has(s3: S3, model: Path, tmp_path: Path) -> None:
     """As when a disk is full."""
     s3.fails = lambda method, path, query: 400 if path.endswith("00004-of-00005.safetensors") else None
-    with pytest.raises(api.ReshardError, match="the store returned an unexpected answer") as error:
+    with pytest.raises(api.ReshardError, match="the request to the store failed") as error:
         told(model, workers=1)
     assert "not-to-be-shown" not in str(error.value)
     left = s3.objects(PREFIX)

@@ -156,7 +156,11 @@ def test_faults_that_pass_change_nothing(web: Web, root: Path, tmp_path: Path, f
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [(500, "does not answer"), ("reset", "does not answer"), (403, "does not let this user read")],
+    [
+        (500, "request to the store failed"),
+        ("reset", "request to the store failed"),
+        (403, "does not let this user read"),
+    ],
 )
 def test_faults_that_stay_are_told_and_leave_nothing(
     web: Web, tmp_path: Path, fault: int | str, words: str
@@ -254,5 +258,5 @@ def test_other_urls_are_told_what_is_read(url: str) -> None:
 def test_nothing_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "WAIT", 0.01)
     result = reshard("convert", "http://user:5ec2e7@127.0.0.1:1/model", tmp_path / "out", "--to", "megatron")
-    assert result.code == 2 and "does not answer" in result.err and "127.0.0.1" in result.err
+    assert result.code == 2 and "request to the store failed" in result.err and "127.0.0.1" in result.err
     assert "5ec2e7" not in result.err

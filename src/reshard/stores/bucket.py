@@ -200,7 +200,7 @@ def asked(url: str, what: str) -> Iterator[None]:
             ) from None
         raise ReshardError(
             "bucket-answer-wrong",
-            "the store returned an unexpected answer",
+            "the request to the store failed",
             file=url,
             found=found,
             remedy="check the address and the network, then run the same command again",

@@ -136,7 +136,7 @@ def translated(url: str) -> Iterator[None]:
             raise
         raise ReshardError(
             "store-answer-wrong",
-            "the store returned an unexpected answer",
+            "the request to the store failed",
             file=url,
             found=found,
             remedy="check the address and the network, then run the same command again",
