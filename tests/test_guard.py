@@ -310,7 +310,7 @@ def test_explained_speaks_the_language_of_the_machine(mesh: object, monkeypatch:
     parameter = next(fully_shard(model(), mesh=mesh).parameters())
     with pytest.raises(RuntimeError) as caught, guard.explained():
         torch.add(parameter, torch.ones(parameter.shape))
-    assert "原因:" in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "原因：" in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
 TWO = """

@@ -310,10 +310,10 @@ def _diagnosis(error: Exception) -> str:
         finding for finding in diagnose_text("this exception", words) if finding.code != "unknown-failure"
     ]
     language = locale_language()
-    why, cure = {"en": ("why", "cure"), "zh": ("原因", "解法")}[language]
+    why, cure = {"en": ("why: ", "cure: "), "zh": ("原因：", "解法：")}[language]
     return "\n".join(
         f"reshard doctor: {finding.message.of(language)} ({finding.code}, {finding.certainty})\n"
-        f"{why}: {finding.rule.of(language)}\n{cure}: {finding.remedy.of(language)}"
+        f"{why}{finding.rule.of(language)}\n{cure}{finding.remedy.of(language)}"
         for finding in known[:1]
     )
 

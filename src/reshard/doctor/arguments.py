@@ -76,7 +76,7 @@ def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
     texts = evidence(root, log)
     if not texts:
         return None
-    lines = Text("; ".join(each.en for each in texts), ";".join(each.zh for each in texts))
+    lines = Text("; ".join(each.en for each in texts), "；".join(each.zh for each in texts))
     return told("unknown-key", [place], {"told": lines}, certainty="likely")
 
 

@@ -194,7 +194,7 @@ def _numbers(found: Shortage) -> Text | None:
         for name in ("asked", "there", "total", "own", "port")
         if name in known
     ]
-    return _joined(parts, ", ", ",") if parts else None
+    return _joined(parts, ", ", "，") if parts else None
 
 
 def _shown(found: Shortage) -> dict[str, object]:
@@ -318,7 +318,7 @@ def _sentence(texts: list[Text]) -> Text:
     """The evidence as a sentence that precedes another one; empty without evidence."""
     if not texts:
         return Text.same("")
-    joined = _joined(texts, "; ", ";")
+    joined = _joined(texts, "; ", "；")
     return Text(f"{joined.en[0].upper()}{joined.en[1:]}. ", f"{joined.zh}。")
 
 

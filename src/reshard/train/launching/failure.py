@@ -41,7 +41,7 @@ CLAIM = ".failed"
 """Under a foreign launcher, the first rank that fails makes this file, so that the others do not report it again."""
 GRACE = 2.0
 """Seconds that a rank waits for another rank to report the failure by which this one ended."""
-LABELS = {"en": ("error", "why", "cure"), "zh": ("错误", "原因", "解法")}
+LABELS = {"en": ("error: ", "why", "cure"), "zh": ("错误：", "原因", "解法")}
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def _print(
     print_way_on(run, console, place)
     for finding in failure.findings[:1]:
         title = escape(finding.message.of(language))
-        console.print(f"[bold red]{error}:[/] [bold]{title}[/] ({finding.code}, {finding.certainty})")
+        console.print(f"[bold red]{error}[/][bold]{title}[/] ({finding.code}, {finding.certainty})")
         for shown in (shown for shown in finding.places if shown.target.endswith(".py")):
             console.print(f"  {escape(str(shown))}  {escape(shown.text)}")
         if finding.code != UNKNOWN:  # the cause of an unknown failure is the traceback above
