@@ -213,3 +213,69 @@ def test_a_target_that_cannot_be_read_is_one_clear_error(
         (tmp_path / name).write_bytes(content)
     shown = command("doctor", tmp_path / name)
     assert shown.code == 2 and says in shown.err and shown.err.count("error:") == 1 and "remedy:" in shown.err
+
+
+# ------------------------------------------------------------------------------------- other interpreters
+
+ANSWERS = """#!/bin/sh
+{}
+"""
+
+
+def program(path: Path, lines: str) -> Path:
+    path.write_text(ANSWERS.format(lines))
+    path.chmod(0o755)
+    return path
+
+
+def test_the_folder_of_an_environment_stands_for_its_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin/python", f'exec {sys.executable} "$@"')
+    assert look_around(str(tmp_path)).versions["numpy"] == look_around().versions["numpy"]
+
+
+def test_files_of_the_current_folder_are_not_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "platform.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    assert "numpy" in look_around(sys.executable).versions
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("echo no version >&2; exit 127", "exit status 127: no version"),
+        ("exit 3", "exit status 3"),
+        ("echo hello", "it does not execute Python code"),
+        ("true", "it does not execute Python code"),
+        (None, "a file that is not executable"),
+        ("", "a folder without bin/python"),
+    ],
+)
+def test_what_is_no_interpreter(tmp_path: Path, lines: str | None, found: str) -> None:
+    path = tmp_path / "python"
+    if lines is None:
+        path.touch()
+    elif lines:
+        program(path, lines)
+    else:
+        path.mkdir()
+    shown = command("doctor", "--python", path)
+    assert shown.code == 2 and shown.err.splitlines()[3] == f"  found: {found}"
+
+
+def test_an_interpreter_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "PATIENCE", 0.2)
+    shown = command("doctor", "--python", program(tmp_path / "python", "exec sleep 60"))
+    assert shown.code == 2 and "found: no answer after 0.2 s" in shown.err
+
+
+def test_requirements_are_read_for_the_interpreter_that_is_examined(tmp_path: Path) -> None:
+    line = 'accelerate>=2; python_version < "3.9"'
+    changes = {"requires": {"peft": [line], "trl": ["accelerate>=3"]}}
+    assert [str(needs) for _, needs in machine.unmet(environment(tmp_path, **changes))] == ["accelerate>=3"]
+    old = {"python_version": "3.8", "python_full_version": "3.8.1"}
+    found = [package for package, _ in machine.unmet(environment(tmp_path, markers=old, **changes))]
+    assert found == ["trl", "peft"]  # in the order in which packages are shown

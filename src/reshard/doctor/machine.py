@@ -76,6 +76,8 @@ class Environment:
     shm: int | None = None
     python: str = ""
     """Version and path of the interpreter to which the packages belong."""
+    markers: Mapping[str, str] = field(default_factory=dict)
+    """What conditions of requirements say about this interpreter, where another than reshard's is examined."""
 
     def has(self, package: str, specifier: str) -> bool:
         """Whether a package is installed in one of these versions."""
@@ -131,7 +133,8 @@ def look_around(python: str | None = None) -> Environment:
         cuda=_cuda(seen["torch"]),
         nccl=next((each for each in nccl if each), None),
         shm=disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
-        python=f"{seen['python']} ({seen['executable']})",
+        python=f"{seen['markers']['python_full_version']} ({seen['executable']})",
+        markers=seen["markers"],
     )
 
 
@@ -145,8 +148,13 @@ def _installed(names: Sequence[str] = NAMES) -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, distribution
     from importlib.util import find_spec
 
-    seen: dict[str, Any] = {"versions": {}, "requires": {}, "python": platform.python_version()}
-    seen["executable"] = sys.executable
+    seen: dict[str, Any] = {"versions": {}, "requires": {}, "executable": sys.executable}
+    seen["markers"] = {
+        "python_version": ".".join(platform.python_version_tuple()[:2]),
+        "python_full_version": platform.python_version(),
+        "implementation_name": sys.implementation.name,
+        "platform_python_implementation": platform.python_implementation(),
+    }
     for name in names:
         try:
             found = distribution(name)
@@ -161,6 +169,8 @@ def _installed(names: Sequence[str] = NAMES) -> dict[str, Any]:
 
 ASK = """
 from __future__ import annotations
+import sys
+sys.path[:] = filter(None, sys.path)  # not the current folder: the user's json.py would be executed
 import json
 {function}
 print(json.dumps(_installed({names!r})))
@@ -170,38 +180,53 @@ PATIENCE = 60
 
 
 def _asked(python: str) -> dict[str, Any]:
-    """The packages of another interpreter, as it reports them."""
-    path = which(python)
+    """The packages of another interpreter, as it reports them; `python` may be the folder of its environment."""
+    path = which(python) or which(str(Path(python, "bin/python")))
     code = ASK.format(
         function=getsource(_installed).replace("Sequence[str] = NAMES", "list"), names=list(NAMES)
     )
     try:
         if path is None:
-            raise FileNotFoundError("no such program")
+            raise FileNotFoundError(None, _instead_of_a_program(Path(python)))
         ran = subprocess.run([path, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
         seen: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        status = (
-            f"exit status {error.returncode}" if isinstance(error, subprocess.CalledProcessError) else None
-        )
         raise ReshardError(
             "interpreter-not-found",
             "not a working Python interpreter",
             file=python,
-            found=status or str(error),
+            expected="Python 3.8 or later",
+            found=_failure(error),
             remedy="pass the interpreter of the training environment, such as /opt/venv/bin/python",
         ) from None
     return seen
 
 
+def _instead_of_a_program(path: Path) -> str:
+    """What is at a path that cannot be executed."""
+    if path.is_dir():
+        return "a folder without bin/python"
+    return "a file that is not executable" if path.is_file() else "no such program"
+
+
+def _failure(error: Exception) -> str:
+    """Why an interpreter did not answer."""
+    if isinstance(error, subprocess.CalledProcessError):
+        *_, last = ["", *(line.strip() for line in error.stderr.splitlines() if line.strip())]
+        return f"exit status {error.returncode}" + (f": {last}" if last else "")
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"no answer after {PATIENCE} s"
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "it does not execute Python code"
+
+
 def unmet(environment: Environment) -> Iterator[tuple[str, Requirement]]:
     """Each package with a requirement that the installed version of another package does not meet."""
-    for package in environment.requires.keys() & environment.versions.keys():
-        for line in environment.requires[package]:
+    for package in environment.versions:
+        for line in environment.requires.get(package, ()):
             with suppress(InvalidRequirement):
                 needs = Requirement(line)
                 needs.name = needs.name.lower().replace("_", "-")
-                concerns = needs.marker is None or needs.marker.evaluate({"extra": ""})
+                concerns = needs.marker is None or needs.marker.evaluate({**environment.markers, "extra": ""})
                 installed = needs.name in environment.versions
                 if concerns and installed and not environment.has(needs.name, str(needs.specifier)):
                     yield package, needs
