@@ -212,4 +212,4 @@ def test_a_list_of_packages_is_read_as_one(how: str, tmp_path: Path) -> None:
 def test_a_log_without_a_failure_is_said_to_have_been_read(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("hello\n" * 1234)
     shown = command("doctor", tmp_path / "a.log")
-    assert shown.code == 0 and "read 1,234 lines" in shown.out and "nothing wrong" not in shown.out
+    assert shown.code == 0 and "lines read: 1,234" in shown.out and "nothing wrong" not in shown.out

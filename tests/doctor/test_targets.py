@@ -258,3 +258,55 @@ def test_list_and_explain_take_no_target(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(EXCERPT)
     for flags in (("--list",), ("--explain", "pad")):
         assert command("doctor", tmp_path / "a.log", *flags).code == 2
+
+
+# --------------------------------------------------------------------------------------- folders of runs
+
+
+LAUNCHER = """\
+E1123 00:26:55.835000 30956 api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 30961) of binary: bin/python3
+Traceback (most recent call last):
+  File "/opt/venv/lib/python3.11/site-packages/torch/distributed/launcher/api.py", line 300, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+reshard.train.worker FAILED
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-23_00:26:55
+  host      : localhost
+  rank      : 0 (local_rank: 0)
+  exitcode  : 2 (pid: 30961)
+  error_file: <N/A>
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================
+"""
+
+
+def test_what_a_run_recorded_is_why_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(LAUNCHER)
+    (tmp_path / "run.json").write_text("{}")
+    problem = {
+        "code": "loss-diverged",
+        "message": "training diverged",
+        "found": "step 2",
+        "remedy": "lower it",
+    }
+    (tmp_path / "problems.json").write_text(json.dumps([{**problem, "severity": "error"}]))
+    (found,) = reshard.diagnose(tmp_path)
+    assert found.code == "loss-diverged" and "step 2" in found.rule.en and found.remedy.en == "lower it"
+    (tmp_path / "problems.json").write_text('[{"of": "another program"}]')
+    assert [each.code for each in reshard.diagnose(tmp_path)] == ["worker-traceback-missing"]
+
+
+def test_a_closed_standard_input_is_empty() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m reshard doctor - <&-"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "error: standard input is empty" in done.stderr
+
+
+def test_what_is_no_path_at_all() -> None:
+    with pytest.raises(reshard.ReshardError, match="wrong value for target"):
+        reshard.diagnose(5)  # type: ignore[arg-type]

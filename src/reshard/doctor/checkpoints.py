@@ -19,7 +19,7 @@ from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.target import Options
 from reshard.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
 from reshard.model.vocabulary import EMBEDDINGS
-from reshard.planning import plan_conversion
+from reshard.planning import IS_ADAPTER, plan_conversion
 from reshard.shown import shown
 from reshard.transfer.sources import read_source
 
@@ -68,13 +68,22 @@ def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
 def of_pair(first: Path, second: Path) -> list[Finding]:
     """Whether a checkpoint and a Hugging Face folder belong together, as with `convert --base`.
 
-    The base is the second, unless only the first has a config.json. Raises nothing: misfits are findings.
+    The base is the second, unless only the first has a config.json. An adapter belongs to the base that it can be
+    merged into. Raises nothing: misfits are findings.
     """
     checkpoint, base = (second, first) if _has_config(first) and not _has_config(second) else (first, second)
+    problems = _refused(checkpoint, base, merge=False)
+    if any(problem.code == IS_ADAPTER for problem in problems):
+        problems = _refused(checkpoint, base, merge=True)
+    return [_misfit(problem, checkpoint, base) for problem in problems]
+
+
+def _refused(checkpoint: Path, base: Path, *, merge: bool) -> list[Problem]:
+    """Why a conversion with this base would be refused."""
     try:
-        plan_conversion(checkpoint, Options(to="huggingface", base=base))
+        plan_conversion(checkpoint, Options(to="huggingface", base=base, merge=merge))
     except ReshardError as error:
-        return [_misfit(problem, checkpoint, base) for problem in error.problems]
+        return error.problems
     return []
 
 
@@ -215,10 +224,21 @@ def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
     cure = [_said_or(problem, "remedy", "problem-copy-again")]
     if inspection.next:
         cure.append(Text.same(f"```\n{shown(inspection.next)}\n```"))
+    return _finding(problem, where, [words("problem-cause", rule=rule)], cure)
+
+
+def of_recorded(problem: Problem, folder: Path) -> Finding:
+    """A problem for which the training run in `folder` ended, as the run recorded it."""
+    where = Place(problem.file or str(folder), None, problem.tensor or "")
+    cure = [translated(problem, "remedy")] if problem.remedy else []
+    return _finding(problem, where, [*_said(problem, "rule")], cure)
+
+
+def _finding(problem: Problem, where: Place, why: Iterable[Text], cure: Iterable[Text]) -> Finding:
     return Finding(
         code=problem.code,
         message=translated(problem, "message"),
-        rule=_lines([words("problem-cause", rule=rule), *_said(problem, "expected", "found")]),
+        rule=_lines([*why, *_said(problem, "expected", "found")]),
         remedy=_lines(cure),
         severity=problem.severity,
         places=(where,),

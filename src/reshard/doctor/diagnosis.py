@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 
-from reshard.doctor.checkpoints import diagnose_checkpoint, of_pair
+from reshard.arguments import Arguments
+from reshard.doctor.checkpoints import diagnose_checkpoint, of_pair, of_recorded
 from reshard.doctor.configs import diagnose_config
 from reshard.doctor.environment import diagnose_environment
 from reshard.doctor.finding import CERTAINTIES, Finding, Text
-from reshard.doctor.folders import ARGUMENTS, configs_in, logs_in
+from reshard.doctor.folders import ARGUMENTS, configs_in, logs_in, problems_in
 from reshard.doctor.freezes import diagnose_freeze, versions_in
 from reshard.doctor.launches import SHELL, diagnose_launch, processes_of, under_launch
-from reshard.doctor.logs import BEGIN, STDIN, diagnose_log
+from reshard.doctor.logs import BEGIN, STDIN, WORKER_UNSEEN, diagnose_log
 from reshard.doctor.notebooks import diagnose_notebook
 from reshard.doctor.reading import decoded, encoding_of
 from reshard.doctor.rules import CAUSES
@@ -68,7 +69,11 @@ def diagnose(
     """
     if not targets:
         return spelled(diagnose_environment(), Usage())
-    paths = (str(typed_path(str(each))) if is_remote(str(each)) else str(each) for each in targets)
+    given = Arguments("diagnose")
+    for each in targets:
+        given.path("target", each)
+    given.settle()
+    paths = (str(each) if _is_plain(str(each)) else str(typed_path(str(each))) for each in targets)
     named = list(dict.fromkeys(paths))
     seen = _Seen(on_bytes, on_read)
     for target in named:
@@ -81,6 +86,11 @@ def diagnose(
     launch = next((started for target in named if (started := processes_of(target))), None)
     found = [under_launch(finding, *launch) if launch else finding for finding in found]
     return spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
+
+
+def _is_plain(target: str) -> bool:
+    """Whether a target is a local path that needs no expansion: it is shown as it was typed."""
+    return not is_remote(target) and not target.startswith("~")
 
 
 @dataclass
@@ -148,15 +158,17 @@ class _Seen:
 
     def _of_folder(self, folder: Path) -> Sequence[Finding]:
         """The findings of a checkpoint, or of the folder of a run with its logs and configs."""
-        logs, configs = logs_in(folder), configs_in(folder)
+        logs, configs, recorded = logs_in(folder), configs_in(folder), problems_in(folder)
+        found = [of_recorded(problem, folder) for problem in recorded]
         try:
-            found = list(self._of_weights(folder))
+            found += self._of_weights(folder)
         except ReshardError:
-            if not logs:
+            if not logs and not found:
                 raise
-            found = []
         for path in logs:
-            found += self._of_text(str(path))
+            found += [
+                each for each in self._of_text(str(path)) if not (recorded and each.code == WORKER_UNSEEN)
+            ]
         for path in configs:
             with suppress(ReshardError):  # files of other tools
                 found += diagnose_config(str(path))

@@ -6,12 +6,20 @@ A few patterns cover them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from reshard.errors import UNUSABLE, Problem, ReshardError
+from reshard.plain import JSON_MOST, json_of
+from reshard.transfer.sources import read_source
 
 LOGS = ("*.log", "*.out", "*.err", "log*.txt", "*log.txt", "std*.txt")
 CONFIGS = ("*.yaml", "*.yml", "ds*.json", "*deepspeed*.json", "zero*.json")
 CHECKPOINTS = ("checkpoint-*", "iter_*", "global_step*", "epoch_*", "*.distcp", "huggingface")
+PROBLEMS = "problems.json"
+"""The file in which `reshard train` records why a run ended."""
 ARGUMENTS = ("args.json", "run.json")
 """Files in which ms-swift and `reshard train` record their arguments."""
 DEPTH = 4
@@ -35,9 +43,16 @@ def configs_in(folder: Path) -> list[Path]:
     return [path for place in places for path in _files(place, CONFIGS)]
 
 
+def problems_in(folder: Path) -> list[Problem]:
+    """Why a run of `reshard train` ended, as its ranks recorded it."""
+    with suppress(OSError, ReshardError, *UNUSABLE):  # a file of another program
+        return [Problem(**each) for each in json_of(read_source(folder / PROBLEMS, JSON_MOST))]
+    return []
+
+
 def _folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     yield folder
-    if depth:
+    if depth and os.access(folder, os.R_OK | os.X_OK):
         for child in sorted(folder.iterdir()):
             is_checkpoint = any(child.match(pattern) for pattern in CHECKPOINTS)
             if child.is_dir() and not child.is_symlink() and not is_checkpoint and child.name[:1] != ".":

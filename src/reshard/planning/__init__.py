@@ -31,7 +31,10 @@ from reshard.transfer.memory import NOTHING, Need, uncollected
 from reshard.transfer.plan import OutputFile, Plan, Planned
 from reshard.transfer.sources import OnStep, noted, read_source
 
-__all__ = ["Options", "plan_conversion", "planned_tensors"]
+__all__ = ["IS_ADAPTER", "Options", "plan_conversion", "planned_tensors"]
+
+IS_ADAPTER = "source-is-an-adapter"
+"""The code of the problem that a source is an adapter, but a model is requested."""
 
 
 @uncollected()
@@ -198,7 +201,7 @@ def _not_held(checkpoint: Checkpoint, kind: Kind, format: Format) -> ReshardErro
             remedy="choose another format with --to",
         )
     return ReshardError(
-        "source-is-an-adapter",
+        IS_ADAPTER,
         "the source is an adapter, not a model",
         file=str(checkpoint.path),
         found=f"--to {format.name}",
