@@ -180,7 +180,7 @@ def test_foreign_text_is_no_markup(tmp_path: Path) -> None:
         (("inspect", "A", "--html", "absent/p.html"), "the page cannot be written"),
         (("verify", "A", "B", "--html", "absent/p.html"), "the page cannot be written"),
         (("inspect", "A", "--html", "A/config.json"), "a file that reshard did not write"),
-        (("verify", "A", "B", "--html", "A"), "is a directory"),
+        (("verify", "A", "B", "--html", "A"), "found: a folder"),
     ],
 )
 def test_what_a_page_cannot_be_made_of(

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import reshard as api
 from tests.bad_input.damage import MEGATRON, Copy, convert, converted, edit_tensors, refusal, refused
 from tests.commandline import listing, reshard
 
@@ -23,7 +24,7 @@ def test_the_tracker_is_missing(copy: Copy) -> None:
     (src / "latest_checkpointed_iteration.txt").unlink()
     problem = refusal(*convert(src))
     assert problem["message"] == "the tracker file is missing, so the latest iteration is not known"
-    assert "iterations release" in problem["found"] and "--iteration" in problem["remedy"]
+    assert "iteration release" in problem["found"] and "--iteration" in problem["remedy"]
     converted(src / "release", src.parent / "dst")
 
 
@@ -52,7 +53,7 @@ def test_the_tracker_names_a_missing_iteration(copy: Copy) -> None:
 def test_an_iteration_that_is_not_there(copy: Copy) -> None:
     src = copy("torch_dist")
     (src / "release").rename(src / "iter_0000010")
-    assert refusal(*convert(src, "--iteration", 11))["found"] == "iterations 10"
+    assert refusal(*convert(src, "--iteration", 11))["found"] == "iteration 10"
     assert refusal("convert", src / "iter_0000010", src.parent / "dst", "--iteration", 11)["expected"]
 
 
@@ -342,3 +343,68 @@ def test_no_option_is_complained_of_that_nobody_typed(hf_model: Callable[..., Pa
         "problems"
     ]
     assert problem["found"] == "--pp 2"
+
+
+# ------------------------------------------------------------------------------------------ paths as typed
+
+
+@pytest.mark.parametrize("words", [("inspect", ""), ("convert", "SRC", "", *MEGATRON, "--overwrite")])
+def test_an_empty_path_is_not_the_current_folder(
+    copy: Copy, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src = copy("qwen3")
+    monkeypatch.chdir(src)
+    before = listing(src)
+    shown = reshard(*(src if word == "SRC" else word for word in words))
+    assert shown.code == 2 and "an empty path" in shown.err and listing(src) == before
+    assert reshard("doctor", "").code == 2
+
+
+def test_a_tilde_in_quotes_is_the_home_folder(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = copy("qwen3")
+    monkeypatch.setenv("HOME", str(src.parent))
+    monkeypatch.chdir(src)
+    assert reshard("convert", "~/src", "~/dst", *MEGATRON).code == 0
+    assert (src.parent / "dst/reshard.json").is_file() and not (src / "~").exists()
+    assert reshard("inspect", "~/dst", "--html", "~/page.html").code == 0
+    assert (src.parent / "page.html").is_file() and reshard("doctor", "~/src").code == 0
+    assert refusal("inspect", Path("~nobody-of-this-name/x"))["file"] == "~nobody-of-this-name/x"
+
+
+def test_the_root_is_no_destination(copy: Copy) -> None:
+    shown = reshard("convert", copy("qwen3"), "/", *MEGATRON, "--dry-run")
+    assert shown.code == 2 and "the source is inside the destination" in shown.err
+
+
+def test_a_base_that_is_a_file_is_the_only_problem(copy: Copy) -> None:
+    src = copy("torch_dist")
+    (src / "tokenizer.json").unlink()
+    problem = refusal(*convert(src, "--base", src / "config.json"))
+    assert problem["message"] == "the base is a file, not a folder"
+    assert refusal(*convert(src, "--base", src / "none"))["message"] == "the base folder does not exist"
+
+
+def test_a_checkpoint_some_levels_below_is_named(copy: Copy) -> None:
+    src = copy("qwen3")
+    snapshot = src.parent / "models--Org--Name/snapshots/0123"
+    shutil.copytree(src, snapshot)
+    assert (
+        refusal("inspect", snapshot.parents[1])["remedy"]
+        == f"pass one of the checkpoints below it: {snapshot}"
+    )
+
+
+def test_weights_that_link_to_nothing(copy: Copy) -> None:
+    src = copy("qwen3")
+    weights = src / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to("../../blobs/0123")
+    problem = refusal("inspect", src)
+    assert problem["file"] == str(weights) and problem["found"] == "a link to ../../blobs/0123"
+    assert [finding.code for finding in api.diagnose(src)] == ["checkpoint-damaged"]
+
+
+def test_a_page_that_was_saved_as_weights(copy: Copy) -> None:
+    src = copy("qwen3")
+    (src / "model.safetensors").write_text("<!DOCTYPE html><html>401</html>")
+    assert refusal("inspect", src)["found"] == "a web page"

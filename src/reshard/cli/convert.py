@@ -22,7 +22,7 @@ from reshard.cli.console import (
     stdout,
     typed,
 )
-from reshard.cli.options import OUTPUT, SOURCE, iteration_option, memory_option, quiet_option
+from reshard.cli.options import OUTPUT, POSITIVE, SOURCE, iteration_option, memory_option, quiet_option
 from reshard.cli.usage import Command
 from reshard.conversion import Conversion
 from reshard.errors import count, listed, size
@@ -31,8 +31,6 @@ from reshard.formats import writable, written
 from reshard.model.quantizer import STORAGES
 from reshard.shown import escape
 from reshard.transfer.plan import Plan
-
-POSITIVE = click.IntRange(min=1)
 
 
 class FormatName(click.Choice):  # type: ignore[type-arg]  # click 8.1 takes no arguments

@@ -9,13 +9,13 @@ import click
 
 from reshard.cli.console import common_options, handles_errors
 from reshard.cli.convert import shown
-from reshard.cli.options import quiet_option
+from reshard.cli.options import LOCAL, quiet_option
 from reshard.cli.usage import Command
 
 
 @click.command("export", cls=Command)
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("dst", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=LOCAL)
+@click.argument("dst", type=LOCAL)
 @click.option("--merge", is_flag=True, help="Merge the LoRA adapter into its base model.")
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST.")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from reshard.stores import source_path, typed_path
+from reshard.stores import at_home, source_path, typed_path
 
 
 class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no arguments
@@ -21,6 +21,8 @@ class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no
         self._read = read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if value == "":  # Path("") would be the current folder
+            self.fail("an empty path: is a variable of the shell not set?", param, ctx)
         return value if isinstance(value, Path) else self._read(value)
 
     def shell_complete(
@@ -29,8 +31,29 @@ class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no
         return [CompletionItem(incomplete, type="file")]
 
 
-SOURCE, OUTPUT = PathType(source_path), PathType(typed_path)
-"""Paths to read (local, in a store, or on the Hub), and paths to write."""
+SOURCE, OUTPUT, LOCAL = PathType(source_path), PathType(typed_path), PathType(at_home)
+"""Paths to read (local, in a store, or on the Hub), paths to write, and paths of this machine."""
+
+
+class AtLeast(click.ParamType):  # type: ignore[type-arg]
+    """A whole number that is not below `least`. click's IntRange shows its range as `x>=1`."""
+
+    name = "integer"
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number", param, ctx)
+        if number < self._least:
+            self.fail(f"{number} is less than {self._least}", param, ctx)
+        return number
+
+
+POSITIVE, COUNT = AtLeast(1), AtLeast(0)
 
 
 def _iteration(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
@@ -64,4 +87,4 @@ def iteration_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 def html_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--html`, the file of a page."""
-    return click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help)
+    return click.option("--html", type=LOCAL, metavar="FILE", help=help)

@@ -7,17 +7,17 @@ from pathlib import Path
 import click
 
 from reshard.cli.console import common_options, handles_errors, print_json, stdout
-from reshard.cli.options import quiet_option
+from reshard.cli.options import LOCAL, quiet_option
 from reshard.cli.usage import Command
 from reshard.shown import escape
 
 
 @click.command("report", cls=Command)
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, metavar="RUN …", type=LOCAL)
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=LOCAL,
     metavar="FILE",
     help="Page to write. [default: RUN/report.html, or runs.html for several runs]",
 )

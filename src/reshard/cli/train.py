@@ -18,7 +18,7 @@ from reshard.cli.console import (
     stderr,
     stdout,
 )
-from reshard.cli.options import quiet_option
+from reshard.cli.options import COUNT, LOCAL, POSITIVE, quiet_option
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Group
 from reshard.shown import escape
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from reshard.train.outlook import Preflight
     from reshard.train.planning.plans import Plans
 
-POSITIVE, COUNT = click.IntRange(min=1), click.IntRange(min=0)
-PATH = click.Path(path_type=Path)
 SETTINGS = {"ignore_unknown_options": True, "token_normalize_func": lambda token: token.replace("_", "-")}
 """Flags may contain underscores, like those of the engines."""
 
@@ -103,7 +101,7 @@ _OPTIONS = [
         default=None,
         help="Cache the tokenized data in ~/.cache/reshard for the next run (default).",
     ),
-    click.option("-o", "--output", type=PATH, help="Output folder. The trained model is in OUT/final."),
+    click.option("-o", "--output", type=LOCAL, help="Output folder. The trained model is in OUT/final."),
     click.option(
         "--engine",
         type=click.Choice(tuple(MODULES)),
@@ -161,7 +159,7 @@ _OPTIONS = [
     click.option("--resume", is_flag=True, default=None, help="Continue from the last checkpoint in OUT."),
     click.option(
         "--config",
-        type=PATH,
+        type=LOCAL,
         help="YAML file with options of this command or of the engine. The command line takes precedence.",
     ),
     click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop."),

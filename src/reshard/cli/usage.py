@@ -126,10 +126,12 @@ def problems_of_usage(error: click.ClickException | ReshardError) -> list[Proble
             Problem(
                 "value-invalid",
                 f"invalid value for {_hint(error)}",
-                found=error.message.rstrip(".").replace("integer range", "integer"),
+                found=error.message.rstrip("."),
                 remedy=_near_choice(error),
             )
         ]
+    if isinstance(error, click.BadOptionUsage) and "requires an argument" in error.message:
+        return [Problem("option-without-value", f"{shown(error.option_name)} needs a value")]
     return [Problem("usage-wrong", shown(error.format_message()))]
 
 

@@ -8,7 +8,7 @@ opens either for positioned reads. No module above this package needs to know wh
 from __future__ import annotations
 
 from reshard.stores.files import File, Stamp, open_file
-from reshard.stores.path import StorePath, as_path, is_remote, realpath, source_path, typed_path
+from reshard.stores.path import StorePath, as_path, at_home, is_remote, realpath, source_path, typed_path
 from reshard.stores.remote import CONNECTIONS, HEADS, REQUEST, fetch_ahead, fetch_heads
 from reshard.stores.store import refresh
 
@@ -20,6 +20,7 @@ __all__ = [
     "Stamp",
     "StorePath",
     "as_path",
+    "at_home",
     "fetch_ahead",
     "fetch_heads",
     "is_remote",

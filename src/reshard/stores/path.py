@@ -169,16 +169,27 @@ def is_remote(path: str | PathLike[str]) -> bool:
 
 
 def typed_path(typed: str | PathLike[str]) -> Path:
-    """The path that a user typed. For a URL, the next question about anything below it lists the store again."""
+    """The path that a user typed. For a URL, the next question about anything below it lists the store again.
+
+    A leading `~` is expanded: shells do not do that in quotes, nor after the `=` of an option.
+    """
     if isinstance(typed, Path):
         return typed
     text = os.fspath(typed)
-    return StorePath(store.connect(text)) if address.is_url(text) else Path(text)
+    return StorePath(store.connect(text)) if address.is_url(text) else at_home(text)
+
+
+def at_home(text: str) -> Path:
+    """A local path with a leading `~` expanded. One that names no user is a name like any other."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def source_path(typed: str | PathLike[str]) -> Path:
     """The same for a source, which may also be a model id on the Hub if no such local path exists."""
-    if isinstance(typed, str) and not address.is_url(typed) and not Path(typed).exists():
+    if isinstance(typed, str) and not address.is_url(typed) and not typed_path(typed).exists():
         from reshard.stores import hub
 
         typed = f"hf://{typed}" if hub.may_have(typed) else typed
