@@ -137,4 +137,5 @@ def test_output_that_cannot_be_written_is_told_without_a_traceback(model: Path, 
                 check=False,
             )
         assert done.returncode == 2 and "No space left on device" in done.stderr
+        assert done.stderr.count("error: printing failed") == 1
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

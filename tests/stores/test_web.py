@@ -245,7 +245,9 @@ def test_paths_answer_like_local_ones(web: Web, root: Path) -> None:
 def test_a_url_that_names_nothing(url: str) -> None:
     for words in (("inspect", url), ("convert", "src", url), ("verify", url, "--json")):
         result = reshard(*words)
-        assert result.code == 2 and "names nothing" in result.err and "secret" not in result.out + result.err
+        assert (
+            result.code == 2 and "URL is incomplete" in result.err and "secret" not in result.out + result.err
+        )
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "hdfs://name/x"])

@@ -145,7 +145,8 @@ def _run(words: list[str]) -> Any:
         found = _last_words(error)
         if "--json" in words:
             click.echo(json.dumps({"problems": [found.as_dict()]}))
-    click.echo(f"error: {found}", err=True)
+    with suppress(OSError):
+        click.echo(f"error: {found}", err=True)
     sys.exit(2)
 
 
@@ -169,7 +170,12 @@ def _last_words(error: Exception) -> Problem:
     if not isinstance(error, OSError):
         raise error
     _silence(sys.stdout)
-    return Problem("stdout-not-writable", "the output cannot be written", found=error.strerror)
+    return Problem(
+        "stdout-not-writable",
+        "printing failed",
+        found=error.strerror,
+        remedy="check the disk, or the program, that the output goes to",
+    )
 
 
 def _show(otherwise: Callable[..., None], message: Warning | str, *where: Any) -> None:
@@ -183,12 +189,15 @@ def _show(otherwise: Callable[..., None], message: Warning | str, *where: Any) -
 
 
 def _open_streams() -> None:
-    """Make printing always work: also if a stream was closed (`>&-`), or its encoding lacks a character."""
-    for name in ("stdout", "stderr"):
+    """Make printing always work: also if a stream was closed (`>&-`), or its encoding lacks a character.
+
+    A closed standard input is opened too, and first: a file opened in its place would be that of other programs.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        elif isinstance(stream, io.TextIOWrapper):
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for the life of the process
+        elif name != "stdin" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -102,6 +102,8 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if debug:
                 click.echo(shown_lines(without_secrets(traceback.format_exc())), err=True, nl=False)
+            if isinstance(error, OSError) and _failed_to_print(error):
+                raise  # `main` reports it, and prints nothing more
             problems, status = problems_of(error), 1 if isinstance(error, RunFailedError) else 2
         print_problems(problems)
         if kwargs.get("json_output"):
@@ -109,6 +111,12 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         sys.exit(status)
 
     return wrapped
+
+
+def _failed_to_print(error: OSError) -> bool:
+    """Whether an error is that of a stream, and not of a file: click and rich write to streams only."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("click", "rich")
 
 
 class Interrupted(KeyboardInterrupt):

@@ -73,14 +73,14 @@ def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iterat
                 remedy="pass the folder above it, or leave out --iteration",
             )
         return path, step
-    listed = ", ".join(str(step) for step in steps)
+    listed = f"iteration{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
     if iteration is not None:
         if iteration not in steps:
             raise ReshardError(
                 "iteration-not-found",
                 "this iteration does not exist",
                 file=str(path / name_of(iteration)),
-                found=f"iterations {listed}",
+                found=listed,
                 remedy="choose one of these with --iteration",
             )
         return steps[iteration], iteration
@@ -91,7 +91,7 @@ def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iterat
             "the iteration that the tracker names is missing",
             file=str(path / name_of(tracked)),
             expected=f"iteration {tracked}, as {TRACKER} says",
-            found=f"iterations {listed}",
+            found=listed,
             remedy="copy the missing folder, or choose another with --iteration, or name its folder",
         )
     return steps[tracked], tracked
@@ -105,7 +105,7 @@ def _tracked(tracker: Path, listed: str) -> Iteration:
                 "the tracker file is missing, so the latest iteration is not known",
                 file=str(tracker),
                 rule="the tracker names the last iteration that was saved completely",
-                found=f"iterations {listed}",
+                found=listed,
                 remedy="choose one with --iteration N, or name its folder",
             )
         )

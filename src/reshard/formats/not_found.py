@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from reshard.formats.checkpoint import Iteration
 from reshard.stores import is_remote
 from reshard.stores.address import PROTOCOLS
 
-ABOVE, BELOW = 3, 64
-"""Number of parent folders and of subfolders that are examined."""
+ABOVE, DEPTH, BELOW = 3, 3, 64
+"""Levels of parent folders and of subfolders that are examined, and how many subfolders of each level."""
 
 
 def nothing_there(path: Path) -> ReshardError:
@@ -80,8 +80,7 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
     if not whole and (known := foreign.recognized(path)):
         return ReshardError(known)
     children = sorted(path.iterdir()) if path.is_dir() else []
-    below = [child for child in children if child.is_dir()][:BELOW]
-    several = [str(child) for child in below if holds(child)]
+    several = [] if whole else [str(found) for found in _below(path, holds)]
     if whole:
         remedy = f"this is a part of a checkpoint: pass {whole}"
     elif several:
@@ -98,6 +97,27 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
             remedy=remedy,
         )
     )
+
+
+def _below(path: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
+    """The checkpoints below a folder, the nearest first; in the Hub's cache they are in `snapshots/COMMIT`."""
+    level = [path]
+    for _ in range(DEPTH):
+        folders = [child for folder in level for child in _folders(folder)][:BELOW]
+        level = []
+        for each in folders:
+            if holds(each):
+                yield each
+            else:
+                level.append(each)
+
+
+def _folders(path: Path) -> list[Path]:
+    """The folders in a folder; none if it cannot be read."""
+    try:
+        return sorted(child for child in path.iterdir() if child.is_dir())
+    except OSError:
+        return []
 
 
 def no_iteration(path: Path, iteration: Iteration) -> ReshardError:

@@ -163,7 +163,7 @@ def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
 
 
 def _tied_head(name: str, embedding: Tensor, head: Tensor) -> Replica:
-    rule = f"tie_word_embeddings is true in config.json, so the head is {name} over again"
+    rule = f"tie_word_embeddings is true in config.json, so lm_head.weight must be equal to {name}"
     remedy = "if the head has values of its own, set tie_word_embeddings to false in config.json"
     return Replica("lm_head.weight", embedding, head, rule, remedy, "tied-head-differs")
 

@@ -36,8 +36,8 @@ def _companions(checkpoint: Checkpoint, options: Options, *, is_adapter: bool) -
 
 def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Problem]:
     """A problem if the output needs a tokenizer and none is found, unless users opt out. An adapter needs none."""
-    if kind is not Kind.MODEL or not options.tokenizer:
-        return []
+    if kind is not Kind.MODEL or not options.tokenizer or (options.base and not options.base.is_dir()):
+        return []  # a base that is no folder is reported as such
     found = _companions(checkpoint, options, is_adapter=False)
     if found.has_tokenizer:
         return []

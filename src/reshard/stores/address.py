@@ -85,12 +85,16 @@ def _of_the_hub(split: SplitResult) -> str | None:
     return page[1] + (f"@{page[2]}" if page[2] else "")
 
 
+_NAMED = {"http": "HOST/FOLDER", "hf": "ORG/MODEL"}
+"""What URLs of a kind of store name; those of the others name a bucket."""
+
+
 def _nothing(scheme: str, found: str) -> ReshardError:
     """The error for a URL that cannot be used; it does not quote the URL, which may contain a password."""
     return ReshardError(
         "url-incomplete",
-        f"a URL of {scheme}:// names nothing",
-        expected=f"{scheme}://{'HOST' if PROTOCOLS[scheme] == 'http' else 'BUCKET'}/FOLDER",
+        f"a {scheme}:// URL is incomplete",
+        expected=f"{scheme}://{_NAMED.get(PROTOCOLS[scheme], 'BUCKET/FOLDER')}",
         found=found,
         remedy="correct the URL",
     )

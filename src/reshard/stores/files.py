@@ -76,6 +76,16 @@ class File(Protocol):
     ) -> None: ...
 
 
+def _link_to_nothing(link: Path) -> ReshardError:
+    return ReshardError(
+        "link-to-nothing",
+        "a file is a link to nothing",
+        file=str(link),
+        found=f"a link to {link.readlink()}",
+        remedy="copy what the links lead to as well (cp -rL, rsync -L); the Hub's cache keeps files in blobs/",
+    )
+
+
 class LocalFile:
     """A file of a local file system.
 
@@ -84,7 +94,12 @@ class LocalFile:
 
     def __init__(self, path: str | Path) -> None:
         """Open a regular file. Anything else is not opened, so it cannot block: raises ReshardError."""
-        kind = stat.S_IFMT(Path(path).stat().st_mode)
+        try:
+            kind = stat.S_IFMT(Path(path).stat().st_mode)
+        except FileNotFoundError:
+            if Path(path).is_symlink():
+                raise _link_to_nothing(Path(path)) from None
+            raise
         if kind != stat.S_IFREG:
             raise ReshardError(
                 "not-a-regular-file",

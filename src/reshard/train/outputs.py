@@ -98,7 +98,7 @@ def unwritable(output: Path) -> Iterator[Problem]:
             found=f"-o {output}",
             remedy="choose another folder with -o",
         )
-    elif not os.access(place, os.W_OK | os.X_OK):
+    elif place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
         yield Problem(
             "output-not-writable",
             "the output cannot be written to",

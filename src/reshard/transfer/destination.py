@@ -95,8 +95,8 @@ def space_problems(target: Path, needed: int) -> list[Problem]:
 
 
 def _above(target: Path) -> Path:
-    """The nearest existing folder above a destination."""
-    return next(path for path in target.parents if path.exists())
+    """The nearest existing folder above a destination; the root, which has none, itself."""
+    return next((path for path in target.parents if path.exists()), target)
 
 
 def _real(path: Path) -> Path:
