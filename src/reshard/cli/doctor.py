@@ -188,13 +188,19 @@ def _print(findings: list[Finding], read: list[Text], language: str) -> None:
         console.print(f"[bold]{words['total'].format(**shown)}[/]")
 
 
+def _aside(words: dict[str, str], *parts: str) -> str:
+    """What follows a title, in the brackets of the language."""
+    _, opens, comma, closes = words["punctuation"].split("|")
+    return escape(f"{opens}{comma.join(parts)}{closes}")
+
+
 def _print_finding(finding: Finding, language: str) -> None:
     console, words = stdout(), LABELS[language]
     style = "bold red" if finding.severity == "error" else "bold yellow"
-    colon, opens, comma, closes = words["punctuation"].split("|")
+    colon = words["punctuation"].split("|")[0]
     console.print(
         f"[{style}]{words[finding.severity]}{colon}[/][bold]{escape(finding.message.of(language))}[/]"
-        f"{opens}{escape(finding.code)}{comma}{words[finding.certainty]}{closes}"
+        f"{_aside(words, finding.code, words[finding.certainty])}"
     )
     for place in finding.places:
         console.print(
@@ -270,7 +276,7 @@ def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
         print_json(content)
         return
     console, words = stdout(), LABELS[language]
-    console.print(f"[bold]{escape(content['title'])}[/] ({identifier}, {words[content['kind']]})")
+    console.print(f"[bold]{escape(content['title'])}[/]{_aside(words, identifier, words[content['kind']])}")
     console.print(f"[bold]{words['why']}[/] {escape_lines(str(content['cause']))}")
     console.print(f"[bold]{words['cure']}[/]")
     _print_cure(content["cure"])
@@ -296,7 +302,7 @@ def _explain(entry: Entry, language: str, json_output: bool) -> None:
         print_json(content)
         return
     console, words = stdout(), LABELS[language]
-    console.print(f"[bold]{escape(entry.title.of(language))}[/] ({entry.id}, {words[entry.kind]})")
+    console.print(f"[bold]{escape(entry.title.of(language))}[/]{_aside(words, entry.id, words[entry.kind])}")
     for name, specifier in entry.versions.items():
         console.print(f"  {name} {escape(specifier)}")
     console.print(f"[bold]{words['why']}[/] {escape_lines(str(content['cause']))}")
