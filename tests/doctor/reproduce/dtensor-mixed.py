@@ -1,4 +1,4 @@
-"""An operation mixes a plain tensor with a DTensor parameter (operator without an entry of its own)."""
+"""An operation mixes a plain tensor with a DTensor parameter (other operators)."""
 
 # processes: 2
 

@@ -1,4 +1,4 @@
-"""Native code aborted the process."""
+"""Native code aborted the process (SIGABRT)."""
 
 # processes: 2
 

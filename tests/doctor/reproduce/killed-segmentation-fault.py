@@ -1,4 +1,4 @@
-"""Native code crashed with a segmentation fault."""
+"""Native code crashed with a segmentation fault (SIGSEGV)."""
 
 # processes: 2
 

@@ -1,4 +1,4 @@
-"""A config of transformers 5 loses its rope base in transformers 4."""
+"""A config of transformers 5 loses its RoPE base in transformers 4."""
 
 # needs: transformers>=4.50.3,<4.54
 
