@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from reshard.doctor.prefixes import START, Prefixes, cleaned
+from reshard.doctor.wrapping import rejoined
 
 WHOLE = 5_000
 """Lines at the beginning that are all kept: most logs are not longer."""
@@ -33,9 +34,12 @@ _ENDS = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 
 
 def thinned(lines: Iterable[str]) -> Iterator[tuple[int, str, str]]:
-    """The lines of a log to analyse: numbers from 1, names in their prefixes, and text without prefixes."""
+    """The lines of a log to analyse: numbers from 1, names in their prefixes, and text without prefixes.
+
+    Those that a terminal wrapped are one line, with the number of its first part.
+    """
     thinner = _Thinner()
-    for number, line in enumerate(lines, 1):
+    for number, line in rejoined(lines):
         thinner.add(number, line)
     return thinner.result()
 
