@@ -37,6 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linear = torch.nn.Linear(4, 2)
     torch.save(STATE, folder / "plain.pt")
     torch.save({"model": STATE, "step": 3}, folder / "nested.pt")
+    torch.save({"tok_embeddings.weight": torch.ones(8, 4)}, folder / "consolidated.00.pth")
     torch.save(STATE, folder / "old.pth", _use_new_zipfile_serialization=False)
     torch.save(linear, folder / "module.pt")
     torch.jit.save(torch.jit.script(linear), str(folder / "script.pt"))
@@ -54,6 +55,7 @@ KINDS = {
     "mlx": "foreign-mlx",
     "plain.pt": "foreign-torch-file",
     "nested.pt": "foreign-torch-file",
+    "consolidated.00.pth": "foreign-meta",
     "old.pth": "foreign-torch-legacy",
     "module.pt": "foreign-torch-module",
     "script.pt": "foreign-torchscript",

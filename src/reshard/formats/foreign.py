@@ -1,6 +1,7 @@
 """Weight files of other tools that are not in one of the formats: what they are, and how to convert them.
 
-They are recognized by their content; only Flax, whose msgpack files have no magic, by its file name:
+They are recognized by their content; by their names only Flax's msgpack files, which have no magic, and Meta's, which
+are ordinary files of torch:
 
 - GGUF: the magic `GGUF` (ggml/docs/gguf.md).
 - NeMo 1: a tar archive, plain or gzipped, whose members are `model_config.yaml` and weights
@@ -18,6 +19,7 @@ They are recognized by their content; only Flax, whose msgpack files have no mag
 from __future__ import annotations
 
 import gzip
+import re
 import shlex
 import tarfile
 import zlib
@@ -73,6 +75,13 @@ OLD_TORCH = Kind(
     "rewrite it: torch.save(torch.load({its_path}, weights_only=True), {new_folder} + '/pytorch_model.bin'), "
     "then run: reshard inspect {folder}",
 )
+META = Kind(
+    "foreign-meta",
+    "this is a checkpoint in the format of Meta's own Llama code",
+    "use the model's Hugging Face folder, from the same repository of the Hub; if only this format is left, "
+    "transformers 4 converts it: python -m transformers.models.llama.convert_llama_weights_to_hf "
+    "--input_dir {its_folder} --model_size 8B --llama_version 3.1 --output_dir OUT",
+)
 SCRIPT = Kind(
     "foreign-torchscript",
     "this is a TorchScript program",
@@ -115,7 +124,21 @@ MLX = Kind(
 )
 CODES = {
     each.code
-    for each in (GGUF, NEMO, LIGHTNING, TORCH, OLD_TORCH, SCRIPT, MODULE, ONNX, ORBAX, FLAX, ARRAYS, MLX)
+    for each in (
+        GGUF,
+        NEMO,
+        LIGHTNING,
+        TORCH,
+        OLD_TORCH,
+        META,
+        SCRIPT,
+        MODULE,
+        ONNX,
+        ORBAX,
+        FLAX,
+        ARRAYS,
+        MLX,
+    )
 }
 
 
@@ -172,6 +195,10 @@ def _end(path: Path) -> bytes:
     return b""
 
 
+_OF_META = re.compile(r"consolidated\.\d\d\.pth")
+"""One file for each model-parallel rank (llama/generation.py of meta-llama/llama)."""
+
+
 def _is_orbax(folder: Path) -> bool:
     names = [(folder / name).is_file() for name in ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")]
     return names[0] or (names[1] and names[2])
@@ -182,6 +209,8 @@ def _kind_of(path: Path) -> Kind | None:
     begin = _begin(path)
     if begin.startswith(b"GGUF"):
         return GGUF
+    if begin and _OF_META.fullmatch(path.name):
+        return META
     if begin.startswith(b"PK\x03\x04"):
         return _of_zip(begin, _end(path))
     if begin.startswith(
