@@ -66,6 +66,22 @@ NAMES = {
         "names-gguf",
         "convert_hf_to_gguf.py",
     ),
+    lists("layers.0.self_attn.q_proj.weight", "layers.0.attention.wq.weight"): (
+        "names-of-program",
+        "MetaCheckpointer",
+    ),
+    lists("model.layers.0.mlp.up_proj.weight", "decoder.layers.0.mlp.linear_fc1.weight"): (
+        "names-of-program",
+        "reshard convert CHECKPOINT OUT",
+    ),
+    lists("decoder.layers.0.mlp.linear_fc1.weight", "model.layers.0.mlp.up_proj.weight"): (
+        "names-of-program",
+        "--to megatron",
+    ),
+    'Exception: Found unexpected key: "tok_embeddings.weight". Please check the format.': (
+        "names-of-program",
+        "Hugging Face folder",
+    ),
     "KeyError: 'visual.patch_embed.proj.weight'": ("names-lookup", "transformers<4.52"),
 }
 
@@ -78,6 +94,7 @@ DATA = {
         "--no-load-optim",
     ),
     raised("KeyError: 'model_args'", "a = checkpoint['model_args']"): ("key-checkpoint", "reshard inspect"),
+    raised("KeyError: 'model'", "a = old_checkpoint['model'],"): ("key-checkpoint", "reshard convert"),
     raised("KeyError: 'LOCAL_RANK'", "r = int(os.environ['LOCAL_RANK'])"): (
         "environment-rank",
         "torch.distributed.run",
@@ -106,6 +123,11 @@ DATA = {
     "UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte": (
         "bytes-no-text",
         "from_pretrained(FOLDER)",
+    ),
+    "ValueError: No file with name: consolidated.00.pth found in /models/a.": ("file-of-kind", "original/*"),
+    "FileNotFoundError: [Errno 2] No such file or directory: 'a/7B/params.json'": (
+        "file-of-kind",
+        "ls -la a/7B",
     ),
     "FileNotFoundError: [Errno 2] No such file or directory: 'out/10/mp_rank_00'": (
         "file-of-legacy",
@@ -281,6 +303,15 @@ CALLS = {
     "cdequantize_blockwise_fp16_nf4": ("library-for-cpu", "torch.version.cuda"),
     "AttributeError: /venv/lib/python3.11/site-packages/bitsandbytes/libbitsandbytes_cuda124.so: undefined symbol: "
     "cgemm_4bit": ("library-of-other-release", "uninstall"),
+    "AssertionError: score: len(values)=58, len(samples)=1261": ("lengths-differ", "same keys"),
+    "ValueError: All arrays must be of the same length": ("lengths-differ", "same number of items"),
+    "ValueError: Length of values (3) does not match length of index (5)": ("lengths-differ", "dataset.map"),
+    raised(
+        "AttributeError: 'NoneType' object has no attribute 'to'", "p = val.to(dtype)", "/a/convert_to_hf.py"
+    ): (
+        "value-is-none",
+        "Print it",
+    ),
 }
 
 REFUSALS = {
@@ -311,6 +342,24 @@ REFUSALS = {
         "already-quantized",
         "Quantize once",
     ),
+    "$ frob convert mix a.py out\nWARNING: command error: 'mix'!": (
+        "subcommand-unknown",
+        "pip install -U frob",
+    ),
+    "Usage: frob [OPTIONS] COMMAND\nError: No such command 'mix'.": ("subcommand-unknown", "--help"),
+    "RuntimeError: [gloo/transport/tcp/pair.cc:186] ss1.ss_family == ss2.ss_family. 2 vs 10": (
+        "address-families",
+        "GLOO_SOCKET_IFNAME",
+    ),
+    "RuntimeError: [enforce fail at gloo/device.cc:83] ifa != nullptr. Unable to find address for: eth1": (
+        "interface-missing",
+        "ip -br addr",
+    ),
+    "AssertionError: Loading a checkpoint for MP=8 but world size is 1": (
+        "short-processes",
+        "--nproc_per_node 8",
+    ),
+    "AssertionError: Loading a checkpoint for MP=0 but world size is 2": ("short-parts", ".pth"),
     "ValueError: Cannot flatten integer dtype tensors": ("fsdp-integers", "bnb_4bit_quant_storage"),
     "x.RepositoryNotFoundError: 404 Client Error: Repository Not Found for url: https://huggingface.co/a": (
         "hub-answers",
@@ -329,6 +378,7 @@ REFUSALS = {
 }
 
 PARTS = {
+    "ValueError: Cannot find any of ['frobs'] in the model's quantization config": "--dtype bfloat16",
     "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\nRuntimeError: frob": "TORCHDYNAMO_DISABLE=1",
     raised(
         "AssertionError: {'id': 2}",
@@ -352,6 +402,39 @@ def test_keys_of_a_training_run_or_of_a_newer_release_are_told_apart() -> None:
     assert found.code == "unknown-key" and "does not train" in found.rule.en
     found = first("ValueError: Some keys are not used by the HfArgumentParser: ['enable_liger_kernel']")
     assert found.code == "unknown-key" and "key of LLaMA-Factory since" in found.rule.en
+
+
+def test_an_entry_of_a_checkpoint_that_is_no_tensor() -> None:
+    failed = "AttributeError: 'NoneType' object has no attribute 'to'"
+    found = first(raised(failed, "p = val.to(dtype)", "/home/user/convert_to_hf.py"))
+    assert "_extra_state" in found.rule.en and "torch.is_tensor(val)" in found.rule.zh
+    assert "_extra_state" not in first(raised(failed, "p = val.to(dtype)", "/home/user/batches.py")).rule.en
+
+
+def test_an_argument_of_other_releases_comes_with_their_range() -> None:
+    found = first("ValueError: remaining_argv: ['--train_type', 'lora']")
+    assert found.code == "unknown-argument" and "'ms-swift>=3.0.0,<=4.0.4'" in found.remedy.en
+    later = first("ms-swift==4.6.0\nValueError: remaining_argv: ['--sft_type', 'lora']")
+    assert "up to 2.6.1: delete it" in later.remedy.en
+    assert (
+        "3.0.0" not in first("ValueError: remaining_argv: ['--train_type', 'lora', '--frob', '1']").remedy.en
+    )
+
+
+def test_what_must_be_absent_in_a_condition_is_given_twice() -> None:
+    said = 'assert config is None, "We were given two configs"'
+    found = first(raised("AssertionError: We were given two configs", said, f"{SITE}/deepspeed/__init__.py"))
+    assert "`config` has to be absent" in found.remedy.en and "issues" in found.remedy.en
+
+
+@pytest.mark.parametrize(
+    "said", ["训练卡住不动", "程序一直挂起，没有报错", "Training hangs forever, no error"]
+)
+def test_a_hang_in_somebody_s_own_words(said: str) -> None:
+    found = first(said)
+    assert found.code == "hang-described" and found.certainty == "possible"
+    assert "py-spy" in found.remedy.en and "py-spy" in found.remedy.zh
+    assert not diagnose_text("log", f"{said}\n" + "step: 1\n" * 10)
 
 
 def test_what_a_shell_says_after_a_script_died_is_no_progress() -> None:

@@ -35,6 +35,8 @@ CASES = [
     ("model.layers.0.mlp.up_proj.weight", [2048], [64, 32], "flattened"),
     ("model.layers.0.mlp.up_proj.weight", [13824, 5120], [11008, 4096], "another"),
     ("layers.19.mlp.up_proj.weight", [13824, 64], [13696, 64], "neither divides"),
+    ("weight", [128256, 64], [128003, 64], "253 more"),
+    ("weight", [13824, 64], [13696, 64], "neither divides"),
 ]
 
 
@@ -100,6 +102,10 @@ def test_an_entry_that_knows_the_message_tells_the_numbers_as_evidence() -> None
 
 def test_nothing_is_computed_from_equal_or_unrelated_numbers() -> None:
     assert computed("The size of tensor a (7) must match the size of tensor b (5)") is None
+    flat = computed(
+        "The size of tensor a (56124554) must match the size of tensor b (14031139) at non-singleton dimension 0"
+    )
+    assert flat is not None and "1/4" in flat.en and "number of ranks" in flat.en
     assert computed(LOAD.format("a.weight", [4, 4], [4, 4])) is None
     assert computed("shape '[2, -1]' is invalid for input of size 7") is None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from packaging.version import Version
+
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.keys import Keys
 from reshard.doctor.history.table import table
@@ -34,13 +36,12 @@ ALIKE = 0.75
 
 
 def evidence(root: Traceback, log: Log) -> list[Text]:
-    """For each unknown argument the nearest known one; empty if a message names none."""
+    """For each unknown argument the nearest known one; empty if a message names none, or releases accept it."""
     unknown = list(dict.fromkeys(_unknown(root.said)))
-    if "HfArgumentParser" in root.said:
-        if of_training := _of_training(unknown):
-            return [of_training]
-        if of_releases := _of_releases(unknown):
-            return of_releases
+    if "HfArgumentParser" in root.said and (of_training := _of_training(unknown)):
+        return [of_training]
+    if of_releases(root, log):
+        return []
     known = _known(root.said, log) if unknown else set()
     return [_near(name, known) for name in unknown[:5]]
 
@@ -58,22 +59,36 @@ def _of_training(unknown: list[str]) -> Text | None:
     return words("arguments-of-training", names=", ".join(unknown[:4]), count=len(unknown))
 
 
-def _of_releases(unknown: list[str]) -> list[Text]:
-    """For each key the releases of LLaMA-Factory that accept it, if every name is a key of some release."""
-    keys = Keys("llamafactory", Versions())
-    spans = {name: span for name in unknown if (span := keys.span(name))}
-    if keys.table is None or len(spans) < len(unknown):
+def of_releases(root: Traceback, log: Log) -> list[Text]:
+    """For each unknown key the releases of its program that accept it; empty unless some release accepts each."""
+    program = next((name for said, name in _PRINTED_BY if said in root.said), None)
+    keys, unknown = (Keys(program, Versions()) if program else None), list(dict.fromkeys(_unknown(root.said)))
+    spans = {name: span for name in unknown if keys and (span := keys.span(name))}
+    if keys is None or keys.table is None or not unknown or len(spans) < len(unknown):
         return []
-    newest = keys.table.versions[-1]
-    return [
-        words("argument-since" if last == newest else "argument-until", name=name, since=first, last=last)
-        for name, (first, last) in spans.items()
-    ]
+    package, texts = keys.table.package, []
+    for name, (since, last) in spans.items():
+        newer = package in log.versions and Version(log.versions[package]) > Version(last)
+        until = newer or since == keys.table.versions[0]
+        phrase = "since" if last == keys.table.versions[-1] else "until" if until else "between"
+        shown = {
+            "name": name,
+            "since": since,
+            "last": last,
+            "package": package,
+            "program": keys.schema.program,
+        }
+        texts.append(words(f"argument-{phrase}", **shown))
+    return texts
+
+
+_PRINTED_BY = (("remaining_argv", "ms-swift"), ("HfArgumentParser", "llamafactory"))
+"""Messages about unknown arguments, and the programs that print them."""
 
 
 def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
     """The finding for a key that no catalogue entry covers."""
-    texts = evidence(root, log)
+    texts = of_releases(root, log) or evidence(root, log)
     if not texts:
         return None
     lines = Text("; ".join(each.en for each in texts), "；".join(each.zh for each in texts))

@@ -13,15 +13,20 @@ from reshard.doctor.words import words
 
 
 class Kind(NamedTuple):
-    """A kind of checkpoint, the pattern of its paths, and the phrase of the remedy."""
+    """A kind of checkpoint, the pattern of its paths, and the phrases of two remedies.
+
+    `way_out` is for a checkpoint of this kind that was passed to a program for another one, `sought` for the reverse:
+    "" where entries know the messages.
+    """
 
     name: str
     pattern: re.Pattern[str]
     way_out: str
+    sought: str
 
 
-def _kind(name: str, pattern: str, way_out: str) -> Kind:
-    return Kind(name, re.compile(pattern), f"artefact-{way_out}")
+def _kind(name: str, pattern: str, way_out: str, sought: str = "") -> Kind:
+    return Kind(name, re.compile(pattern), f"artefact-{way_out}", sought)
 
 
 KINDS = (
@@ -37,6 +42,7 @@ KINDS = (
     _kind("verl", r"global_step_\d+/(?:actor|critic)|model_world_size_\d+_rank_\d+", "convert"),
     _kind("FSDP", r"pytorch_model_fsdp_\d|\.distcp$|__\d+_\d+\.distcp", "convert"),
     _kind("InternEvo", r"model_tp\d+_pp\d+\.pt|model_config\.pt", "convert"),
+    _kind("original Llama", r"(?:^|/)(?:consolidated\.\d\d\.pth|params\.json)$", "meta", "sought-meta"),
     _kind("GGUF", r"\.gguf$|[-_]gguf\b", "gguf"),
     _kind("NeMo", r"\.nemo$", "nemo"),
     _kind("Lightning", r"\.ckpt$", "lightning"),
@@ -68,6 +74,11 @@ def mixed_up(root: Traceback, place: Place) -> Finding | None:
                 values = {"path": path, "kind": kind.name, "way_out": way_out}
                 return told("artefact-mixed-up", [place], values, certainty="likely")
     return None
+
+
+def kind_of_file(path: str) -> Kind | None:
+    """The kind of checkpoint to which a file that a program looks for belongs; None if entries know it."""
+    return next((kind for kind in KINDS if kind.sought and kind.pattern.search(path)), None)
 
 
 def _paths(said: str) -> Iterator[str]:

@@ -245,6 +245,27 @@ def _unreachable(text: str, log: Log) -> Told | None:
     return ("host-unreachable", {"host": match["host"], "why": match["why"]}) if match else None
 
 
+_FAMILIES = re.compile(
+    r"ss_family\b[^\n]{0,40}?\. (?P<one>\d+) vs (?P<other>\d+)|Address family not supported by protocol"
+)
+_FAMILY = {"2": "IPv4", "10": "IPv6"}
+"""AF_INET and AF_INET6 of Linux."""
+_NO_INTERFACE = re.compile(r"Unable to find (?:address|interface) for:? \[?(?P<name>[\w.:%-]+)")
+
+
+def _addresses(text: str, log: Log) -> Told | None:
+    """What gloo reports about the addresses and interfaces of its processes."""
+    if missing := _NO_INTERFACE.search(text):
+        return "interface-missing", {"name": missing["name"]}
+    match = _FAMILIES.search(text)
+    if match is None:
+        return None
+    named = [_FAMILY.get(number, number) for number in (match["one"], match["other"]) if number]
+    families = ", ".join(named)
+    shown = Text(f" ({families})", f"（{families}）") if named else Text.same("")
+    return "address-families", {"families": shown}
+
+
 _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
-    *(_undefined, _linked, _header, _program, _isolated, _failed_command, _unreachable),
+    *(_undefined, _linked, _header, _program, _isolated, _failed_command, _unreachable, _addresses),
 )

@@ -204,6 +204,26 @@ def _unpack(root: Traceback) -> Told | None:
     )
 
 
+_LENGTHS = re.compile(
+    r"len\((?P<one>[^()\n]{1,40})\)=(?P<a>\d+)[^\n]{1,20}?len\((?P<two>[^()\n]{1,40})\)=(?P<b>\d+)"
+    r"|(?P<all>All arrays must be of the same length)"
+    r"|Length of (?P<of>values) \((?P<has>\d+)\) does not match length of (?P<other>index) \((?P<wants>\d+)\)"
+    r"|zip\(\) argument (?P<longer>\d) is (?:shorter|longer) than argument"
+)
+
+
+def _lengths(root: Traceback) -> Told | None:
+    """Two lists that belong together and are not equally long."""
+    match = _LENGTHS.search(root.message.split("\n")[0])
+    if match is None:
+        return None
+    one, two = match["one"] or match["of"], match["two"] or match["other"]
+    if one is None:
+        return "lengths-differ", {"what": words("lists-that-belong-together")}
+    a, b = match["a"] or match["has"], match["b"] or match["wants"]
+    return "lengths-differ", {"what": words("lists-of-two-lengths", one=one, a=a, two=two, b=b)}
+
+
 _NAME = re.compile(r"NameError: (?:free variable|global name|name) '(?P<name>\w+)' ")
 
 
@@ -302,6 +322,7 @@ _ASKED: tuple[Callable[[Traceback], Told | None], ...] = (
         _count,
         _unknown,
         _unpack,
+        _lengths,
         _undefined,
         _empty,
         _python,

@@ -1,11 +1,14 @@
-"""The collectives that ranks waited for when their watchdog ended them: the same one, or different ones."""
+"""Hangs: the collectives that ranks waited for when their watchdog ended them, and hangs that people describe."""
 
 from __future__ import annotations
 
 import re
 
-from reshard.doctor.finding import Text
-from reshard.doctor.log import Log
+from reshard.doctor.failures import describes_hang
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
 from reshard.doctor.words import words
 
 _WORK = re.compile(
@@ -31,6 +34,13 @@ def compared(log: Log) -> list[Text]:
         sizes = "-sizes" * (len({op for op, _ in kinds}) == 1)
         return [words(f"ranks-diverged{sizes}", number=numbers[0], shown=shown)]
     return [words("ranks-alike", number=numbers[0], shown=_shown(*kinds[0]), count=len(works))]
+
+
+def described(root: Traceback, log: Log) -> Finding | None:
+    """The finding for a hang in somebody's own words; None if there is a log of it, or an exception."""
+    if root.exception or not describes_hang(log.lines):
+        return None
+    return told("hang-described", [Place(log.name, root.last, clipped(root.said, 300))], certainty="possible")
 
 
 def _shown(operation: str, elements: str) -> str:

@@ -33,8 +33,9 @@ _WENT_ON = re.compile(f"{_MEASURED} | {_SAID_DONE}", re.VERBOSE)
 _WORKED_ON = re.compile(_MEASURED, re.VERBOSE)
 """What only a working program prints, and not the shell script around it after it died."""
 _NAME = (
-    r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]|nccl[A-Z])\w*"
-    r"(?:Error|Exception|Interrupt|Exit|Invalid|Mismatch|Failure|CompilerFailed|NotFound|Timeout|Iteration|Impossible|Unavailable)"
+    r"(?:[A-Za-z_]\w*\.)*(?:Exception|(?:[A-Z]|nccl[A-Z])\w*"
+    r"(?:Error|Exception|Interrupt|Exit|Invalid|Mismatch|Failure|CompilerFailed|NotFound|Timeout|Iteration|Impossible"
+    r"|Unavailable))"
 )
 _EXCEPTION = re.compile(
     rf"[\s^]*(?P<name>{_NAME})\^*\s?: ?\^?(?P<message>.*\S)"
@@ -331,9 +332,14 @@ _FAILS = re.compile(
     r"""\b(?i:errors?|failed|failure|failing|fatal|abort(?:ed|ing)|crash(?:ed)?|denied|refused|unrecognized
         |giving\ up|cannot|can['’]?t|could\ not|couldn['’]?t|unable\ to|not\ found|no\ such|not\ supported
         |unsupported|out\ of\ memory|undefined|mismatch|not\ installed|killed|stopped|invalid|timed\ out|no\ space)\b
-      | 报错 | 错误 | 失败 | 无法 | 找不到 | 不支持""",
+      | 报错 | 错误 | 失败 | 无法 | 找不到 | 不支持 | 崩溃 | 闪退""",
     re.VERBOSE,
 )
+HANGS = re.compile(
+    r"卡住|卡死|卡在|挂起|不动了|一直不动|没有反应|无响应"
+    r"|\b(?i:(?:hangs?|hung|hanging|stuck|frozen|freezes|freezing)\b(?! up))|\bno progress\b"
+)
+"""Words of people, not of programs, for a run that neither goes on nor fails."""
 _FINE = re.compile(
     r"""\b(?i:(?:0|no|without|not\ an)\ (?:\w+\ )?(?:errors?|failures?)
         |(?:errors?|failed|failures?)['"]?\s*[:=]\s*(?:0|none|null|false)\b
@@ -349,19 +355,25 @@ _QUOTES = re.compile(r"\((?:\w+\.)*\w+(?:Error|Exception): |errno: 97\b")
 """A warning about a missing optional package, or about trying the next address."""
 
 
+def describes_hang(lines: Sequence[Line]) -> bool:
+    """Whether the lines are no log, but a few words about a run that hangs."""
+    told = [line for line in lines if line.text.strip()]
+    return len(told) <= PASTED and any(HANGS.search(line.text) for line in told)
+
+
+def _reports_failure(text: str) -> bool:
+    calm = any(pattern.search(text) for pattern in (_FINE, _CALM))
+    return bool(_FAILS.search(text)) and not calm and not _HEADING.fullmatch(text)
+
+
 def _last_words(lines: Sequence[Line]) -> Traceback | None:
     """The end of a log, if it reports a failure in words that no other rule covers."""
     told = [line for line in lines if line.text.strip()]
     told = told if len(told) <= PASTED else told[-LAST:]
     if any("(ignored)" in line.text for line in told):
         return None  # make continued
-    fails = (
-        each
-        for each in told
-        if _FAILS.search(each.text)
-        and not any(calm.search(each.text) for calm in (_FINE, _CALM))
-        and not _HEADING.fullmatch(each.text)
-    )
+    hangs = describes_hang(lines)
+    fails = (each for each in told if _reports_failure(each.text) or (hangs and HANGS.search(each.text)))
     line = next((each for each in fails if len(each.text) < DATA and not _QUOTES.search(each.text)), None)
     if line is None:
         return None

@@ -13,7 +13,7 @@ from reshard.doctor.artefacts import VETOED, mixed_up
 from reshard.doctor.askers import of_python, of_python_2, of_wrong_type
 from reshard.doctor.builds import of_build
 from reshard.doctor.callers import of_call
-from reshard.doctor.collectives import compared
+from reshard.doctor.collectives import compared, described
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.failures import CUT_OFF, EXIT, is_launchers
 from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
@@ -209,11 +209,17 @@ _OF_WORDS = (
     of_pythons,
     of_wrong_type,
     of_call,
+    described,
 )
 
 
 def _both(text: Text) -> tuple[str, str]:
     return text.en, text.zh
+
+
+def _lines(texts: list[Text]) -> Text:
+    """Texts below each other, in each language."""
+    return Text("\n".join(each.en for each in texts), "\n".join(each.zh for each in texts))
 
 
 def _counted_out(root: Traceback, log: Log, matches: list[Match]) -> list[Finding] | None:
@@ -292,11 +298,11 @@ def _with_table(root: Traceback, log: Log) -> str:
 
 
 def _cure(match: Match, log: Log) -> Text:
-    root = first_sign(log)
+    root, cure = first_sign(log), match.entry.cure
     if root and match.entry.id in BY_KIND:
-        return filled_in(match.entry.cure, root, log)
-    way, cure = way_of(root) if root and match.at_root else None, match.entry.cure
-    return Text(f"{way.en}\n{cure.en}", f"{way.zh}\n{cure.zh}") if way else cure
+        return _lines([*arguments.of_releases(root, log), filled_in(cure, root, log)])
+    way = way_of(root) if root and match.at_root else None
+    return _lines([way, cure]) if way else cure
 
 
 def _last_line(root: Traceback, log: Log) -> Place:
@@ -344,6 +350,8 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
         needed = f"assert {condition}"
     if needed and not asked:
         sure = "possible" if needed.startswith("assert") else "likely"
+        if absent := _ABSENT.search(needed):
+            values["upstream"] = _lines([words("given-twice", name=absent["name"]), upstream])
         needing = told(NEEDS, [place], {**values, "asked": needed}, certainty=sure, evidence=evidence)
         return replace(needing, also=symptoms)
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN
@@ -351,6 +359,7 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     return replace(found, code=UNKNOWN, also=symptoms)
 
 
+_ABSENT = re.compile(r"(?<![\w.])(?P<name>[\w.]{1,80}) is None$")
 _CONDITION = re.compile(
     r"assert (?P<condition>[\w.\[\]'\"]+ (?:is(?: not)?|==|!=|<=?|>=?|(?:not )?in) [^,\n]{1,80}), "
 )

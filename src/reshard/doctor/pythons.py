@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from reshard.doctor.artefacts import kind_of_file
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.table import PACKAGES, Table, tables
 from reshard.doctor.log import Log, Traceback
@@ -56,7 +57,7 @@ _KINDS = (
     ),
     (
         "checkpoint",
-        r"\w*state_dict\w*|checkpoint|ckpt|sd|weights|params_dict|tensors|weight_map|state|loaded|model_dict",
+        r"\w*state_dict\w*|(?:\w+_)?(?:checkpoint|ckpt)|sd|weights|params_dict|tensors|weight_map|state|loaded|model_dict",
     ),
     ("config", r"(?!kw)\w*(?:config|cfg|hparams|args|params|opt|conf|settings|metadata)\w*|yaml\w*"),
     (
@@ -165,6 +166,8 @@ def _none(root: Traceback, log: Log) -> Told | None:
     what = _none_of(root.source, match)
     package = installed_of(root)
     whose = words("none-of-package", package=package) if package else words("none-of-own")
+    if what in _ENTRIES and any(map(_GOES_THROUGH.search, root.frames[-1:])):
+        whose = words("none-of-checkpoint", name=what)
     if package and what.isidentifier() and len(root.frames) > 1 and (by := _own_caller(root)):
         whose = words("none-passed", name=what, by=by)
     shown = words("none-named", what=what) if what else words("none-unnamed")
@@ -177,6 +180,9 @@ def _none(root: Traceback, log: Log) -> Told | None:
     return "value-is-none", {"shown": shown, "where": place_in_code(root), "whose": whose}
 
 
+_ENTRIES = ("val", "value", "v", "tensor", "param", "weight", "w")
+_GOES_THROUGH = re.compile(r"(?:convert|state_dict|checkpoint|merge|weights)[^/]*$")
+"""Names for an entry of a state dict, and the frame of a function that goes through all entries."""
 OUTPUTS = {
     "logits": "logits",
     "loss": "loss",
@@ -301,6 +307,17 @@ _NO_FILE = re.compile(
     r"|(?:Unable to find|Couldn't find|Could not find"
     r"|No such file or directory:?) ['\"]?(?P<other>[^'\"\n]*/[^'\"\n]+|\S+\.\w{2,8}\b))"
 )
+_SOUGHT = r"(?<![\w.~/\\-])(?P<path>[\w.~/\\-]{1,300}\.\w{2,12})\b['\"`]?"
+_IN_FOLDER = r"(?: (?:found )?in (?P<folder>[\w.~/\\-]{1,300}))?"
+_UNNAMED = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"(?i:no such file or directory|no file with name|find(?: the)?(?: file)?|missing file):? ['\"`]?{_SOUGHT}"
+        rf"{_IN_FOLDER}",
+        rf"{_SOUGHT} (?:was |is |could )?not (?:be )?found{_IN_FOLDER}",
+    )
+)
+"""Messages of programs about a file, in other words than Python's."""
 _LEGACY = re.compile(r"mp_rank_\d\d(?:_\d{3})?|model_optim_rng\.pt|model_rng\.pt")
 _DISTRIBUTED = re.compile(r"\.distcp\b|torch_dist|common\.pt|\.metadata\b")
 _REPLACED = re.compile(r"[{<\[]\w+[}>\]]|path[_/]to|your[_-]|/path/|\$\{?\w|XXX", re.IGNORECASE)
@@ -309,8 +326,10 @@ _REPLACED = re.compile(r"[{<\[]\w+[}>\]]|path[_/]to|your[_-]|/path/|\$\{?\w|XXX"
 def _file(root: Traceback, log: Log) -> Told | None:
     match = _NO_FILE.match(root.said)
     if match is None:
-        return None
+        return _file_of_kind(root)
     path = (match["path"] or match["other"]).strip()
+    if named := _of_kind(path):
+        return named
     if _LEGACY.search(path):
         way = words("legacy-of-dist" if _DISTRIBUTED.search(log.text) else "legacy-or-dist")
         return "file-of-legacy", {"path": path, "way": way}
@@ -321,6 +340,24 @@ def _file(root: Traceback, log: Log) -> Told | None:
     absolute = bool(re.match(r"/|[A-Za-z]:|~", path))
     kind = "file-missing" if absolute else "file-relative"
     return kind, {"path": path, "folder": path.rpartition("/")[0] or ".", "where": place_in_code(root)}
+
+
+def _file_of_kind(root: Traceback) -> Told | None:
+    """The same for a message in a program's own words, if the file's name shows what the program reads."""
+    match = next((hit for pattern in _UNNAMED if (hit := pattern.search(root.said))), None)
+    if match is None:
+        return None
+    path, folder = match["path"].rstrip("."), (match["folder"] or "").rstrip(".")
+    return _of_kind(f"{folder.rstrip('/')}/{path}" if folder else path)
+
+
+def _of_kind(path: str) -> Told | None:
+    """What a program reads that looks for a file whose name only one kind of checkpoint has."""
+    kind = kind_of_file(path)
+    if kind is None:
+        return None
+    folder = path.rpartition("/")[0] or "."
+    return "file-of-kind", {"path": path, "kind": kind.name, "way": words(kind.sought, folder=folder)}
 
 
 # ------------------------------------------------------------------------------------------ processes, bytes, JSON

@@ -109,6 +109,26 @@ def _choice(said: str, log: Log) -> Told | None:
     return "choice-refused", {**match.groupdict("?")}
 
 
+_NO_COMMAND = re.compile(
+    r"(?i:no such command|unknown (?:sub)?command|unrecognized command|command error):? ?"
+    r"['\"`]{0,2}(?P<value>[\w-]{2,60})"
+    r"|['\"`](?P<named>[\w-]{2,60})['\"`] is not an? (?:known |valid )?(?:[\w-]{1,30} )?command"
+)
+
+
+def _command(said: str, log: Log) -> Told | None:
+    """A subcommand that the installed program does not have."""
+    match = _NO_COMMAND.search(said)
+    if match is None:
+        return None
+    value = match["value"] or match["named"]
+    typed = re.search(
+        rf"(?m)^[$>\s]{{0,4}}(?:\S*/)?(?P<program>[a-z][\w.-]{{1,40}})(?: [\w-]{{2,30}}){{0,2}} {value}\b",
+        log.text,
+    )
+    return "subcommand-unknown", {"value": value, "program": typed["program"] if typed else "PROGRAM"}
+
+
 _GIVE = r"(?:specif(?:y|ied)|provided?|set|pass(?:ed)?|given?)"
 _NOT_GIVEN = tuple(
     re.compile(pattern)
@@ -238,5 +258,17 @@ def _cuda(said: str, log: Log) -> Told | None:
 
 
 _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
-    *(_tiktoken, _generated, _broken_off, _schema, _choice, _python, _cuda, _hub, _dtypes, _not_given),
+    *(
+        _tiktoken,
+        _generated,
+        _broken_off,
+        _schema,
+        _choice,
+        _command,
+        _python,
+        _cuda,
+        _hub,
+        _dtypes,
+        _not_given,
+    ),
 )

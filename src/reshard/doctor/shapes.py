@@ -41,6 +41,10 @@ _KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|key|value")
 _LORA = re.compile(r"(?i)lora")
 MOST_RANK = 1024
 """The highest rank of adapters."""
+LARGEST_LAYER = 100_000
+"""Rows from which a weight without a name is an embedding: no layer of known models has as many."""
+FLAT = 100_000
+"""Elements from which a tensor of one dimension is a flattened parameter."""
 MOST_PADDING = 0.5
 """Maximum share of rows that are padding or added tokens. A shard has half of the rows or fewer."""
 
@@ -117,7 +121,8 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
         return "rank", numbers
     if _EXPERTS.search(name) and at == 0 and not _ADAPTER.search(name):
         return "experts", numbers
-    if at == 0 and _EMBEDDING.search(name) and abs(ours - theirs) < MOST_PADDING * max(ours, theirs):
+    embeds = _EMBEDDING.search(name) or (name == "weight" and min(ours, theirs) > LARGEST_LAYER)
+    if at == 0 and embeds and abs(ours - theirs) < MOST_PADDING * max(ours, theirs):
         return "rows", {**numbers, "more": abs(ours - theirs)}
     small, large = sorted((ours, theirs))
     if large % small:
@@ -151,6 +156,8 @@ def _of_elements(said: str) -> Text | None:
             return words("shape-ranks", a=match["a"], b=match["b"])
         if small > 1 and large % small == 0 and large != small:
             return words("shape-multiple", a=match["a"], b=match["b"], ratio=large // small)
+        if small > FLAT and (ratio := round(large / small)) > 1 and -(-large // ratio) == small:
+            return words("shape-flat-shard", a=match["a"], b=match["b"], ratio=ratio)
         if small != large and match["dimension"]:
             shown = {"a": match["a"], "b": match["b"], "more": large - small}
             return words("shape-apart", **shown, dimension=match["dimension"] or "?")

@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import product
 from typing import NamedTuple
 
+from reshard.doctor.conventions import convention_of
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.rules import told
@@ -36,6 +37,7 @@ _ABSENT = re.compile(
 )
 """Messages of llama.cpp and mergekit about a missing tensor."""
 _NAME = re.compile(r"[\w][\w.]*")
+_IN_QUOTES = re.compile(r"['\"](\w[\w.]*)['\"]")
 _PACKED = re.compile(r"torch\.u?int8 --> F\d+, shape = \{(?:1, )?\d+")
 """What llama.cpp's converter prints about a tensor of bytes before it fails."""
 _QUANTIZED = re.compile(
@@ -149,7 +151,8 @@ def _listed(match: re.Match[str] | None) -> list[str]:
     if match is None:
         return []
     text = re.split(r"(?i)\b(?:unexpected|missing) key", match["names"])[0]
-    return [name.rstrip(".") for name in _NAME.findall(text)][:MOST]
+    named = _IN_QUOTES.findall(text) or _NAME.findall(text)
+    return [name.rstrip(".") for name in named][:MOST]
 
 
 def _class_of(names: Names) -> tuple[str, dict[str, object]]:
@@ -176,6 +179,8 @@ def _class_of(names: Names) -> tuple[str, dict[str, object]]:
         return "head", {"example": both[0]}
     if all(name.endswith(".bias") for name in both):
         return "bias", {"example": both[0]}
+    if other := _of_other_program(names):
+        return other
     if deep := _deeper(names):
         return deep
     if any(_EXPERTS.search(name) for name in missing) and any(_EXPERTS.search(name) for name in unexpected):
@@ -187,6 +192,19 @@ def _class_of(names: Names) -> tuple[str, dict[str, object]]:
     parts = Counter(name.split(".")[0] for name in both)
     side = "only-file" if unexpected else "only-model"
     return side, {"parts": ", ".join(part for part, _ in parts.most_common(4))}
+
+
+def _of_other_program(names: Names) -> tuple[str, dict[str, object]] | None:
+    """The class if the file's names are those of another program than the model's."""
+    file, model = convention_of(names.unexpected), convention_of(names.missing)
+    if file is None or file == model or (file == "huggingface" and model is None):
+        return None
+    expected = words(f"names-of-{model}") if model else words("names-of-others")
+    return "of-program", {
+        "file": words(f"names-of-{file}"),
+        "model": expected,
+        "way": words(f"names-way-{file}"),
+    }
 
 
 def _renamed(names: Names) -> tuple[str, dict[str, object]] | None:
