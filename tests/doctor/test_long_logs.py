@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import random
 import resource
 import subprocess
@@ -159,11 +160,11 @@ def test_lines_that_all_differ_take_no_more_room_than_others() -> None:
 
 def test_a_prefix_of_its_own_on_every_line_takes_no_time() -> None:
     rng = random.Random(0)
-    ids = ("".join(rng.choices("abcdef0123456789", k=32)) for _ in range(5_000))
+    ids = ("".join(rng.choices("abcdef0123456789", k=32)) for _ in range(2_000))
     lines = [f"{each} {line}" for each in ids for line in failing()[:1] + failing()[-3:]]
     begin = time.process_time()
     found = diagnose_text("log", lines)
-    assert found[0].code == "device-map-distributed" and time.process_time() - begin < 30  # it took minutes
+    assert found[0].code == "device-map-distributed" and time.process_time() - begin < 15  # it took minutes
 
 
 def large_log(kind: str, size: int) -> Iterator[str]:
@@ -186,6 +187,18 @@ def large_log(kind: str, size: int) -> Iterator[str]:
         yield "\n" + failure
 
 
+def measured(path: Path, *options: str) -> tuple[str, str, resource.struct_rusage]:
+    """Output, messages and use of the machine of the doctor that reads a log, without any other process."""
+    command = [sys.executable, "-m", "reshard", "doctor", str(path), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout and run.stderr
+        told = run.stdout.read(), run.stderr.read()
+        _, status, used = os.wait4(run.pid, 0)
+        run.returncode = os.waitstatus_to_exitcode(status)
+    assert run.returncode == 1, told
+    return *told, used
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["steps", "noise", "a line"])
 def test_memory_does_not_grow_with_a_log(kind: str, tmp_path: Path) -> None:
@@ -194,11 +207,8 @@ def test_memory_does_not_grow_with_a_log(kind: str, tmp_path: Path) -> None:
         path = tmp_path / f"{size}.log"
         with path.open("w") as file:
             file.writelines(large_log(kind, size))
-        command = [sys.executable, "-m", "reshard", "doctor", str(path), "--quiet"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-            said = run.communicate()
-            used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert said[0].count("\n") == 1 and "device-map-distributed, sure" in said[0] and not said[1], said
+        out, err, used = measured(path, "--quiet")
+        assert out.count("\n") == 1 and "device-map-distributed, sure" in out and not err, (out, err)
         memory.append(used.ru_maxrss << 10)
     assert memory[1] < 450e6 and memory[1] - memory[0] < 100e6, memory
 
@@ -210,14 +220,9 @@ def test_two_hundred_megabytes_take_less_than_a_minute_and_a_gigabyte(tmp_path: 
         for line in long_log(steps=3600):
             file.write(line + "\n")
     assert path.stat().st_size > 200e6
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "reshard", "doctor", str(path), "--lang", "en"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = (
-        used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    )  # whoever else works here, too
+    out, _, used = measured(path, "--lang", "en")
+    seconds = used.ru_utime + used.ru_stime  # not of the wall: the machine runs other work, too
     memory = used.ru_maxrss << 10
-    assert done.returncode == 1 and "device-map-distributed, sure" in done.stdout
+    assert "device-map-distributed, sure" in out
     assert seconds < 60 and memory < 1 << 30, (seconds, memory)
     print(f"{path.stat().st_size / 1e6:.0f} MB in {seconds:.0f} s and {memory / 2**20:.0f} MiB")

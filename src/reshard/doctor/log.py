@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
+from reshard.doctor.failures import progress
 from reshard.doctor.prefixes import START
 from reshard.doctor.reading import shortened
 from reshard.doctor.thinning import thinned
@@ -40,6 +42,16 @@ class Log:
         for line in self.lines:
             streams.setdefault(line.stream, []).append(line)
         return [line for stream in streams.values() for line in stream]
+
+    @cached_property
+    def progress(self) -> dict[str, int]:
+        """The number of the last line in each stream that shows that its process continued."""
+        return progress(self.lines)
+
+    @cached_property
+    def measured(self) -> dict[str, int]:
+        """The same, of lines with metrics only."""
+        return progress(self.lines, measured=True)
 
 
 def read_log(name: str, content: str | Iterable[str]) -> Log:

@@ -12,7 +12,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from reshard.doctor.entries import Entry
-from reshard.doctor.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure, progress
+from reshard.doctor.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure
 from reshard.doctor.finding import CERTAINTIES, Text
 from reshard.doctor.kinds import BY_KIND
 from reshard.doctor.log import Line, Log, Traceback
@@ -130,11 +130,10 @@ def living(log: Log) -> list[Traceback]:
 
     If a launcher reports at the end that a process failed, and nothing else says why, all of them count.
     """
-    before, measured = progress(log.lines), progress(log.lines, measured=True)
     alive = [
         each
         for each in log.tracebacks
-        if each.last > (measured if _ends_script(each) else before).get(each.stream, 0)
+        if each.last > (log.measured if _ends_script(each) else log.progress).get(each.stream, 0)
     ]
     if alive or not log.tracebacks:
         return alive
@@ -149,11 +148,11 @@ def _ends_script(failure: Traceback) -> bool:
 
 def live_lines(log: Log) -> list[Line]:
     """Lines by stream that are after the last sign that their process continued, or in a failure."""
-    before, alive = progress(log.lines), living(log)
+    alive = living(log)
     return [
         line
         for line in log.ordered
-        if line.number > before.get(line.stream, 0) or any(_is_in(line, each) for each in alive)
+        if line.number > log.progress.get(line.stream, 0) or any(_is_in(line, each) for each in alive)
     ]
 
 
