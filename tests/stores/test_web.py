@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -144,6 +145,14 @@ def test_the_url_of_one_file_and_of_an_index(web: Web, root: Path) -> None:
     assert api.open(f"{web.address}/shards/model.safetensors.index.json").tensors.keys() == whole
     one = weights_in(root / "shards")[0]
     assert api.open(f"{web.address}/shards/{one.name}").tensors.keys() == load_file(one).keys()
+
+
+def test_the_folder_of_one_file_is_searched_once(web: Web, root: Path, tmp_path: Path) -> None:
+    file = f"{web.address}/large/model.safetensors"
+    api.convert(file, tmp_path / "out", to="megatron", base=root / "large")
+    asked = Counter(path for path, _ in web.requests if not path.endswith("model.safetensors"))
+    most = 3  # once to read, and again to see that nothing changed
+    assert len(asked) > 10 and max(asked.values()) <= most, asked
 
 
 @pytest.mark.parametrize("fault", [503, 429, "reset", "short"])

@@ -34,6 +34,8 @@ class Store(ABC):
         self.url = url
         self._listed: dict[str, Listing | None] = {}
         self._outside: dict[str, Entry | None] = {}
+        self._children: dict[str, list[str]] = {}
+        """The names in folders outside all typed URLs, as the folder of a typed file is."""
         self._lock = RLock()
         self.heads: dict[str, list[tuple[int, bytes]]] = {}
         """The first bytes of files, kept until the store is listed again."""
@@ -53,7 +55,7 @@ class Store(ABC):
             self._forget()
 
     def _forget(self) -> None:
-        for kept in (self._outside, self.heads, self.ahead):
+        for kept in (self._outside, self._children, self.heads, self.ahead):
             kept.clear()
 
     def entry(self, url: str) -> Entry | None:
@@ -73,7 +75,10 @@ class Store(ABC):
         with self._lock:
             if listing := self._listing(url):
                 return sorted(listing.children.get(url, ()))
-            return sorted({each[len(url) + 1 :].split("/")[0] for each in self._find(url, deep=False)})
+            if url not in self._children:
+                found = self._find(url, deep=False)
+                self._children[url] = sorted({each[len(url) + 1 :].split("/")[0] for each in found})
+            return self._children[url]
 
     def _listing(self, url: str) -> Listing | None:
         """The listing that covers `url`, made now if necessary; None if no typed URL does."""
