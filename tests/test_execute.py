@@ -171,7 +171,7 @@ def test_a_source_that_shrank_is_an_error(tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()
     view = View.of(cells, 10_000)
-    with pytest.raises(ReshardError, match="too short"):
+    with pytest.raises(ReshardError, match="shorter than expected"):
         execute(plan([OutputFile("f", 20_000, [Block("t", U16, (10_000,), lambda: view, 0)])]), target)
 
 
@@ -211,7 +211,7 @@ def test_a_source_that_is_cut_while_it_is_read_does_not_kill_the_process(tmp_pat
     (tmp_path / "s").touch()
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "a file is too short for its tensors\n"
+    assert done.stdout == "a file is shorter than expected\n"
 
 
 def test_a_read_that_the_system_refuses_names_the_file() -> None:

@@ -40,7 +40,7 @@ class Files:
         if end is not None:
             raise ReshardError(
                 "file-ends-early",
-                "a file is too short for its tensors",
+                "a file is shorter than expected",
                 file=path,
                 expected=f"at least {end} bytes",
                 found=found,
