@@ -120,7 +120,14 @@ def test_modules_of_transformer_engine_are_given_no_other_names(
 
 
 # megatron-core cannot build latent attention and delta nets of its local modules without help, so nobody has these.
-@pytest.mark.parametrize("name, to", [(name, to) for name, to in CASES if name not in LATENT | DELTA])
+@pytest.mark.parametrize(
+    "name, to",
+    [
+        pytest.param(name, to, marks=() if to == "megatron" else pytest.mark.slow)  # the names are the same
+        for name, to in CASES
+        if name not in LATENT | DELTA
+    ],
+)
 def test_local_modules_find_all_their_keys(
     name: str, to: str, hf_model: Models, converted: Callable[..., Path]
 ) -> None:

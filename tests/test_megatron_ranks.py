@@ -75,11 +75,15 @@ def exchange(a: Path, b: Path) -> None:
     ],
 )
 def test_folders_of_ranks_that_were_exchanged(name: str, genuine: Maker, tmp_path: Path) -> None:
-    """Any two of them, although their shards have the same names and shapes; the genuine ones are accepted."""
+    """Any two of them that differ along one axis, although their shards have the same names and shapes; the genuine
+    ones are accepted.
+    """
     source = genuine(name).iteration("torch")
     folders = sorted(path.name for path in source.iterdir())
     assert len(folders) > 1 and reshard.open(source).problems == []
-    for a, b in combinations(folders, 2):
+    for (at, a), (to, b) in combinations(enumerate(folders), 2):
+        if len(folders) > 4 and (at ^ to).bit_count() > 1:
+            continue
         run = Path(shutil.copytree(source, tmp_path / f"{a} {b}"))
         exchange(run / a, run / b)
         with pytest.raises(ReshardError) as caught:

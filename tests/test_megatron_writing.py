@@ -356,8 +356,14 @@ def by_megatron(checkpoint: Genuine, format: Format) -> Any:
     )
 
 
-@pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("format", FORMATS.values())
+@pytest.mark.parametrize(
+    "format, to",
+    [
+        pytest.param(format, to, marks=() if format != FORMATS[to] else pytest.mark.slow)
+        for format in FORMATS.values()
+        for to in FORMATS
+    ],
+)
 @pytest.mark.parametrize(
     "variant, layout",
     [

@@ -188,7 +188,7 @@ def large_log(kind: str, size: int) -> Iterator[str]:
 
 
 def measured(path: Path, *options: str) -> tuple[str, str, resource.struct_rusage]:
-    """Output, messages and use of the machine of the doctor that reads a log, without any other process."""
+    """Output, messages and resource use of `reshard doctor` on a log; its peak is never below this process's."""
     command = [sys.executable, "-m", "reshard", "doctor", str(path), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stdout and run.stderr

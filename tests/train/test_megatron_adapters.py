@@ -57,7 +57,11 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ("wide", "narrow"),
     [
         ("qwen3 at TP2·PP2", "qwen3 on one rank"),
-        ("qwen3 of one query group at TP4", "qwen3 of one query group on one rank"),
+        pytest.param(
+            "qwen3 of one query group at TP4",
+            "qwen3 of one query group on one rank",
+            marks=pytest.mark.slow,  # test_megatron_losses has such a layout without adapters
+        ),
     ],
 )
 def test_losses_do_not_depend_on_the_layout(wide: str, narrow: str, runs: Runs) -> None:
