@@ -16,7 +16,7 @@ import pytest
 
 from reshard.train.run import Run
 from reshard.train.show import report
-from reshard.train.show.chart import COLUMNS, SIZE, Series, chart, means, thinned, ticks
+from reshard.train.show.chart import COLUMNS, SIZE, Series, chart, label, means, thinned, ticks
 from reshard.train.show.monitor import History, Metrics, append
 from tests.commandline import reshard
 
@@ -329,3 +329,29 @@ def test_what_is_no_run_is_named_and_nothing_else_is_replaced(runs: list[Path], 
         assert text in result.err
     unwritable = reshard("report", runs[0], "-o", tmp_path / "no" / "where.html")
     assert unwritable.code == 2 and "cannot be written" in unwritable.err
+
+
+def test_a_checkpoint_is_not_its_run(runs: list[Path]) -> None:
+    final = runs[0] / "final"
+    final.mkdir()
+    record = json.loads((runs[0] / "run.json").read_text())
+    (final / "run.json").write_text(json.dumps({**record, "output": str(runs[0])}))
+    result = reshard("report", final)
+    assert (
+        result.code == 2 and f"remedy: pass {runs[0]}" in result.err and not (final / "report.html").exists()
+    )
+
+
+def test_what_differs_between_machines_is_no_setting(runs: list[Path], tmp_path: Path) -> None:
+    for number, run in enumerate(runs):
+        record = json.loads((run / "run.json").read_text())
+        more = {"command": ["torchrun", str(run)], "files": [str(number)], "memory": {"available": number}}
+        (run / "run.json").write_text(json.dumps({**record, **more}))
+    assert reshard("report", *runs, "-o", tmp_path / "both.html").code == 0
+    page = (tmp_path / "both.html").read_text()
+    differing = page[page.index("What differs") : page.index('class="controls"')]
+    assert "options.learning_rate" in differing and "torchrun" not in differing and "memory" not in differing
+
+
+def test_numbers_of_any_size_are_short() -> None:
+    assert [label(value) for value in (0.25, 12_300, 4.1e9, 8.33e29)] == ["0.25", "12.3k", "4.1G", "8.33e+29"]

@@ -196,7 +196,7 @@ def read_config(path: Path) -> Options:
             "train-config-unreadable",
             "the config cannot be read",
             file=str(path),
-            found=str(error).split("\n")[0],
+            found=(error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split()),
             remedy="fix its syntax first" if path.is_file() else "check the path of --config",
         ) from None
     if not isinstance(content, dict):
@@ -353,7 +353,10 @@ def _folders(run: Run) -> Iterator[Problem]:
             "not a Hugging Face model folder",
             file=str(run.model),
             expected="a folder with config.json, weights and tokenizer",
-            remedy="`reshard inspect` shows what it is, and `reshard convert` converts a checkpoint to such a folder",
+            found=None if run.model.exists() else "nothing at this path",
+            remedy="`reshard inspect` shows what it is, and `reshard convert` converts a checkpoint to such a folder"
+            if run.model.exists()
+            else "check the path of --model",
         )
 
 

@@ -75,8 +75,8 @@ def refusal(problems: Sequence[Problem]) -> dict[str, Any]:
     told = []
     for problem in problems:
         about = [str(value) for value in (problem.rule, problem.tensor, problem.file) if value]
-        about += [f"expected {problem.expected}"] if problem.expected else []
-        about += [f"found {problem.found}"] if problem.found else []
+        about += [f"expected: {problem.expected}"] if problem.expected else []
+        about += [f"found: {problem.found}"] if problem.found else []
         told.append(
             {
                 "code": problem.code,

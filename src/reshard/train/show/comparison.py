@@ -9,9 +9,21 @@ from pathlib import Path
 
 from reshard.errors import Problem, ReshardError
 from reshard.pages.writing import in_the_way, write_page
+from reshard.plain import json_of
 from reshard.train.run import RECORD
 from reshard.train.show.monitor import METRICS
 from reshard.train.show.report import REPORT, Shown, page, shown_of
+
+
+def _written_for(folder: Path) -> Path | None:
+    """The output of the run whose record is in a folder: checkpoints and the final folder have a copy of it."""
+    try:
+        record = json_of((folder / RECORD).read_bytes())
+    except (OSError, ValueError):
+        return None
+    output = record.get("output") if isinstance(record, dict) else None
+    return Path(output).resolve() if isinstance(output, str) else folder.resolve()
+
 
 SEVERAL = "runs.html"
 """Default path of the page of several runs."""
@@ -36,7 +48,17 @@ def draw(outputs: Sequence[Path], path: Path | None = None) -> tuple[Path, list[
 
 def _no_runs(outputs: Sequence[Path]) -> Iterator[Problem]:
     for output in outputs:
-        if not any((output / name).is_file() for name in (RECORD, METRICS)):
+        if (output / METRICS).is_file():
+            continue
+        if (run := _written_for(output)) not in (None, output.resolve()):
+            yield Problem(
+                "report-part-of-run",
+                "this folder is part of a training run",
+                file=str(output),
+                found=f"{RECORD} of the run in {run}",
+                remedy=f"pass {run}",
+            )
+        elif not run:
             yield Problem(
                 "report-no-run",
                 "not the output of a training run",

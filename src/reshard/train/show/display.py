@@ -100,12 +100,12 @@ def evaluated(row: Row, method: str | None = None) -> str:
 
 
 def short(value: float) -> str:
-    """A count with three or four digits: 512, 12.3k, 4.1M."""
+    """A count with three or four digits: 512, 12.3k, 4.1M, 8.33e+29."""
     for unit in ("", "k", "M"):
         if value < 1000:
             return f"{value:.0f}" if not unit else f"{value:.1f}{unit}"
         value /= 1000
-    return f"{value:.1f}G"
+    return f"{value:.1f}G" if value < 1000 else f"{value * 1e9:.3g}"
 
 
 def clock(seconds: float) -> str:

@@ -174,7 +174,7 @@ _TITLES = {
     "versions": "Versions",
     "plan": "The plan",
 }
-_OWN = ("outcome", "output", "eval_data_digest")
+_OWN = ("outcome", "output", "eval_data_digest", "resume", "files", "command", "memory.available")
 """Left out of the comparison: differs between any two runs, or is shown elsewhere."""
 
 
@@ -294,7 +294,7 @@ def _differing(runs: Sequence[Shown]) -> Iterator[tuple[str, list[str]]]:
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in record.items():
-        if not prefix and name in _OWN:
+        if f"{prefix}{name}" in _OWN:
             continue
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
