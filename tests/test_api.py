@@ -206,3 +206,22 @@ def test_foreign_text_is_no_markup_in_a_notebook() -> None:
     )
     assert "<script>" not in found._repr_html_() and "<b>" not in found._repr_html_()
     assert "\x1b" not in found._repr_html_() + str(found)
+
+
+def test_the_guard_is_there_without_an_import_of_its_own() -> None:
+    assert reshard.guard.check.__module__ == "reshard.guard"
+
+
+def test_a_dtype_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(reshard.ReshardError, match="cannot be converted to this dtype"):
+        reshard.open(tmp_path, dtype="int7")
+
+
+def test_findings_are_short_in_a_list_and_whole_in_print(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    )
+    (found,) = reshard.diagnose(tmp_path / "train.log")
+    assert repr([found]) == f"[<Finding cuda-out-of-memory, error, {found.certainty}: {found.message}>]"
+    assert str(found).splitlines()[1] == f"  where: {tmp_path}/train.log:1  {found.places[0].text}"
+    assert "\\n" not in str(found) and "\n  cure: " in str(found)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.version import __version__
 
 if TYPE_CHECKING:
+    from reshard import guard as guard
     from reshard.algebra.layout import Layout, SavedLayout
     from reshard.api import convert, inspect, open, support, verify
     from reshard.conversion import Conversion
@@ -87,6 +88,8 @@ if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any nam
     # Imported on first use, so that `reshard --help` does not import numpy.
 
     def __getattr__(name: str) -> Any:
+        if name == "guard":
+            return import_module(f"{__name__}.guard")
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = globals()[name] = getattr(import_module(_HOME[name]), name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from reshard import planning
 from reshard.arguments import Arguments, StrPath
 from reshard.formats.checkpoint import Iteration
+from reshard.planning.naming import Types
 from reshard.stores import source_path
 from reshard.weights import Weights
 
@@ -79,6 +80,7 @@ def open(
         given.path("base", base)
     given.step("iteration", iteration)
     given.texts("strip", strip)
+    given.known("dtype", dtype, Types)
     given.settle()
     options = planning.Options(
         base=source_path(base) if base is not None else None,

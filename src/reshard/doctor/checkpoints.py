@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.trainable import trainability
 from reshard.doctor.words import translated, words
@@ -285,4 +286,4 @@ def remote_code(folder: Path) -> Iterator[Finding]:
 def _line_of(path: Path, word: str) -> Place:
     lines = path.read_text(encoding="utf-8").splitlines()
     number = next((i for i, line in enumerate(lines, 1) if word in line), None)
-    return Place(str(path), number, lines[number - 1].strip() if number else word)
+    return Place(str(path), number, clipped(lines[number - 1].strip(), 200) if number else word)

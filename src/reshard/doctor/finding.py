@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from reshard.errors import Problem
+from reshard.shown import shown, shown_lines
 
 LANGUAGES = ("en", "zh")
 CERTAINTIES = ("sure", "likely", "possible")
@@ -53,7 +54,7 @@ class Place:
         return self.target if self.line is None else f"{self.target}:{self.line}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Finding(Problem):
     """A problem that the doctor found: what happened (`message`), why (`rule`), and what to do (`remedy`).
 
@@ -69,6 +70,16 @@ class Finding(Problem):
     evidence: tuple[Text, ...] = ()
     sources: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Finding {self.code}, {self.severity}, {self.certainty}: {self.message}>"
+
+    def __str__(self) -> str:
+        """What happened, where, why, and what to do."""
+        where = [shown(f"{place}  {place.text}".rstrip()) for place in self.places]
+        fields = [*(("where", each) for each in where), ("why", self.rule), ("cure", self.remedy)]
+        lines = [f"  {name}: " + shown_lines(text).replace("\n", "\n    ") for name, text in fields if text]
+        return "\n".join([shown(self.message), *lines])
 
     def told(self, language: str | None = None) -> dict[str, Any]:
         """For `doctor --json`: both languages, or only one. Evidence is always in one: English by default."""
