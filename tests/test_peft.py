@@ -445,3 +445,18 @@ def test_the_doctor_says_whether_an_adapter_belongs_to_a_base(
     assert "base-does-not-fit" not in [found.code for found in reshard.diagnose(plain, llama)]
     smaller = hf_model("llama", hidden_size=32)
     assert "base-does-not-fit" in [found.code for found in reshard.diagnose(plain, smaller)]
+
+
+def test_a_base_that_the_adapter_does_not_name_is_told(
+    llama: Path, plain: Path, hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    def notes(base: Path) -> list[str]:
+        plan = reshard.convert(plain, tmp_path / "out", base=base, merge=True, dry_run=True).plan
+        return [note for note in plan.notes if "was trained on" in note]
+
+    (tmp_path / "moved").mkdir()
+    moved = tmp_path / "moved" / llama.name
+    moved.symlink_to(llama)
+    assert notes(llama) == notes(moved) == []
+    (told,) = notes(hf_model("llama", seed=7, **SMALL))
+    assert str(llama) in told

@@ -277,9 +277,12 @@ def _next_command(
     if target.startswith(("hf://", "http")):  # nothing can be written there
         target = root.name.partition("@")[0]
     if checkpoint.format == huggingface.NAME:
-        if model is None:
+        if model:
+            words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
+        elif bases is not None:
+            words += [f"{target}-hf", "--to", huggingface.NAME]
+        else:
             return ""  # it can only stay in this format
-        words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
     else:
         words.append(f"{target}-hf")
     if bases is not None:

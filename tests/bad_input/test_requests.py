@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -408,3 +411,63 @@ def test_a_page_that_was_saved_as_weights(copy: Copy) -> None:
     src = copy("qwen3")
     (src / "model.safetensors").write_text("<!DOCTYPE html><html>401</html>")
     assert refusal("inspect", src)["found"] == "a web page"
+
+
+CLOSED = """
+import os, sys
+from pathlib import Path
+import reshard
+from reshard.formats import open_checkpoint
+if os.geteuid() == 0:  # root may list any folder
+    open_checkpoint(Path(sys.argv[1]))  # imports what others may not
+    os.setuid(65534)
+print(len(open_checkpoint(Path(sys.argv[1])).tensors))
+try:
+    open_checkpoint(Path(sys.argv[1]).parent / "other")
+except reshard.ReshardError as error:
+    print(error.problems[0].remedy)
+"""
+
+
+def test_a_folder_of_others_beside_the_weights_is_not_looked_into(copy: Copy) -> None:
+    with TemporaryDirectory() as outside:  # unlike the folders of pytest, others may look into it
+        Path(outside).chmod(0o755)
+        src = Path(shutil.copytree(copy("qwen3"), Path(outside) / "src"))
+        for folder in (src, Path(outside) / "other"):
+            (folder / "lost+found").mkdir(mode=0, parents=True)
+            folder.chmod(0o755)
+        for file in src.glob("*.*"):
+            file.chmod(0o644)
+        done = subprocess.run(
+            [sys.executable, "-c", CLOSED, src], capture_output=True, text=True, check=False
+        )
+    told = "if the weights are in lost+found, ask its owner for permission to read it"
+    assert done.stdout == f"47\n{told}\n", done.stderr
+
+
+def test_the_current_folder_is_gone(copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    shown = reshard("inspect", "model")
+    assert shown.code == 2 and "error: the current folder was deleted" in shown.err
+
+
+def test_a_model_without_a_config_is_told_what_to_type(copy: Copy) -> None:
+    src = copy("qwen3")
+    (src / "config.json").unlink()
+    assert reshard("inspect", src, "--json").json["next"].endswith("-hf --to huggingface --base HF_FOLDER")
+
+
+def test_shards_without_an_index_are_read_with_a_note(copy: Copy) -> None:
+    src = copy("sharded")
+    (src / "model.safetensors.index.json").unlink()
+    found = api.inspect(src)
+    assert found.whole and any("the index of the shards is missing" in note for note in found.notes)
+
+
+def test_a_config_with_a_byte_order_mark(copy: Copy) -> None:
+    src = copy("qwen3")
+    config = src / "config.json"
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert refusal(*convert(src, *MEGATRON))["remedy"] == "save it without a byte order mark"

@@ -197,14 +197,25 @@ def problems_of(error: Exception) -> list[Problem]:
         return error.problems
     if is_no_memory(error):
         return [no_memory(error)]
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # what getcwd raises
+        return [
+            Problem(
+                "current-folder-gone",
+                "the current folder was deleted",
+                remedy="change to another one with `cd`",
+            )
+        ]
     if isinstance(error, OSError):
+        again = "and run the same command again"
         return [
             Problem(
                 "system-refused",
                 "the system refused to read or to write",
                 file=str(error.filename) if error.filename else None,
                 found=error.strerror or str(error),
-                remedy="fix what the system reports, and run the same command again",
+                remedy=f"ask its owner for permission, {again}"
+                if isinstance(error, PermissionError)
+                else f"fix what the system reports, {again}",
             )
         ]
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):

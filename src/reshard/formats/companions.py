@@ -327,5 +327,5 @@ def _unreadable(path: Path, found: str) -> ReshardError:
         file=str(path),
         expected="a JSON object",
         found=found,
-        remedy="copy or download it again",
+        remedy="save it without a byte order mark" if "BOM" in found else "copy or download it again",
     )

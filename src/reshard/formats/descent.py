@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from reshard.formats.checkpoint import Iteration
+from reshard.formats.places import folders_in
 
 PARTS = tuple(
     re.compile(pattern)
@@ -55,7 +56,7 @@ def _children(folder: Path) -> Iterator[tuple[Path, int | None]]:
     """Subfolders of `folder` that engines are known to make, the latest first, with their steps."""
     if not folder.is_dir():
         return
-    children = sorted(child for child in folder.iterdir() if child.is_dir())
+    children = folders_in(folder)
     for pattern in PARTS:
         yield from ((child, None) for child in children if pattern.fullmatch(child.name))
     yield from ((child, None) for _, child in _latest_first(children, RUN))

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.errors import Problem, ReshardError
+from reshard.formats.places import can_list
 from reshard.stores import open_file
 
 BEGIN = 1 << 16
@@ -148,7 +149,7 @@ def recognized(path: Path) -> Problem | None:
         kind = _kind_of(path) if path.is_file() else None
         return problem(kind, path) if kind else None
     children = sorted(path.iterdir())[:MOST]
-    for folder in (path, *(child for child in children if child.is_dir())):
+    for folder in (path, *(child for child in children if child.is_dir() and can_list(child))):
         if _is_orbax(folder):
             return problem(ORBAX, folder)
     found = ((kind, child) for child in children if child.is_file() and (kind := _kind_of(child)))

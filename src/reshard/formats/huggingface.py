@@ -77,6 +77,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     if problems:
         raise ReshardError(problems)
     dropped = Counter({"rotary buffers": without_buffers(tensors)})
+    alone = path.is_dir() and not index and len(files) > 1 and "-of-" in files[0].name
     return Checkpoint(
         path=path,
         format=NAME,
@@ -85,6 +86,9 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         root=folder,
         dropped=+dropped,
         variant=", ".join(sorted({file.suffix.lstrip(".") for file in files})),
+        notes=["the index of the shards is missing: transformers cannot load them without it"]
+        if alone
+        else [],
     )
 
 

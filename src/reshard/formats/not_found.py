@@ -10,6 +10,7 @@ from pathlib import Path
 from reshard.errors import Problem, ReshardError, listed
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Iteration
+from reshard.formats.places import can_list, folders_in
 from reshard.stores import is_remote
 from reshard.stores.address import PROTOCOLS
 
@@ -81,10 +82,13 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
         return ReshardError(known)
     children = sorted(path.iterdir()) if path.is_dir() else []
     several = [] if whole else [str(found) for found in _below(path, holds)]
+    closed = [child.name for child in children if child.is_dir() and not can_list(child)]
     if whole:
         remedy = f"this is a part of a checkpoint: pass {whole}"
     elif several:
         remedy = f"pass one of the checkpoints below it: {_listed(several)}"
+    elif closed:
+        remedy = f"if the weights are in {_listed(closed)}, ask its owner for permission to read it"
     else:
         remedy = "pass the folder with the weights, or an iteration folder"
     return ReshardError(
@@ -103,21 +107,13 @@ def _below(path: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
     """The checkpoints below a folder, the nearest first; in the Hub's cache they are in `snapshots/COMMIT`."""
     level = [path]
     for _ in range(DEPTH):
-        folders = [child for folder in level for child in _folders(folder)][:BELOW]
+        folders = [child for folder in level if folder.is_dir() for child in folders_in(folder)][:BELOW]
         level = []
         for each in folders:
             if holds(each):
                 yield each
             else:
                 level.append(each)
-
-
-def _folders(path: Path) -> list[Path]:
-    """The folders in a folder; none if it cannot be read."""
-    try:
-        return sorted(child for child in path.iterdir() if child.is_dir())
-    except OSError:
-        return []
 
 
 def no_iteration(path: Path, iteration: Iteration) -> ReshardError:

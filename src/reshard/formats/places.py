@@ -10,13 +10,14 @@ cache.
 
 from __future__ import annotations
 
+import os
 import reprlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from reshard.errors import ReshardError
 from reshard.formats import safetensors
-from reshard.stores import realpath
+from reshard.stores import is_remote, realpath
 
 LONGEST = 255
 """Maximum length of a file name, in bytes."""
@@ -29,6 +30,16 @@ def below(folder: Path, name: Any) -> Path:
     if path.is_absolute() or ".." in path.parts or not names_file or "\0" in str(path):
         raise ValueError(f"{reprlib.repr(name)} is not below the folder of the checkpoint")
     return folder / path
+
+
+def folders_in(path: Path) -> list[Path]:
+    """The folders in `path` that can be listed. What others keep from us, like `lost+found` of a disk, is not ours."""
+    return sorted(child for child in path.iterdir() if child.is_dir() and can_list(child))
+
+
+def can_list(folder: Path) -> bool:
+    """Whether the files of a folder can be listed and opened."""
+    return is_remote(folder) or os.access(folder, os.R_OK | os.X_OK)
 
 
 def is_here(name: str, file: str = "") -> bool:

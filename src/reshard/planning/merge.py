@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from reshard import adapters
@@ -23,6 +23,7 @@ from reshard.model.resolve import config_of, read_config, resolve
 from reshard.model.vocabulary import lost_padding
 from reshard.planning.adapters import OTHER_ADAPTERS
 from reshard.planning.naming import Types
+from reshard.stores import realpath
 
 REPLACED = "weights that the adapter replaces"
 """The rule for base weights that are left out because the adapter contains trained copies."""
@@ -87,9 +88,11 @@ def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Opt
     """The folder with the base's weights; None if they are in the adapter's checkpoint."""
     if adapter.has_base:
         return None
-    if options.base:
-        return options.base
     hint = adapter.settings.base
+    if options.base:
+        if hint and PurePosixPath(hint).name.lower() not in str(realpath(options.base)).lower():
+            checkpoint.notes.append(f"the adapter was trained on {hint}, as {adapter.settings.source} says")
+        return options.base
     if hint and adapter.settings.base_is_here:
         checkpoint.notes.append(f"the base is {hint}, as {adapter.settings.source} says")
         return Path(hint)

@@ -18,7 +18,7 @@ from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.deepspeed.files import holds_step, is_universal, read_step
 from reshard.formats.deepspeed.universal import read_universal
 from reshard.formats.deepspeed.zero import Weights, read_weights
-from reshard.formats.places import is_here
+from reshard.formats.places import folders_in, is_here
 from reshard.formats.wrappers import prefix_of, without_buffers
 from reshard.stores import open_file
 
@@ -37,7 +37,7 @@ def _steps(path: Path) -> dict[str, Path]:
     """The folders of steps at or below `path`, by name."""
     if holds_step(path):
         return {path.name: path}
-    return {child.name: child for child in sorted(path.iterdir()) if child.is_dir() and holds_step(child)}
+    return {child.name: child for child in folders_in(path) if holds_step(child)}
 
 
 def _tracked(path: Path) -> str | None:
