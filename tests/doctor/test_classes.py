@@ -312,6 +312,23 @@ CALLS = {
         "value-is-none",
         "Print it",
     ),
+    raised("KeyError: 'reward'", "c = self.peft_config[name]", f"{SITE}/peft/tuners/base.py"): (
+        "key-other",
+        "-U peft",
+    ),
+    raised(
+        "AttributeError: 'FrobConfig' object has no attribute 'rotary'",
+        "self.r = config.rotary",
+        "/home/user/.cache/huggingface/modules/transformers_modules/frob/a1/modeling_frob.py",
+    ): ("attribute-of-config", "revision=COMMIT"),
+    "AttributeError: 'FrobFlashAttention2' object has no attribute '_flash_attention_forward'": (
+        "attribute-gone",
+        "'transformers<=4.42.4'",
+    ),
+    "raise error: AssertionError: rotary_emb is not installed": (
+        "not-installed",
+        "-U --no-build-isolation flash-attn",
+    ),
 }
 
 REFUSALS = {
@@ -354,6 +371,26 @@ REFUSALS = {
     "RuntimeError: [enforce fail at gloo/device.cc:83] ifa != nullptr. Unable to find address for: eth1": (
         "interface-missing",
         "ip -br addr",
+    ),
+    "ValidationError: 1 validation error for Frob\n  Value error, batch_tokens (8) is smaller than max_len (9).": (
+        "settings-ordered",
+        "Raise `batch_tokens`, or lower `max_len`",
+    ),
+    "ValueError: warmup_steps (90) must be smaller than max_steps (60)": (
+        "settings-ordered",
+        "Raise `max_steps`, or lower `warmup_steps`",
+    ),
+    "ValidationError: 1 validation error for FrobConfig\n  Value error, use either a or b": (
+        "values-refused",
+        "names",
+    ),
+    "vllm: AttributeError: Model Frob2ForCausalLM does not support BitsAndBytes quantization yet.": (
+        "not-supported-yet",
+        "-U vllm",
+    ),
+    "ValueError: Target module FrobLinear is not supported. Currently, only `torch.nn.Linear` is supported.": (
+        "not-supported-yet",
+        "-U peft",
     ),
     "AssertionError: Loading a checkpoint for MP=8 but world size is 1": (
         "short-processes",
@@ -425,6 +462,14 @@ def test_what_must_be_absent_in_a_condition_is_given_twice() -> None:
     said = 'assert config is None, "We were given two configs"'
     found = first(raised("AssertionError: We were given two configs", said, f"{SITE}/deepspeed/__init__.py"))
     assert "`config` has to be absent" in found.remedy.en and "issues" in found.remedy.en
+
+
+def test_a_hang_that_torch_reports_without_a_collective() -> None:
+    said = "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
+    found = first(
+        "\n".join(f"[rank{rank}]:[E704 13:48:58.26 ProcessGroupNCCL.cpp:1746] {said}" for rank in range(9))
+    )
+    assert found.code == "hang-described" and found.certainty == "likely"
 
 
 @pytest.mark.parametrize(

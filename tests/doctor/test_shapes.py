@@ -102,6 +102,8 @@ def test_an_entry_that_knows_the_message_tells_the_numbers_as_evidence() -> None
 
 def test_nothing_is_computed_from_equal_or_unrelated_numbers() -> None:
     assert computed("The size of tensor a (7) must match the size of tensor b (5)") is None
+    nothing = computed("shape '[2048, 1, 4096]' is invalid for input of size 0")
+    assert nothing is not None and "no elements" in nothing.en
     flat = computed(
         "The size of tensor a (56124554) must match the size of tensor b (14031139) at non-singleton dimension 0"
     )

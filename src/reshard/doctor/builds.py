@@ -66,6 +66,10 @@ _NAMED_OTHERWISE = {
     "causal_conv1d_cuda": "causal-conv1d",
     "flash_attn_2_cuda": "flash-attn",
     "selective_scan_cuda": "mamba-ssm",
+    "rotary_emb": "flash-attn",
+    "dropout_layer_norm": "flash-attn",
+    "fused_dense_lib": "flash-attn",
+    "xentropy_cuda_lib": "flash-attn",
     "transformer_engine_torch": "transformer-engine",
 }
 """Packages by the names of their extensions, if these are outside of the package's folder."""
@@ -245,6 +249,22 @@ def _unreachable(text: str, log: Log) -> Told | None:
     return ("host-unreachable", {"host": match["host"], "why": match["why"]}) if match else None
 
 
+_NOT_INSTALLED = re.compile(
+    r"(?:Assertion|Import|Runtime|Value)Error: [`'\"]?(?P<name>[A-Za-z_][\w.-]{1,50})[`'\"]?"
+    r" (?:is|was) not installed[.!]?\s*$"
+)
+
+
+def _not_installed(text: str, log: Log) -> Told | None:
+    """A package that a program tried to import earlier, and whose absence it reports in its own words."""
+    match = _NOT_INSTALLED.match(text)
+    if match is None:
+        return None
+    package = _NAMED_OTHERWISE.get(match["name"], match["name"]).replace("_", "-")
+    values = {"name": match["name"], "module": match["name"].replace("-", "_"), "package": package}
+    return "not-installed", values
+
+
 _FAMILIES = re.compile(
     r"ss_family\b[^\n]{0,40}?\. (?P<one>\d+) vs (?P<other>\d+)|Address family not supported by protocol"
 )
@@ -268,4 +288,5 @@ def _addresses(text: str, log: Log) -> Told | None:
 
 _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
     *(_undefined, _linked, _header, _program, _isolated, _failed_command, _unreachable, _addresses),
+    _not_installed,
 )

@@ -17,6 +17,10 @@ _WORK = re.compile(
 )
 
 
+_WATCHED = re.compile(r"watchdog(?: thread)? got stuck for|[Hh]eart[bB]eat ?[mM]onitor timed out")
+"""What torch reports if a process hangs outside of a collective."""
+
+
 def compared(log: Log) -> list[Text]:
     """What SeqNum, OpType and NumelIn of the ranks show in comparison; empty if fewer than two ranks have them."""
     works: dict[int, tuple[int, str, str]] = {}  # NumelIn is "" if the log does not have it
@@ -38,9 +42,11 @@ def compared(log: Log) -> list[Text]:
 
 def described(root: Traceback, log: Log) -> Finding | None:
     """The finding for a hang in somebody's own words; None if there is a log of it, or an exception."""
-    if root.exception or not describes_hang(log.lines):
+    watched = _WATCHED.search(root.said)
+    if root.exception or not (watched or describes_hang(log.lines)):
         return None
-    return told("hang-described", [Place(log.name, root.last, clipped(root.said, 300))], certainty="possible")
+    sure = "likely" if watched else "possible"
+    return told("hang-described", [Place(log.name, root.last, clipped(root.said, 300))], certainty=sure)
 
 
 def _shown(operation: str, elements: str) -> str:

@@ -42,11 +42,13 @@ _EXCEPTION = re.compile(
     r"|\s*(?P<bare>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Iteration)):?$"
 )
 """At the beginning of a line; the carets are remains of colour codes."""
+_WRITTEN_OUT = re.compile(rf"\s{{0,8}}(?P<name>{_NAME})\((?P<quote>['\"])(?P<message>[^\n]*)")
+"""An exception as Python represents it, as some loggers and people print it."""
 _WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
 _NAMED = re.compile(rf"(?<![\w.])(?P<name>{_NAME}): (?P<message>.*\S)")
 _QUIET = re.compile(
     r"\bXFAIL\b|(?<![=\w])(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except"
-    r"|raise|#)\b|^\[?[IW]\d{3,4}"
+    r"|#)\b|^\s*raise(?: +[\w.]+ *(?:[(\[]|from\b|$)| *$)|^\[?[IW]\d{3,4}"
 )
 """Lines that only mention an exception."""
 _ASSERTION = re.compile(r"\bAssertion [`'\"].{0,1000} failed")
@@ -174,8 +176,16 @@ def _is_error(text: str) -> bool:
 def _exception(line: Line) -> tuple[str, str] | None:
     match = None if _QUIET.search(line.text) else _EXCEPTION.match(line.text)
     if match is None:
-        return None
+        return _written_out(line)
     return told_once(match["name"] or match["bare"], match["message"] or "")
+
+
+def _written_out(line: Line) -> tuple[str, str] | None:
+    match = None if _QUIET.search(line.text) else _WRITTEN_OUT.match(line.text)
+    if match is None:
+        return None
+    message = match["message"].rstrip().rstrip(",)").removesuffix(match["quote"])
+    return match["name"], message.replace("\\n", "\n")
 
 
 def _within(line: Line) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from reshard.doctor.artefacts import kind_of_file
 from reshard.doctor.finding import Finding, Place, Text
-from reshard.doctor.history.table import PACKAGES, Table, tables
+from reshard.doctor.history.table import PACKAGES, Table, table, tables
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
@@ -66,6 +66,7 @@ _KINDS = (
     ),
 )
 """What a container is, by its name. The first match counts."""
+_VARIABLE = re.compile(r"(?:config|args|params|metadata)\w*\[[a-z_]\w*\]")
 _SUBSCRIPT = re.compile(
     r"(?<![\w.])(?P<name>[A-Za-z_][\w.]{0,80})(?:\[[^\[\]]{0,80}\]){0,4}"
     r"\[(?P<key>[^\[\]]{1,80}(?:\[[^\[\]]{0,80}\])?)\]"
@@ -87,6 +88,8 @@ def _key(root: Traceback, log: Log) -> Told | None:
     if not re.search(rf"\[['\"]{re.escape(key)}['\"]\]", root.source):
         container = _container(_code_with(key, root, log), key) or container
     kind = next((kind for kind, names in _KINDS if re.fullmatch(names, container.rpartition(".")[2])), None)
+    if kind == "config" and _VARIABLE.search(root.source):
+        kind = None  # things by the names that a caller gives, not settings
     if not container:
         return None
     known = {
@@ -115,6 +118,8 @@ def _code_with(key: str, root: Traceback, log: Log) -> str:
 
 def update_of(root: Traceback) -> Text:
     """What to update: the package of the innermost frame, or both caller and called code."""
+    if "/transformers_modules/" in "".join(root.frames[-2:]).replace("\\", "/"):
+        return words("update-remote")
     package = installed_of(root)
     return words("update-asker", package=package) if package else words("update-both")
 
@@ -278,6 +283,22 @@ SHORT = 8
 """Maximum letters of a name that many classes have."""
 
 
+def _gone(kind: str, name: str) -> dict[str, object] | None:
+    """The last release of transformers whose classes had an attribute that a model's own class expects from them."""
+    own = table("transformers")
+    if own is None or kind in own.raw["attributes"] or len(name) <= SHORT:
+        return None
+    there = own.of_any_class(name).there
+    last = max(there, default=own.last)
+    if last == own.last or not re.fullmatch(_OF_MODELS, kind):
+        return None
+    return {"last": own.versions[last], "next": own.versions[last + 1]}
+
+
+_OF_MODELS = r"\w*(?:Model|For[A-Z]\w+|Attention\w*|Layer|Embedding\w*|Config|Tokenizer\w*|Processor|Cache)"
+"""Names of classes that a model's own code derives from classes of transformers."""
+
+
 def _attribute(root: Traceback, log: Log) -> Told | None:
     match = _ATTRIBUTE.match(root.said)
     if match is None:
@@ -285,6 +306,8 @@ def _attribute(root: Traceback, log: Log) -> Told | None:
     if owner := owner_of(match["kind"], match["name"]):
         shown = {**match.groupdict(), "package": owner.package, "where": place_in_code(root)}
         return "attribute-of-other", shown
+    if gone := _gone(match["kind"], match["name"]):
+        return "attribute-gone", {**match.groupdict(), **gone}
     kind = next((kind for kind, names in _CLASSES if re.fullmatch(names, match["kind"])), None)
     package = installed_of(root)
     if package and package != "torch" and re.search(rf"\bself\.{match['name']}\b", root.source):

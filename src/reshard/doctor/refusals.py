@@ -9,6 +9,7 @@ from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
+from reshard.doctor.shortages import shortage
 from reshard.doctor.words import words
 
 Told = tuple[str, dict[str, object]]
@@ -69,6 +70,10 @@ _SCHEMA = re.compile(
     r"(?:, input_value=(?P<value>[^\n]{0,200}?))?(?:, input_type=(?P<is>\w+))?\])?$",
     re.MULTILINE,
 )
+_OF_ALL = re.compile(
+    r"validation errors? for (?P<of>[\w.]+)\n\s+(?:Value error|Assertion failed), (?P<what>[^\[\n]+)"
+)
+"""What pydantic prints about several values together."""
 _CHOICE = tuple(
     re.compile(pattern)
     for pattern in (
@@ -83,6 +88,9 @@ _CHOICE = tuple(
 
 
 def _schema(said: str, log: Log) -> Told | None:
+    if whole := _OF_ALL.search(said):
+        ordered = _ordered(whole["what"], log)
+        return ordered or ("values-refused", {"of": whole["of"], "what": whole["what"]})
     match = _SCHEMA.search(said)
     if match is None or match["type"] == "extra_forbidden" or "Extra inputs" in match["what"]:
         return None  # an unknown key: see `arguments.py`
@@ -127,6 +135,65 @@ def _command(said: str, log: Log) -> Told | None:
         log.text,
     )
     return "subcommand-unknown", {"value": value, "program": typed["program"] if typed else "PROGRAM"}
+
+
+_ORDERED = re.compile(
+    r"(?<![\w.-])(?P<one>[A-Za-z_][\w.-]{1,60}) ?\(=?(?P<a>\d[\d.]*)\) "
+    r"(?P<how>is|must be|should be|has to be|needs to be) "
+    r"(?P<than>smaller|less|lower|fewer|larger|greater|bigger|higher|more) than (?:or equal to )?(?:the )?"
+    r"(?P<two>[A-Za-z_][\w.-]{1,60}) ?\(=?(?P<b>\d[\d.]*)\)"
+)
+_SMALLER = ("smaller", "less", "lower", "fewer")
+
+
+def _ordered(said: str, log: Log) -> Told | None:
+    """Two settings of which one has to be at least as large as the other."""
+    match = _ORDERED.search(said)
+    if match is None or shortage(said):
+        return None
+    too_small = (match["than"] in _SMALLER) == (match["how"] == "is")
+    least, most = ("one", "two") if too_small else ("two", "one")
+    shown = {**match.groupdict(), "least": match[least], "most": match[most]}
+    return "settings-ordered", shown
+
+
+_THING = r"[\w.`'\"()]{3,80}"
+_YET = re.compile(
+    rf"(?P<what>{_THING}) (?:does not|doesn't|do not) (?:yet )?support (?P<feature>[^\n.,]{{3,60}}?)(?: yet)?[.,!\n]"
+    rf"|(?P<target>(?:Target module )?{_THING}) (?:is|are) not (?:yet )?supported"
+)
+_LATER_ONE = re.compile(r"\byet\b|[Cc]urrently")
+"""What a message says about something that another release may support."""
+
+
+def _not_yet(said: str, log: Log) -> Told | None:
+    """Something that this release of a package does not support."""
+    first = said.split("\n")[0]
+    match = _YET.search(f"{first}\n") if _LATER_ONE.search(first) else None
+    if match is None:
+        return None
+    what = match["what"] or match["target"].removeprefix("Target module ")
+    package = (
+        "peft" if "Target module " in first else next((each for each in ENGINES if each in log.text), "")
+    )
+    update = words("update-asker", package=package) if package else words("update-unnamed")
+    feature = Text(f": {match['feature']}", f"：{match['feature']}") if match["feature"] else Text.same("")
+    return "not-supported-yet", {"what": what, "feature": feature, "update": update}
+
+
+ENGINES = (
+    "vllm",
+    "sglang",
+    "unsloth",
+    "optimum",
+    "auto_gptq",
+    "autoawq",
+    "deepspeed",
+    "peft",
+    "trl",
+    "transformers",
+)
+"""Packages whose messages say what they do not support yet; the one that calls the others first."""
 
 
 _GIVE = r"(?:specif(?:y|ied)|provided?|set|pass(?:ed)?|given?)"
@@ -263,12 +330,13 @@ _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
         _generated,
         _broken_off,
         _schema,
+        _ordered,
         _choice,
         _command,
+        _not_yet,
         _python,
         _cuda,
         _hub,
-        _dtypes,
-        _not_given,
     ),
+    *(_dtypes, _not_given),
 )

@@ -143,6 +143,8 @@ def _of_elements(said: str) -> Text | None:
             return words("shape-beyond", start=start, length=length, size=size, rank=start // length)
     if match := _INVALID.search(said):
         wanted, size = _shape(re.sub(r"-1\b", "", match["wanted"])), int(match["size"])
+        if not size and wanted:
+            return words("shape-nothing", wanted=match["wanted"])
         if wanted and size and all(wanted):
             small, large = sorted((prod(wanted), size))
             if large % small == 0 and large != small:

@@ -308,6 +308,11 @@ class Table:
                 among |= self.span(span)
         return Presence(self, frozenset(there), frozenset(among))
 
+    def of_any_class(self, name: str) -> Presence:
+        """An attribute of whichever classes have it themselves."""
+        spans = (self._of(groups, name) for groups in self.raw["attributes"].values())
+        return Presence(self, NOWHERE.union(*spans), self.every)
+
     def ancestors(self, kind: str, depth: int = 0) -> set[str]:
         """The names of all classes from which a class derives in any release, including other packages."""
         own = {base for bases in self.raw["bases"].get(kind, {}).values() for base in bases.split(" ")}
