@@ -171,7 +171,7 @@ def test_a_folder_that_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").write_text("nothing")
     shown = command("doctor", tmp_path / "notes")
-    assert shown.code == 2 and "no checkpoint found here" in shown.err
+    assert shown.code == 2 and "neither a checkpoint nor a log" in shown.err
 
 
 def test_a_failure_is_told_before_a_warning_that_it_did_not_die_of() -> None:

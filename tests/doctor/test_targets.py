@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.doctor import diagnosis
 from reshard.doctor.entries import catalogue
 from reshard.doctor.reading import decoded, encoding_of
 from reshard.doctor.rules import rules
@@ -310,3 +311,52 @@ def test_a_closed_standard_input_is_empty() -> None:
 def test_what_is_no_path_at_all() -> None:
     with pytest.raises(reshard.ReshardError, match="wrong value for target"):
         reshard.diagnose(5)  # type: ignore[arg-type]
+
+
+def test_the_log_of_a_rank_that_failed_first_is_read_among_many(tmp_path: Path) -> None:
+    for rank in range(20):
+        folder = tmp_path / f"none_x/attempt_0/{rank}"
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text("step 1\n")
+        (folder / "stderr.log").write_text(EXCERPT if rank == 3 else "Loading checkpoint shards: 100%\n")
+        os.utime(folder / "stderr.log", (1000 + (rank != 3), 1000 + (rank != 3)))
+    shown = command("doctor", tmp_path)
+    assert shown.code == 1 and "dtensor-mixed-cat" in shown.out
+    assert shown.out.startswith(f"no failure in 39 of 40 logs in {tmp_path}\n")
+
+
+def test_a_failure_of_every_rank_is_not_shown_for_every_rank(tmp_path: Path) -> None:
+    for rank in range(20):
+        (tmp_path / f"rank_{rank}.log").write_text(EXCERPT)
+    shown = command("doctor", tmp_path, "--lang", "en")
+    assert "where … +12 (--json)" in shown.out and shown.out.count(".log:") == 8
+    assert len(command("doctor", tmp_path, "--json").json["findings"][0]["places"]) == 20
+
+
+def test_what_was_not_read_of_a_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "MOST", 2)
+    for rank in range(3):
+        (tmp_path / f"rank_{rank}.log").write_text("step 1\n")
+    assert "not read: 1;" in command("doctor", tmp_path, "--lang", "en").out
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"args.json": "{}", "logging.jsonl": '{"loss": 1.2}\n', "runs/events": ""},  # ms-swift
+        {".hydra/config.yaml": "trainer:\n  nnodes: 1\n", "main_ppo.log": ""},  # verl
+        {"trainer_log.jsonl": '{"loss": 1.2}\n', "training_args.yaml": "stage: sft\n"},  # LLaMA-Factory
+    ],
+)
+def test_a_run_that_kept_no_log_is_told_what_to_pass(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    shown = command("doctor", tmp_path)
+    assert shown.code == 2 and "neither a checkpoint nor a log" in shown.err
+    assert "pass the console output of the run" in shown.err
+
+
+def test_the_tracker_is_looked_for_beside_the_iteration_and_not_in_the_folder_of_the_run() -> None:
+    run = Path(__file__).parents[1] / "data/peers/swift/qwen3"  # ms-swift's, with the tracker in checkpoint-3
+    assert "checkpoint-lacks" not in [finding.code for finding in reshard.diagnose(run)]

@@ -194,6 +194,10 @@ def _aside(words: dict[str, str], *parts: str) -> str:
     return escape(f"{opens}{comma.join(parts)}{closes}")
 
 
+PLACES = 8
+"""Places of a finding that are printed; a failure may be in the log of every rank."""
+
+
 def _print_finding(finding: Finding, language: str) -> None:
     console, words = stdout(), LABELS[language]
     style = "bold red" if finding.severity == "error" else "bold yellow"
@@ -202,12 +206,14 @@ def _print_finding(finding: Finding, language: str) -> None:
         f"[{style}]{words[finding.severity]}{colon}[/][bold]{escape(finding.message.of(language))}[/]"
         f"{_aside(words, finding.code, words[finding.certainty])}"
     )
-    for place in finding.places:
+    for place in finding.places[:PLACES]:
         console.print(
             f"[bold]{words['where']}[/] {escape(words.get(str(place), str(place)))}  {escape(place.text)}"
         )
         if place.fixed:
             console.print(f"[bold]{words['fixed']}[/] {escape(place.fixed)}")
+    if len(finding.places) > PLACES:
+        console.print(f"[bold]{words['where']}[/] … +{len(finding.places) - PLACES:,} (--json)")
     console.print(f"[bold]{words['why']}[/] {escape_lines(finding.rule.of(language))}")
     console.print(f"[bold]{words['cure']}[/]")
     _print_cure(finding.remedy.of(language))

@@ -188,7 +188,7 @@ class Part(NamedTuple):
 def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
     """Which of weights, config, tokenizer and tracker are there, and how to supply the others."""
     checkpoint = inspection.checkpoint
-    parts = list(_parts(inspection, iterations.root_of(path)))
+    parts = list(_parts(inspection, iterations.root_of(checkpoint.path)))
     lost = [part.name for part in parts if part.is_missing]
     if not lost:
         return

@@ -14,7 +14,7 @@ from reshard.doctor.checkpoints import diagnose_checkpoint, of_pair, of_recorded
 from reshard.doctor.configs import diagnose_config
 from reshard.doctor.environment import diagnose_environment
 from reshard.doctor.finding import CERTAINTIES, Finding, Text
-from reshard.doctor.folders import ARGUMENTS, configs_in, logs_in, problems_in
+from reshard.doctor.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
 from reshard.doctor.freezes import diagnose_freeze, versions_in
 from reshard.doctor.launches import SHELL, diagnose_launch, processes_of, under_launch
 from reshard.doctor.logs import BEGIN, STDIN, WORKER_UNSEEN, diagnose_log
@@ -26,6 +26,7 @@ from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.words import words
 from reshard.errors import Problem, ReshardError
 from reshard.formats import foreign
+from reshard.formats.not_found import ANYWHERE, NOTHING_FOUND
 from reshard.shown import shown
 from reshard.stores import as_path, is_remote, typed_path
 
@@ -134,11 +135,12 @@ class _Seen:
             self.problems += error.problems
             return []
 
-    def _of_text(self, target: str) -> Sequence[Finding]:
+    def _of_text(self, target: str, on_read: Callable[[Text], None] | None = None) -> Sequence[Finding]:
         """The findings of a log, or of a list of packages."""
+        on_read = on_read or self.on_read
         if target != STDIN and (versions := versions_in(_first_lines(as_path(target)))):
             if not (found := diagnose_freeze(target, versions)):
-                self.on_read(words("read-packages", target=target, count=len(versions)))
+                on_read(words("read-packages", target=target, count=len(versions)))
             return found
         count = 0
 
@@ -147,7 +149,7 @@ class _Seen:
             count += lines
 
         if not (found := diagnose_log(target, self.on_bytes, counted, self.usage)):
-            self.on_read(words("read-lines", target="stdin" if target == STDIN else target, count=count))
+            on_read(words("read-lines", target="stdin" if target == STDIN else target, count=count))
         return found
 
     def _of_weights(self, path: Path) -> Sequence[Finding]:
@@ -160,19 +162,53 @@ class _Seen:
         """The findings of a checkpoint, or of the folder of a run with its logs and configs."""
         logs, configs, recorded = logs_in(folder), configs_in(folder), problems_in(folder)
         found = [of_recorded(problem, folder) for problem in recorded]
+        without_weights: ReshardError | None = None
         try:
             found += self._of_weights(folder)
-        except ReshardError:
-            if not logs and not found:
-                raise
-        for path in logs:
-            found += [
-                each for each in self._of_text(str(path)) if not (recorded and each.code == WORKER_UNSEEN)
-            ]
+        except ReshardError as error:
+            without_weights = error
+        found += [
+            each for each in self._of_logs(folder, logs) if not (recorded and each.code == WORKER_UNSEEN)
+        ]
         for path in configs:
             with suppress(ReshardError):  # files of other tools
                 found += diagnose_config(str(path))
+        if without_weights and not (found or logs):
+            raise nothing_in(without_weights)
         return found
+
+    def _of_logs(self, folder: Path, logs: Sequence[Path]) -> list[Finding]:
+        """The findings of the logs of a run. Those without any are counted if they are many."""
+        clean: list[Text] = []
+        found = [each for path in logs[:MOST] for each in self._of_text(str(path), clean.append)]
+        if len(clean) > SHOWN:
+            clean = [words("read-logs", count=len(clean), total=min(len(logs), MOST), target=folder)]
+        if len(logs) > MOST:
+            clean.append(words("logs-not-read", count=len(logs) - MOST, target=folder))
+        for each in clean:
+            self.on_read(each)
+        return found
+
+
+SHOWN = 8
+"""Logs without findings that are named one by one."""
+
+
+def nothing_in(error: ReshardError) -> ReshardError:
+    """The error for a folder that has no logs either."""
+    return ReshardError(
+        Problem(
+            "folder-without-logs",
+            "neither a checkpoint nor a log is in this folder",
+            file=problem.file,
+            expected=f"a checkpoint, or logs: {', '.join(LOGS)}",
+            found=problem.found,
+            remedy="pass the console output of the run: many programs print it and do not save it",
+        )
+        if problem.code == NOTHING_FOUND and problem.remedy == ANYWHERE
+        else problem
+        for problem in error.problems
+    )
 
 
 LONGEST_LIST = 1 << 20
@@ -188,7 +224,7 @@ def bytes_of_logs(*targets: str) -> int:
     """The total that `on_bytes` will report; the size of standard input is unknown."""
     paths = [Path(target) for target in targets if target != STDIN]
     files = [path for path in paths if path.is_file() and _kind(path) is diagnose_log]
-    files += [log for path in paths if path.is_dir() for log in logs_in(path)]
+    files += [log for path in paths if path.is_dir() for log in logs_in(path)[:MOST]]
     return sum(path.stat().st_size for path in files)
 
 

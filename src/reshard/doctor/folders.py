@@ -24,14 +24,14 @@ ARGUMENTS = ("args.json", "run.json")
 """Files in which ms-swift and `reshard train` record their arguments."""
 DEPTH = 4
 """Levels of folders that are searched: torchrun puts logs three levels below the given folder."""
-MOST = 8
-"""Maximum number of logs that are read, the last written ones."""
+MOST = 500
+"""Maximum number of logs that are read, the last written ones: a run of many ranks has one or two for each."""
 
 
 def logs_in(folder: Path) -> list[Path]:
-    """The logs of a run, the last written first."""
+    """The logs of a run, the last written first; callers read at most `MOST` of them."""
     found = {path for place in _folders(folder) for path in _files(place, LOGS)}
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:MOST]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def configs_in(folder: Path) -> list[Path]:

@@ -14,7 +14,10 @@ from reshard.formats.places import can_list, folders_in
 from reshard.stores import is_remote
 from reshard.stores.address import PROTOCOLS
 
-ABOVE, DEPTH, BELOW = 3, 3, 64
+NOTHING_FOUND = "checkpoint-not-found"
+ANYWHERE = "pass the folder with the weights, or an iteration folder"
+"""The code and, if nothing nearby is one, the remedy for a path without a checkpoint."""
+ABOVE, DEPTH, BELOW = 3, 5, 64
 """Levels of parent folders and of subfolders that are examined, and how many subfolders of each level."""
 
 
@@ -90,10 +93,10 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
     elif closed:
         remedy = f"if the weights are in {_listed(closed)}, ask its owner for permission to read it"
     else:
-        remedy = "pass the folder with the weights, or an iteration folder"
+        remedy = ANYWHERE
     return ReshardError(
         Problem(
-            "checkpoint-not-found",
+            NOTHING_FOUND,
             "no checkpoint found here",
             file=str(path),
             expected=f"one of the formats that `reshard support` lists: {', '.join(formats)}",
@@ -104,7 +107,8 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
 
 
 def _below(path: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
-    """The checkpoints below a folder, the nearest first; in the Hub's cache they are in `snapshots/COMMIT`."""
+    """The checkpoints below a folder, the nearest first; in the Hub's cache they are in
+    `models--Org--Name/snapshots/COMMIT`, for verl in `PROJECT/EXPERIMENT/global_step_N/actor`."""
     level = [path]
     for _ in range(DEPTH):
         folders = [child for folder in level if folder.is_dir() for child in folders_in(folder)][:BELOW]
