@@ -471,3 +471,34 @@ def test_a_config_with_a_byte_order_mark(copy: Copy) -> None:
     config = src / "config.json"
     config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
     assert refusal(*convert(src, *MEGATRON))["remedy"] == "save it without a byte order mark"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("convert", "a", "b", "--tp", "0"), "0 is less than 1"),
+        (("convert", "a", "b", "--tp", "two"), "'two' is not a whole number"),
+        (
+            ("convert", "a", "b", "--stages", "1;2"),
+            "'1;2' is not the layers of each stage, such as 10,12,12,10",
+        ),
+        (
+            ("inspect", "a", "--remove-unfinished", "1 day"),
+            "'1 day' is not an age with a unit, such as 12h or 7d",
+        ),
+        (("train", "sft", "--nproc", "0"), "'0' is neither a number of processes nor auto"),
+    ],
+)
+def test_what_a_value_should_be(words: tuple[str, ...], found: str) -> None:
+    shown = reshard(*words)
+    assert shown.code == 2 and f"\n  found: {found}\n" in shown.err
+
+
+def test_an_option_without_its_value() -> None:
+    assert reshard("convert", "a", "b", "--to").err.startswith("error: --to needs a value\n")
+
+
+def test_a_misspelled_family(copy: Copy) -> None:
+    assert refusal(*convert(copy("qwen3"), *MEGATRON, "--family", "qwen3moe"))["remedy"].startswith(
+        "did you mean"
+    )

@@ -431,3 +431,9 @@ def test_a_first_stage_holds_the_micro_batches_that_it_has_begun(tiny: Callable[
     found = memory.estimate(run, Batches(1, 2, 1, 1, 64), engine_of(run).precision(run), 2, gpu=False)
     assert first["kept"] > 1.5 * last["kept"]
     assert found.step == {"activations": pytest.approx(first["kept"], rel=0.1)}
+
+
+def test_a_length_of_one_token_has_half_of_nothing(tmp_path: Path) -> None:
+    run = run_on(small(tmp_path, SMALL))
+    found = memory.by_length(run, Batches(1, 1, 1, 1, 1), engine_of(run).precision(run), 1)
+    assert [*found] == [1, 2] and 0 < found[1][0] < found[2][0]

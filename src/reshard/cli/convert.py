@@ -44,7 +44,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     try:
         return tuple(int(part) for part in value.split(",")) if value else ()
     except ValueError:
-        raise click.BadParameter("pass the layers of each stage, for example 10,12,12,10") from None
+        raise click.BadParameter(f"{value!r} is not the layers of each stage, such as 10,12,12,10") from None
 
 
 @click.command("convert", cls=Command)

@@ -37,7 +37,7 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
         return None
     match = re.fullmatch(r"(\d{1,9})([smhd])", value)
     if not match:
-        raise click.BadParameter("pass an age with a unit, for example 12h or 7d")
+        raise click.BadParameter(f"{value!r} is not an age with a unit, such as 12h or 7d")
     return float(int(match[1]) * UNITS[match[2]])
 
 

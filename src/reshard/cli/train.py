@@ -58,7 +58,7 @@ def command() -> None:
 def _number(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     if value is None or value == "auto" or (value.isdecimal() and int(value) > 0):
         return value
-    raise click.BadParameter("pass a number of processes, or auto for one per GPU")
+    raise click.BadParameter(f"{value!r} is neither a number of processes nor auto")
 
 
 def _options(function: Callable[..., Any]) -> Callable[..., Any]:

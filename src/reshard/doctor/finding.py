@@ -77,7 +77,7 @@ class Finding(Problem):
     def __str__(self) -> str:
         """What happened, where, why, and what to do."""
         where = [shown(f"{place}  {place.text}".rstrip()) for place in self.places]
-        fields = [*(("where", each) for each in where), ("why", self.rule), ("cure", self.remedy)]
+        fields = [*(("where", each) for each in where), ("rule", self.rule), ("remedy", self.remedy)]
         lines = [f"  {name}: " + shown_lines(text).replace("\n", "\n    ") for name, text in fields if text]
         return "\n".join([shown(self.message), *lines])
 

@@ -59,7 +59,7 @@ class Model:
             "family-not-for-engine",
             f"the family {self.family.name} is not available for this engine",
             expected=f"one of {', '.join(able)}",
-            found=", ".join(dialects),
+            found=f"tensor names of {', '.join(dialects)}",
             remedy="choose another format with --to, or declare it: see docs/add-a-family.md",
             values={"family": self.family.name},
         )

@@ -16,6 +16,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron.writers import MODEL_TYPE
 from reshard.formats.target import Kind
 from reshard.model.vocabulary import embedding_rows, padded_rows
+from reshard.suggest import did_you_mean
 
 
 def named(name: str) -> Family:
@@ -27,7 +28,7 @@ def named(name: str) -> Family:
             "no such family",
             expected=", ".join(FAMILIES),
             found=name,
-            remedy="choose one of these with --family",
+            remedy=did_you_mean(name, FAMILIES, "choose one of these with --family"),
         )
     return family
 

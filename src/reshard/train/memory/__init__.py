@@ -59,7 +59,7 @@ def by_length(
             _activations(run, replace(batches, length=length), precision, world_size, again=False),
             _activations(run, replace(batches, length=length), precision, world_size, again=True),
         )
-        for length in (batches.length // 2, batches.length, batches.length * 2)
+        for length in (max(batches.length // 2, 1), batches.length, batches.length * 2)
     }
 
 
