@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -225,3 +227,11 @@ def test_findings_are_short_in_a_list_and_whole_in_print(tmp_path: Path) -> None
     assert repr([found]) == f"[<Finding cuda-out-of-memory, error, {found.certainty}: {found.message}>]"
     assert str(found).splitlines()[1] == f"  where: {tmp_path}/train.log:1  {found.places[0].text}"
     assert "\\n" not in str(found) and "\n  remedy: " in str(found)
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": np.dtype("float32")}, {"dtype": 5}, {"family": 5}])
+def test_what_is_no_name_is_refused_as_such(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    for call in (reshard.open, partial(reshard.convert, dst=tmp_path / "out")):
+        with pytest.raises(reshard.ReshardError, match=f"wrong value for {name}"):
+            call(tmp_path, **wrong)  # type: ignore[operator]

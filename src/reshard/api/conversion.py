@@ -14,7 +14,9 @@ from reshard.formats import writable
 from reshard.formats.checkpoint import Iteration
 from reshard.hub.push import OnUpload, Push
 from reshard.model.quantizer import STORAGES
+from reshard.model.recognition import named
 from reshard.notebooks import Bar
+from reshard.planning.naming import Types
 from reshard.stores import source_path, typed_path
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
@@ -182,6 +184,8 @@ def convert(
     if base is not None:
         given.path("base", base)
     given.known("to", to, writable)
+    given.known("family", family, named)
+    given.known("dtype", dtype, Types)
     given.choice("engine", engine, ENGINES)
     given.choice("trust", trust, TRUSTED)
     given.choice("quantize", quantize, STORAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from reshard import planning
 from reshard.arguments import Arguments, StrPath
 from reshard.formats.checkpoint import Iteration
+from reshard.model.recognition import named
 from reshard.planning.naming import Types
 from reshard.stores import source_path
 from reshard.weights import Weights
@@ -80,6 +81,7 @@ def open(
         given.path("base", base)
     given.step("iteration", iteration)
     given.texts("strip", strip)
+    given.known("family", family, named)
     given.known("dtype", dtype, Types)
     given.settle()
     options = planning.Options(
