@@ -68,6 +68,17 @@ def test_ranks_that_say_nothing_did_not_come() -> None:
     )
 
 
+def test_ranks_that_wait_at_the_end_of_a_log_without_a_failure() -> None:
+    lines = [f"initializing ddp: GLOBAL_RANK: {rank}, MEMBER: {rank + 1}/8\n" for rank in range(8)]
+    assert "4 of 8 ranks came; rank 4-7 does not appear" in told("".join(lines[:4]))
+    assert diagnose_text("log", "".join(lines)) == []
+
+
+def test_the_rank_that_only_the_launcher_passes_is_told() -> None:
+    shown = told("usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --local_rank=0")
+    assert "torch.distributed.launch" in shown
+
+
 def test_a_message_pasted_from_behind_its_prefix_is_whole() -> None:
     text = (
         "ValueError: four parts,\n[rank0]: and five were given\n[rank1]: Traceback (most recent call last):"

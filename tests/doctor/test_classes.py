@@ -138,6 +138,10 @@ DATA = {
         "your own",
     ),
     "AttributeError: Can't get local object 'main.<locals>.collate'": ("not-sendable", "num_workers=0"),
+    "pyarrow.lib.ArrowInvalid: straddling object straddles two block boundaries (try to increase block size?)": (
+        "data-one-object",
+        "json.load",
+    ),
 }
 
 CALLS = {
@@ -412,6 +416,19 @@ REFUSALS = {
         "ranks-absent",
         "that rank's own log",
     ),
+    "torch_npu 2.2.0\nAssertionError: Torch not compiled with CUDA enabled": (
+        "cuda-on-npu",
+        "transfer_to_npu",
+    ),
+    "ValueError: Image features and image tokens do not match: tokens: 4090, features 4225": (
+        "modal-counts",
+        "max_pixels",
+    ),
+    "NotImplementedError: FrobState8bit dispatch: attempting to run unimplemented operator/function: aten.frob": (
+        "operator-missing",
+        "save_only_model",
+    ),
+    "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --local_rank=0": ("unknown-argument", ""),
 }
 
 PARTS = {
@@ -427,6 +444,8 @@ PARTS = {
     "use_fast=False fails with 'TypeError: not a string' for some models": "tokenizer.model",
     "RuntimeError: ptrDesc->finalize()": "LD_LIBRARY_PATH",
     "RuntimeError: CUDA error: unspecified launch failure": "dmesg",
+    "RuntimeError: call aclnnFrob failed, detail: EZ9999: Inner Error!": "ASCEND_LAUNCH_BLOCKING",
+    "The installed version of bitsandbytes was compiled without GPU support.": "bitsandbytes",
     raised("TypeError: not a string", "return _sentencepiece.SentencePieceProcessor_LoadFromFile(self, a)"): (
         "AutoTokenizer"
     ),
@@ -564,6 +583,10 @@ def test_parts_are_told_in_both_languages() -> None:
 
 
 OF_RELEASES = {
+    raised("KeyError: 'llama'", 'kind = CONFIG_MAPPING[config_dict["model_type"]]'): (
+        "model-type-of-later",
+        "'transformers>=4.35.0'",
+    ),
     "ImportError: cannot import name 'TrainingArguments' from 'transformers'"
     f" ({SITE}/transformers/__init__.py)": ("installed-before", "transformers>=4.35.0"),
     "ImportError: cannot import name 'WarmupLinearSchedule' from 'transformers'"

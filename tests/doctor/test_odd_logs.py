@@ -197,6 +197,7 @@ def test_the_advice_of_nccl_is_no_level_of_a_logger() -> None:
         ("/usr/local/lib/python3.12/dist-packages/megatron/bridge/models/x.py:37 wrapper", "megatron/bridge"),
         ("/workspace/Megatron-LM/megatron/training/checkpointing.py:5 load_checkpoint", "megatron"),
         ("/data/InternEvo/internlm/core/trainer.py:213 execute_schedule", "internlm"),
+        ("/home/user/.conda/envs/torch/lib/python3.11/site-packages/frob/builder.py:9 build", None),
         ("/home/user/train.py:1 <module>", None),
     ],
 )

@@ -62,6 +62,28 @@ def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
     return told("ranks-absent", [place], {"told": texts[0]}, certainty="likely")
 
 
+_MEMBER = re.compile(r"MEMBER: (?P<rank>\d+)/(?P<all>\d+)")
+"""What Lightning prints on each rank before it waits for the others."""
+
+
+def of_log(log: Log) -> Finding | None:
+    """The finding for a log that ends while ranks wait for others, without a failure; None for other logs."""
+    told_last = [line for line in log.lines if line.text.strip()][-MOST_WAITING:]
+    if not told_last or not _MEMBER.search(told_last[-1].text):
+        return None
+    members = [hit for line in told_last if (hit := _MEMBER.search(line.text))]
+    came, every = len({hit["rank"] for hit in members}), int(members[-1]["all"])
+    if not came < every <= MOST:
+        return None
+    heard = {int(hit["rank"]) - 1 for hit in members}
+    place = Place(log.name, told_last[-1].number, told_last[-1].text.strip())
+    return told("ranks-absent", [place], {"told": _of_count(came, every, heard, log)}, certainty="likely")
+
+
+MOST_WAITING = 4096
+"""Lines at the end of a log that are searched for the ranks that wait."""
+
+
 def _of_count(came: int, every: int, heard: set[int], log: Log) -> Text:
     """The missing ranks if only counts are known: those that do not appear in the log."""
     if came > every and every and came % every == 0:

@@ -130,6 +130,8 @@ def _known(said: str, log: Log) -> set[str]:
 
 def _near(name: str, known: set[str]) -> Text:
     """An unknown name and the one that was probably meant. Dashes and underscores are equivalent."""
+    if name.replace("-", "_") == "local_rank":
+        return words("argument-of-launcher", name=name)
     plain = {each.replace("-", "_"): each for each in known}
     prefix, dot, last = name.replace("-", "_").rpartition(".")
     if last in plain and not dot:

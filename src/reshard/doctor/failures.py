@@ -341,7 +341,8 @@ PASTED = 6
 _FAILS = re.compile(
     r"""\b(?i:errors?|failed|failure|failing|fatal|abort(?:ed|ing)|crash(?:ed)?|denied|refused|unrecognized
         |giving\ up|cannot|can['’]?t|could\ not|couldn['’]?t|unable\ to|not\ found|no\ such|not\ supported
-        |unsupported|out\ of\ memory|undefined|mismatch|not\ installed|killed|stopped|invalid|timed\ out|no\ space)\b
+        |unsupported|out\ of\ memory|undefined|mismatch|not\ installed|killed|stopped|invalid|timed\ out|no\ space
+        |unavailable|not\ compiled|without\ (?:GPU|CUDA)\ support)\b
       | 报错 | 错误 | 失败 | 无法 | 找不到 | 不支持 | 崩溃 | 闪退""",
     re.VERBOSE,
 )

@@ -128,6 +128,8 @@ def _diagnosed(log: Log) -> list[Finding]:
     if root is None and not causes and (ended := shortages.of_log(log)):
         _, line = ended
         root = Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
+    if root is None and not causes and (waiting := absent.of_log(log)):
+        return [waiting]
     if root is not None and (counted := _counted_out(root, log, matches)) is not None:
         return counted
     if root is not None and all(match.entry.kind in WARNINGS for match in causes):

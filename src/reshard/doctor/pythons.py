@@ -288,13 +288,15 @@ def _gone(kind: str, name: str) -> dict[str, object] | None:
     own = table("transformers")
     if own is None or kind in own.raw["attributes"] or len(name) <= SHORT:
         return None
-    there = own.of_any_class(name).there
-    last = max(there, default=own.last)
-    if last == own.last or not re.fullmatch(_OF_MODELS, kind):
+    ends = own.last_of_classes(name)
+    last = max(ends, default=own.last)
+    if last == own.last or ends.count(last) < TOGETHER or not re.fullmatch(_OF_MODELS, kind):
         return None
     return {"last": own.versions[last], "next": own.versions[last + 1]}
 
 
+TOGETHER = 5
+"""Classes that lost an attribute in one release: it moved elsewhere, for every model."""
 _OF_MODELS = r"\w*(?:Model|For[A-Z]\w+|Attention\w*|Layer|Embedding\w*|Config|Tokenizer\w*|Processor|Cache)"
 """Names of classes that a model's own code derives from classes of transformers."""
 

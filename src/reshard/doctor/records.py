@@ -103,6 +103,8 @@ def _changed(text: str) -> Told | None:
     if match := _CHANGED.search(text):
         shown = {"column": match["column"].strip("/") or "?", "was": match["was"], "now": match["is"]}
         return "data-type-changes", {**shown, "row": match["row"]}
+    if "straddling object straddles two block boundaries" in text:
+        return "data-one-object", {}
     if match := _PARSE.search(text):
         return "data-unreadable", {"what": match["what"], "row": match["row"] or "?"}
     if match := _TYPE.search(text):

@@ -158,6 +158,48 @@ def _ordered(said: str, log: Log) -> Told | None:
 
 
 _THING = r"[\w.`'\"()]{3,80}"
+_NO_CUDA = re.compile(r"Torch not compiled with CUDA enabled")
+_OTHER_DEVICE = re.compile(r"(?i:torch[-_]npu|\bnpu\b|ascend)|昇腾")
+
+
+def _no_cuda(said: str, log: Log) -> Told | None:
+    """A request for CUDA on a machine with NPUs."""
+    return ("cuda-on-npu", {}) if _NO_CUDA.search(said) and _OTHER_DEVICE.search(log.text) else None
+
+
+_COUNTS = re.compile(
+    r"(?i:image|video|audio|vision|multi-?modal|placeholder)[^\n]{0,60}?(?:tokens?\b[^\n\d]{0,20}(?P<tokens>\d+)[^\n]{0,40}?"
+    r"features?\b[^\n\d]{0,20}(?P<features>\d+)|(?P<given>\d+) multimodal tokens to (?P<places>\d+) placeholders)"
+)
+
+
+def _counts(said: str, log: Log) -> Told | None:
+    """Fewer or more placeholder tokens in a text than an image has features."""
+    match = _COUNTS.search(said)
+    if match is None:
+        return None
+    tokens, features = int(match["tokens"] or match["places"]), int(match["features"] or match["given"])
+    why = words("modal-fewer" if tokens < features else "modal-more")
+    return "modal-counts", {"tokens": tokens, "features": features, "why": why}
+
+
+_NO_OPERATOR = re.compile(
+    r"NotImplementedError: (?:(?P<kind>[A-Z]\w+) dispatch: attempting to run unimplemented(?: operator/function:? ?)?"
+    r"|Could not run '(?P<op>[\w:.]+)' with arguments from the '(?P<backend>\w+)' backend)(?P<rest>[^\n]{0,120})"
+)
+
+
+def _no_operator(said: str, log: Log) -> Told | None:
+    """An operation that a kind of tensor, or a backend, does not have."""
+    match = _NO_OPERATOR.search(said)
+    if match is None:
+        return None
+    return "operator-missing", {
+        "kind": match["kind"] or match["backend"],
+        "op": match["op"] or match["rest"].strip(" :.") or words("operator-unnamed"),
+    }
+
+
 _YET = re.compile(
     rf"(?P<what>{_THING}) (?:does not|doesn't|do not) (?:yet )?support (?P<feature>[^\n.,]{{3,60}}?)(?: yet)?[.,!\n]"
     rf"|(?P<target>(?:Target module )?{_THING}) (?:is|are) not (?:yet )?supported"
@@ -338,5 +380,5 @@ _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
         _cuda,
         _hub,
     ),
-    *(_dtypes, _not_given),
+    *(_no_cuda, _counts, _no_operator, _dtypes, _not_given),
 )

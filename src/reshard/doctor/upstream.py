@@ -128,5 +128,6 @@ def package_of(frame: str) -> str | None:
     path = frame.rsplit(":", 1)[0].replace("\\", "/")
     if script := next((folder for name, folder in SCRIPTS.items() if path.endswith(name)), None):
         return script
+    path = f"/{path.rpartition('-packages/')[2].lstrip('/')}"  # an environment may be named like a package
     names = [match["name"] for match in re.finditer(r"(?<=/)(?P<name>megatron/bridge|[a-z_]\w*)(?=/)", path)]
     return next((name for name in reversed(names) if name in REPOSITORIES), None)

@@ -122,7 +122,10 @@ def _is_in_all(own: Table, name: str) -> bool:
 
 
 def of_no_transformers(root: Traceback, log: Log) -> Finding | None:
-    """A model type that no release of transformers has: it is another package's, or comes with the model's own code."""
+    """A model type that no known release of transformers has, or that all have: the installed one is older than these.
+
+    If none has it, it is another package's, or comes with the model's own code.
+    """
     own = table("transformers")
     for failure in (root, *([root.before] if root.before else [])):
         match = TYPE.search(failure.said)
@@ -135,6 +138,9 @@ def of_no_transformers(root: Traceback, log: Log) -> Finding | None:
                 "last": own.versions[-1],
             }
             return _told("model-type-of-none", values, "likely", own, root, log)
+        if match and own and own.key(match["name"]).there == own.every:
+            older = {"name": match["name"], "first": own.versions[0]}
+            return _told("model-type-of-later", older, "likely", own, root, log)
     return None
 
 

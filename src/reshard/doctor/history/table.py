@@ -308,10 +308,10 @@ class Table:
                 among |= self.span(span)
         return Presence(self, frozenset(there), frozenset(among))
 
-    def of_any_class(self, name: str) -> Presence:
-        """An attribute of whichever classes have it themselves."""
+    def last_of_classes(self, name: str) -> list[int]:
+        """The last release in which each class that has an attribute itself has it."""
         spans = (self._of(groups, name) for groups in self.raw["attributes"].values())
-        return Presence(self, NOWHERE.union(*spans), self.every)
+        return [max(span) for span in spans if span]
 
     def ancestors(self, kind: str, depth: int = 0) -> set[str]:
         """The names of all classes from which a class derives in any release, including other packages."""
