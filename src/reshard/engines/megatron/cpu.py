@@ -75,6 +75,7 @@ def _replace_cuda_runtime() -> None:
     cuda.current_stream = cuda.default_stream = lambda *_, **__: stream
     cuda.stream = lambda _: contextlib.nullcontext()
     cuda.manual_seed = torch.manual_seed
+    cuda.manual_seed_all = lambda _: None  # torch would queue it for a GPU, with the caller's stack
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
