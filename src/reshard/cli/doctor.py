@@ -67,7 +67,9 @@ LABELS = {
 @click.option("--list", "list_all", is_flag=True, help="List all failures in the catalogue.")
 @click.option("--explain", metavar="ID", help="Explain a catalogue entry or a rule.")
 @click.option(
-    "--python", metavar="PATH", help="Examine the environment of this interpreter instead of reshard's own."
+    "--python",
+    metavar="PATH",
+    help="Examine the environment of this interpreter, or in this folder, instead of reshard's own.",
 )
 @quiet_option("Print one line for each finding.")
 @common_options

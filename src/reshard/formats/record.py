@@ -201,7 +201,7 @@ def read_record(folder: Path) -> dict[str, Any]:
             "no record with digests found",
             file=str(folder),
             expected=f"{RECORD}, as `reshard convert` writes it",
-            remedy="compare the weights with the source (reshard verify SRC DST), or convert again",
+            remedy="compare the weights (reshard verify SRC DST, the output last), or convert again",
         )
     if found.get("digest") != NAME:
         raise ReshardError(
