@@ -502,3 +502,14 @@ def test_a_misspelled_family(copy: Copy) -> None:
     assert refusal(*convert(copy("qwen3"), *MEGATRON, "--family", "qwen3moe"))["remedy"].startswith(
         "did you mean"
     )
+
+
+def test_a_header_whose_length_begins_like_a_page_is_a_header(copy: Copy) -> None:
+    src = copy("qwen3")
+    weights = src / "model.safetensors"
+    content = weights.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    padded = length + (ord("<") - length) % 256
+    header = content[8 : 8 + length].ljust(padded)
+    weights.write_bytes(padded.to_bytes(8, "little") + header + content[8 + length :])
+    assert weights.read_bytes()[:1] == b"<" and reshard("inspect", src).code == 0

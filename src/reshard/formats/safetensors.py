@@ -37,10 +37,10 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(first, "little") if size >= 8 else 0
         if first == b"version ":
             raise _broken(path, "weights", "a Git LFS pointer", "fetch the content with `git lfs pull`")
-        if first[:1] == b"<":  # as a length it would be absurd
-            remedy = "the server answered with a page, often for want of a login: download the file again"
-            raise _broken(path, "weights", "a web page", remedy)
         if not 2 <= length <= min(HEADER_LIMIT, size - 8):
+            if first[:1] == b"<" and first.isascii():  # any length whose last byte is 60 begins like this
+                remedy = "the server answered with a page, often for want of a login: download the file again"
+                raise _broken(path, "weights", "a web page", remedy)
             raise _broken(
                 path, "a header that fits in the file", f"{length} bytes of header in {size} bytes of file"
             )
