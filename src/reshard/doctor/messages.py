@@ -23,8 +23,8 @@ SEARCHED = 60_000
 """Characters at the end of a log that are searched."""
 
 _WORD = re.compile(r"(?<!\w)'[^'\s]*'|(?<!\w)\"[^\"\s]*\"|[A-Za-z_]\w*(?:'t\b)?|\d[\w.,]*|[/~][\w./-]+")
-_OF_SYSTEM = re.compile(r"\[Errno \d+\]|No such file or directory|Permission denied")
-"""General messages of the system: not enough to identify an entry."""
+_GENERAL = re.compile(r"\[Errno \d+\]|No such file or directory|Permission denied|\(exitcode: ")
+"""Messages of the system and of launchers that do not identify an entry: many failures have their words."""
 _LITERAL = re.compile(r"[A-Za-z_]+(?:'t)?")
 _END = re.compile(r"[”“」》]|[\u4e00-\u9fff]|\n\s*\n")
 """What ends a quotation: a quotation mark, a word in another script, an empty line."""
@@ -75,7 +75,7 @@ def _messages() -> dict[str, list[str]]:
         words = [word.lower() for word in _WORD.findall(_message(entry))]
         words = list(dropwhile(lambda word: not _LITERAL.fullmatch(word), words))[:MOST]
         literal = [word for word in words if _LITERAL.fullmatch(word)]
-        if identifier in BY_KIND or _OF_SYSTEM.search(_message(entry)):
+        if identifier in BY_KIND or _GENERAL.search(_message(entry)):
             continue
         if entry.kind != "symptom" and len(literal) >= FEWEST and sum(map(len, literal)) >= SHORTEST:
             found[identifier] = words
