@@ -48,6 +48,35 @@ Root Cause (first observed failure):
     assert "tokenizer has left" in diagnose_text("log", before)[0].rule.en
 
 
+def test_an_error_of_reshard_tells_itself_what_to_do() -> None:
+    """Also if it quotes a step and its loss, which show progress elsewhere."""
+    told = """\
+[default0]:Traceback (most recent call last):
+[default0]:  File "/home/user/train.py", line 76, in main
+[default0]:    raise diverged()
+[default0]:reshard.errors.ReshardError: training diverged: the loss is NaN
+[default0]:  found: step 2: gradient norm nan, learning rate 8.3e+29; rank 0: loss nan
+[default0]:  remedy: lower the learning rate
+E1122 10:00:00.0 12 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: 2) local_rank: 0"""
+    found = diagnose_text("log", told)[0]
+    assert (found.code, found.message.en) == ("reshard-refused", "training diverged: the loss is NaN")
+    assert "step 2: gradient norm nan" in found.rule.en
+    assert found.remedy.en.strip() == "lower the learning rate"
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [("1", WORKER_UNSEEN), ("2", WORKER_UNSEEN), ("-6", "killed-abort"), ("-9", "killed-by-signal")],
+)
+def test_the_status_alone_decides_what_ended_a_worker(status: str, code: str) -> None:
+    place = "torch/distributed/elastic/multiprocessing/api.py:874]"
+    told = (
+        f"E1122 10:00:00.0 12 {place} failed (exitcode: {status}) local_rank: 0 (pid: 42) of binary: python3"
+    )
+    (found,) = diagnose_text("log", told)
+    assert found.code == code
+
+
 def test_a_traceback_whose_lines_were_joined_is_not_taken_for_a_clean_log() -> None:
     joined = "12:00 - [rank7]: AssertionError    12:00 - [rank7]: Traceback (most recent call last): (RANK 7)     12:0"
     (found,) = diagnose_text("log", joined)

@@ -46,12 +46,22 @@ class Log:
     @cached_property
     def progress(self) -> dict[str, int]:
         """The number of the last line in each stream that shows that its process continued."""
-        return progress(self.lines)
+        return progress(self._own)
 
     @cached_property
     def measured(self) -> dict[str, int]:
         """The same, of lines with metrics only."""
-        return progress(self.lines, measured=True)
+        return progress(self._own, measured=True)
+
+    @cached_property
+    def _own(self) -> list[Line]:
+        """The lines without those, indented, that continue an exception's message: it may quote a step and its loss."""
+        quoted = {(each.stream, at) for each in self.tracebacks for at in range(each.last + 1, each.end + 1)}
+        return [
+            each
+            for each in self.lines
+            if not (each.text[:1].isspace() and (each.stream, each.number) in quoted)
+        ]
 
 
 def read_log(name: str, content: str | Iterable[str]) -> Log:

@@ -16,6 +16,23 @@ Told = tuple[str, dict[str, object]]
 """The id of a rule, and the values for its braces."""
 
 
+_OWN = re.compile(
+    r"\breshard\.errors\.ReshardError: (?P<title>[^\n]{1,400})"
+    r"(?P<fields>(?:\n\s+(?:tensor|file|rule|expected|found): [^\n]*)*)(?:\n\s+remedy: (?P<cure>[^\n]*))?"
+)
+
+
+def _own(said: str, log: Log) -> Told | None:
+    """An error of reshard, which says itself what to do."""
+    match = _OWN.search(said)
+    if match is None:
+        return None
+    fields = [clipped(line.strip(), 400) for line in match["fields"].split("\n") if line.strip()]
+    why = Text.same("\n".join(fields)) if fields else words("reshard-refused-why")
+    cure = Text.same(match["cure"]) if match["cure"] else words("reshard-refused-cure")
+    return "reshard-refused", {"title": match["title"], "why": why, "cure": cure}
+
+
 def of_refusal(root: Traceback, log: Log) -> Finding | None:
     """The finding for what was refused, and what is accepted instead; None for other failures."""
     first = root.root
@@ -368,6 +385,7 @@ def _cuda(said: str, log: Log) -> Told | None:
 
 _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
     *(
+        _own,
         _tiktoken,
         _generated,
         _broken_off,
