@@ -206,6 +206,8 @@ def test_arguments_by_position_have_a_history_too() -> None:
     assert found.code == "api-came-later" and "'trl>=0.13.0'" in found.remedy.en
     own = said.replace("DPOTrainer.log", "MyTrainer.log")
     assert first(*raised(own, f"{SITE}/transformers/trainer.py")).code == "trainer-old-signature"
+    override = said.replace("DPOTrainer.log", "Trainer.log")  # of a subclass with the name of its base
+    assert first(*raised(override, f"{SITE}/transformers/trainer.py")).code == "trainer-old-signature"
 
 
 def test_the_history_knows_names_that_the_log_gives_no_package_for() -> None:

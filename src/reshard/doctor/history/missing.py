@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ from reshard.doctor.finding import Text
 from reshard.doctor.history.calls import base_of
 from reshard.doctor.history.table import PACKAGES, ROOTS, Bounds, Presence, Table, table, tables
 from reshard.doctor.log import Log, Traceback
+from reshard.doctor.upstream import package_of
 from reshard.doctor.words import words
 
 QUOTE = r"[`'\"‘’“”]"
@@ -151,7 +152,8 @@ def _keyword(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     if match := _KEYWORD.search(said):
         for function in _functions(match["function"], root, log):
             kind = function.removesuffix(".__init__")
-            yield from _wherever(root, log, partial(_taken, function=function, name=match["name"]), kind)
+            ask = partial(_taken, function=function, name=match["name"])
+            yield from _of_others(root, _wherever(root, log, ask, kind))
 
 
 def _taken(found: Table, function: str, name: str) -> Missing:
@@ -171,7 +173,9 @@ def _needed(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     if match := _NEEDED.search(said):
         for function in _functions(match["function"], root, log):
             shown = words("without-argument", function=function.removesuffix(".__init__"), name=match["name"])
-            yield from _wherever(root, log, partial(_required, shown, function, match["name"]))
+            yield from _of_others(
+                root, _wherever(root, log, partial(_required, shown, function, match["name"]))
+            )
 
 
 def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
@@ -179,7 +183,13 @@ def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
         more = int(match["given"]) - int(match["takes"])
         for function in _functions(match["function"], root, log):
             shown = words("more-arguments", function=function.removesuffix(".__init__"), count=more)
-            yield from _wherever(root, log, partial(_counted, shown, function, more))
+            yield from _of_others(root, _wherever(root, log, partial(_counted, shown, function, more)))
+
+
+def _of_others(root: Traceback, found: Iterable[Missing]) -> Iterator[Missing]:
+    """Without functions of the package that calls them: it is one release, so what it calls is somebody's override."""
+    caller = package_of(root.frames[-1]) if root.frames else None
+    return (each for each in found if each.table.raw["root"] != caller)
 
 
 def _required(shown: Text, function: str, name: str, found: Table) -> Missing:
