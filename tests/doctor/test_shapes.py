@@ -35,6 +35,8 @@ CASES = [
     ("model.layers.0.mlp.up_proj.weight", [2048], [64, 32], "flattened"),
     ("model.layers.0.mlp.up_proj.weight", [13824, 5120], [11008, 4096], "another"),
     ("layers.19.mlp.up_proj.weight", [13824, 64], [13696, 64], "neither divides"),
+    ("classifier.weight", [9, 64], [5, 64], "num_labels=9"),
+    ("score.weight", [2, 64], [1, 64], "num_labels=2"),
     ("weight", [128256, 64], [128003, 64], "253 more"),
     ("weight", [13824, 64], [13696, 64], "neither divides"),
 ]

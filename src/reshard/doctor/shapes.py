@@ -35,6 +35,9 @@ _NARROW = re.compile(
 )
 
 _EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score")
+_LABELS = re.compile(r"(?:^|\.)(?:classifier|score|qa_outputs|classification_head)\b")
+MOST_LABELS = 1000
+"""Rows up to which a head classifies: a vocabulary is larger."""
 _EXPERTS = re.compile(r"expert|router|mlp\.gate\.weight|gate\.weight$|gate_inp")
 _ADAPTER = re.compile(r"lora_[AB]|lora_(?:up|down)|linear_(?:in|out)\.weight")
 _KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|key|value")
@@ -121,6 +124,8 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
         return "rank", numbers
     if _EXPERTS.search(name) and at == 0 and not _ADAPTER.search(name):
         return "experts", numbers
+    if _LABELS.search(name) and at == 0 and max(ours, theirs) <= MOST_LABELS:
+        return "labels", numbers
     embeds = _EMBEDDING.search(name) or (name == "weight" and min(ours, theirs) > LARGEST_LAYER)
     if at == 0 and embeds and abs(ours - theirs) < MOST_PADDING * max(ours, theirs):
         return "rows", {**numbers, "more": abs(ours - theirs)}
