@@ -232,6 +232,8 @@ def _undefined(root: Traceback) -> Told | None:
     if match is None:
         return None
     own = re.search(r"(?:site|dist)-packages/(\w+)", root.frames[-1]) if root.frames else None
+    if root.frames and _CELL.search(root.frames[-1]):
+        return "name-of-cell", {"name": match["name"]}
     known = [each for each in tables(_EXPORT) if each.name(each.raw["root"], match["name"]).there]
     other = next((each for each in known if own is None or each.raw["root"] != own[1]), None)
     if other:
@@ -243,6 +245,8 @@ def _undefined(root: Traceback) -> Told | None:
     return "name-undefined", {"name": match["name"]}
 
 
+_CELL = re.compile(r"Cell In\s?\[|<ipython-input-|ipykernel_")
+"""The frame of a notebook's cell, which uses names of cells above it."""
 _EXPORT = (
     "accelerate",
     "peft",

@@ -22,9 +22,12 @@ def stated(message: str) -> str:
 
 def _those(message: str, pattern: re.Pattern[str]) -> str:
     sentences = re.split(r"(?<=[.!;])\s+|\n+", message)
-    return " ".join(each.strip() for each in sentences if pattern.search(each) and not _REPORT.search(each))
+    own = (each for each in sentences if not _REPORT.search(each) and not _OTHER_CASE.search(each))
+    return " ".join(each.strip() for each in own if pattern.search(each))
 
 
+_OTHER_CASE = re.compile(r"^\s*If you (?:tried|meant|intended|were trying)\b")
+"""Advice for a case that a library thinks of, and that is rarely the one at hand."""
 _ASKS = re.compile(
     r"\b(?:[Pp]lease \w|[Yy]ou (?:can|could|should|may|must|need to|might want)\b)"
     r"|^\s*(?:To fix|Note: make sure|Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
