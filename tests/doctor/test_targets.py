@@ -14,6 +14,7 @@ import pytest
 import reshard
 from reshard.doctor import diagnosis
 from reshard.doctor.entries import catalogue
+from reshard.doctor.prefixes import START
 from reshard.doctor.reading import decoded, encoding_of
 from reshard.doctor.rules import rules
 from tests.commandline import reshard as command
@@ -297,6 +298,12 @@ def test_what_a_run_recorded_is_why_it_ended(tmp_path: Path) -> None:
     (tmp_path / "problems.json").write_text(json.dumps([{**problem, "severity": "error"}]))
     (found,) = reshard.diagnose(tmp_path)
     assert found.code == "loss-diverged" and "step 2" in found.rule.en and found.remedy.en == "lower it"
+    trace = f'{START}:\n  File "/home/user/train.py", line 7, in main\n    run()'
+    said = "reshard.errors.ReshardError: training diverged\n  found: step 2\n  remedy: lower it"
+    (tmp_path / "train.log").write_text(f"{trace}\n{said}\n")
+    assert [each.code for each in reshard.diagnose(tmp_path)] == ["loss-diverged"]
+    assert [each.code for each in reshard.diagnose(tmp_path / "train.log")] == ["reshard-refused"]
+    (tmp_path / "train.log").write_text(LAUNCHER)
     (tmp_path / "problems.json").write_text('[{"of": "another program"}]')
     assert [each.code for each in reshard.diagnose(tmp_path)] == ["worker-traceback-missing"]
 

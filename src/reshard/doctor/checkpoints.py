@@ -95,7 +95,7 @@ def _has_config(path: Path) -> bool:
 def _misfit(problem: Problem, checkpoint: Path, base: Path) -> Finding:
     values = {
         "message": translated(problem, "message"),
-        "shows": _lines(_said(problem, "tensor", "rule", "expected", "found")),
+        "shows": Text.lines(_said(problem, "tensor", "rule", "expected", "found")),
         "remedy": _said_or(problem, "remedy", "problem-name-base"),
         "path": checkpoint,
         "base": base,
@@ -147,7 +147,7 @@ def _damage(problem: Problem, path: Path) -> Finding:
     """The finding why a checkpoint cannot be opened."""
     values = {
         "message": translated(problem, "message"),
-        "shows": _lines(_said(problem, "tensor", "rule", "expected", "found")),
+        "shows": Text.lines(_said(problem, "tensor", "rule", "expected", "found")),
         "remedy": _said_or(problem, "remedy", "problem-copy-again"),
         "path": path,
     }
@@ -164,12 +164,6 @@ def _said(problem: Problem, *fields: str) -> Iterator[Text]:
 def _said_or(problem: Problem, field: str, phrase: str) -> Text:
     """A field of a problem, or a phrase if it is not set."""
     return translated(problem, field) if getattr(problem, field) else words(phrase)
-
-
-def _lines(texts: Iterable[Text]) -> Text:
-    """Texts on separate lines."""
-    given = list(texts)
-    return Text("\n".join(text.en for text in given), "\n".join(text.zh for text in given))
 
 
 def _lacks(problem: Problem) -> bool:
@@ -201,7 +195,7 @@ def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
     values = {
         "missing": Text(", ".join(part.en for part in lost), "、".join(part.zh for part in lost)),
         "command": inspection.next or f"reshard inspect {path}",
-        "shows": _lines([words("part-weights", **held), *shows]),
+        "shows": Text.lines([words("part-weights", **held), *shows]),
     }
     yield told("checkpoint-lacks", [Place(str(path))], values)
 
@@ -239,8 +233,8 @@ def _finding(problem: Problem, where: Place, why: Iterable[Text], cure: Iterable
     return Finding(
         code=problem.code,
         message=translated(problem, "message"),
-        rule=_lines([*why, *_said(problem, "expected", "found")]),
-        remedy=_lines(cure),
+        rule=Text.lines([*why, *_said(problem, "expected", "found")]),
+        remedy=Text.lines(cure),
         severity=problem.severity,
         places=(where,),
     )

@@ -167,8 +167,11 @@ class _Seen:
             found += self._of_weights(folder)
         except ReshardError as error:
             without_weights = error
+        known = {problem.message for problem in recorded}
         found += [
-            each for each in self._of_logs(folder, logs) if not (recorded and each.code == WORKER_UNSEEN)
+            each
+            for each in self._of_logs(folder, logs)
+            if each.message.en not in known and not (recorded and each.code == WORKER_UNSEEN)
         ]
         for path in configs:
             with suppress(ReshardError):  # files of other tools

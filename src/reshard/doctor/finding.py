@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,6 +40,12 @@ class Text(str):
     def same(text: str) -> Text:
         """A text that is the same in both languages: code, names, numbers."""
         return Text(text, text)
+
+    @staticmethod
+    def lines(texts: Iterable[Text]) -> Text:
+        """Texts below each other."""
+        given = list(texts)
+        return Text("\n".join(each.en for each in given), "\n".join(each.zh for each in given))
 
 
 @dataclass(frozen=True)

@@ -219,11 +219,6 @@ def _both(text: Text) -> tuple[str, str]:
     return text.en, text.zh
 
 
-def _lines(texts: list[Text]) -> Text:
-    """Texts below each other, in each language."""
-    return Text("\n".join(each.en for each in texts), "\n".join(each.zh for each in texts))
-
-
 def _counted_out(root: Traceback, log: Log, matches: list[Match]) -> list[Finding] | None:
     """What the first failure lacked (memory, a rank, a key) and the rest of the log, unless an entry explains it."""
     short, place = shortages.of_failure(root, log), _last_line(root, log)
@@ -302,9 +297,9 @@ def _with_table(root: Traceback, log: Log) -> str:
 def _cure(match: Match, log: Log) -> Text:
     root, cure = first_sign(log), match.entry.cure
     if root and match.entry.id in BY_KIND:
-        return _lines([*arguments.of_releases(root, log), filled_in(cure, root, log)])
+        return Text.lines([*arguments.of_releases(root, log), filled_in(cure, root, log)])
     way = way_of(root) if root and match.at_root else None
-    return _lines([way, cure]) if way else cure
+    return Text.lines([way, cure]) if way else cure
 
 
 def _last_line(root: Traceback, log: Log) -> Place:
@@ -353,7 +348,7 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     if needed and not asked:
         sure = "possible" if needed.startswith("assert") else "likely"
         if absent := _ABSENT.search(needed):
-            values["upstream"] = _lines([words("given-twice", name=absent["name"]), upstream])
+            values["upstream"] = Text.lines([words("given-twice", name=absent["name"]), upstream])
         needing = told(NEEDS, [place], {**values, "asked": needed}, certainty=sure, evidence=evidence)
         return replace(needing, also=symptoms)
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN

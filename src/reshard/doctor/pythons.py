@@ -151,7 +151,6 @@ _NONE = re.compile(
     r"|(?P<number>int|float)\(\) argument must be a [^\n]{1,80}, not 'NoneType'"
     r"|unsupported operand type\(s\) for [^:|]{1,9}: (?P<operand>'NoneType'|'\w+' and 'NoneType'))"
 )
-_CALLED = re.compile(r"(?P<of>[A-Za-z_][\w.]*(?:\([^()]*\)|\[[^\[\]]*\])?)")
 
 
 _NATIVE = {

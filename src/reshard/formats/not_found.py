@@ -107,8 +107,11 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
 
 
 def _below(path: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
-    """The checkpoints below a folder, the nearest first; in the Hub's cache they are in
-    `models--Org--Name/snapshots/COMMIT`, for verl in `PROJECT/EXPERIMENT/global_step_N/actor`."""
+    """The checkpoints below a folder, the nearest first.
+
+    In the Hub's cache they are in `models--Org--Name/snapshots/COMMIT`, for verl in
+    `PROJECT/EXPERIMENT/global_step_N/actor`.
+    """
     level = [path]
     for _ in range(DEPTH):
         folders = [child for folder in level if folder.is_dir() for child in folders_in(folder)][:BELOW]
