@@ -6,6 +6,7 @@ finds. Both counts must balance. Only headers and metadata are read.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -127,6 +128,8 @@ def prove_output(
 
     Raises ReshardError if there is no record, if the source has changed, or if planning fails.
     """
+    if (source / RECORD).is_file() and output.exists() and not (output / RECORD).is_file():
+        raise ReshardError([_swapped(source, output)])
     record = read_record(output)
     options = options_of(record, output)
     options = replace(options, base=base) if base else options
@@ -145,6 +148,18 @@ def prove_output(
         record.get("plan") == identity_of(plan, options, checksum=bool(record["checksums"])).digest
     )
     return proof
+
+
+def _swapped(source: Path, output: Path) -> Problem:
+    return Problem(
+        "proof-output-first",
+        "the first checkpoint is an output of `convert`, the second is not",
+        file=str(output),
+        rule="the source comes first, then the output",
+        expected=f"{RECORD}, as `reshard convert` writes it",
+        found=f"none here, but one in {source}",
+        remedy=f"swap them: {shlex.join(['reshard', 'verify', str(output), str(source), '--proof'])}",
+    )
 
 
 def _not_planned(source: Path, output: Path) -> Problem:
