@@ -327,6 +327,8 @@ def test_what_is_no_run_is_named_and_nothing_else_is_replaced(runs: list[Path], 
     assert result.code == 2 and own.read_text() == "<p>mine</p>"
     for text in ("nowhere", "folder", "a file that reshard did not write", "-o"):
         assert text in result.err
+    missing = reshard("report", tmp_path / "nowhere")
+    assert missing.code == 2 and missing.err.count("error: ") == 1, missing.err
     unwritable = reshard("report", runs[0], "-o", tmp_path / "no" / "where.html")
     assert unwritable.code == 2 and "cannot be written" in unwritable.err
 

@@ -36,7 +36,10 @@ def draw(outputs: Sequence[Path], path: Path | None = None) -> tuple[Path, list[
     """
     outputs = list(dict.fromkeys(outputs))
     where = path or (outputs[0] / REPORT if len(outputs) == 1 else Path(SEVERAL))
-    if problems := [*_no_runs(outputs), *in_the_way(where, "--output")]:
+    problems = [*_no_runs(outputs)]
+    if path or not problems:  # the default path lies in the folder of a run
+        problems += in_the_way(where, "--output")
+    if problems:
         raise ReshardError(problems)
     names = Counter(output.resolve().name for output in outputs)
     shown = []
