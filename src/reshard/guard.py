@@ -303,7 +303,7 @@ def explained() -> Iterator[None]:
 
 def _diagnosis(error: Exception) -> str:
     from reshard.doctor.logs import diagnose_text
-    from reshard.doctor.words import locale_language
+    from reshard.doctor.words import aside, locale_language
 
     words = "".join(traceback.format_exception(error))
     known = [
@@ -312,7 +312,7 @@ def _diagnosis(error: Exception) -> str:
     language = locale_language()
     why, cure = {"en": ("why: ", "cure: "), "zh": ("原因：", "解法：")}[language]
     return "\n".join(
-        f"reshard doctor: {finding.message.of(language)} ({finding.code}, {finding.certainty})\n"
+        f"reshard doctor: {finding.message.of(language)} {aside(finding).of(language)}\n"
         f"{why}{finding.rule.of(language)}\n{cure}{finding.remedy.of(language)}"
         for finding in known[:1]
     )

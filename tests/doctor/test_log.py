@@ -381,7 +381,7 @@ def test_an_assertion_without_a_message_is_told_by_its_source() -> None:
 def test_a_message_that_says_what_to_do_is_the_cure() -> None:
     said = "FrobError: this card has no frob. Please set `FROB=0` or use `frobless`. Bye."
     (found,) = diagnose_text("log", "\n".join([*FAILURE[:-1], said]))
-    assert found.code == UNKNOWN
+    assert found.code == "message-names-cure"
     assert "Please set `FROB=0` or use `frobless`." in found.remedy.zh and "Bye" not in found.remedy.en
 
 

@@ -16,6 +16,7 @@ from reshard.doctor.tracebacks import (
     Traceback,
     end_of_message,
     frame_of,
+    kind_of,
     source_of,
     told_once,
     unwrapped,
@@ -122,12 +123,14 @@ def loose_failure(lines: Sequence[Line]) -> Traceback | None:
 
 def _loose(after: Sequence[Line]) -> Traceback | None:
     ended = next((at for at, line in enumerate(after) if "ChildFailedError" in line.text), len(after))
-    for search in (_exception, _within, _assertion, _logged, _address):
+    for search in (_exception, _within, _swallowed, _assertion, _logged, _address):
         for at, line in enumerate(after):
             if at > ended and search in (_logged, _address):
                 break  # the launcher's parent reports its end
             if not _CONSEQUENCE.search(line.text) and (found := search(line)):
                 return _failure(after, at, *found)
+    if copied := _in_json(after):
+        return copied
     quoted = next(((at, found) for at, line in enumerate(after) if (found := _quoted(line))), None)
     if quoted:
         return _failure(after, quoted[0], *quoted[1])
@@ -198,6 +201,33 @@ def _within(line: Line) -> tuple[str, str] | None:
     return (match["name"], match["message"]) if match else None
 
 
+_SWALLOWED = re.compile(
+    r"\bcommand error: (?P<quote>['\"])(?P<message>[^'\"\s]{1,200} .{1,2000})(?P=quote)!?$"
+)
+
+
+def _swallowed(line: Line) -> tuple[str, str] | None:
+    """An exception of which a command (xtuner's) prints only the message, as a warning."""
+    match = _SWALLOWED.search(line.text.rstrip())
+    return (kind_of(match["message"]), match["message"]) if match else None
+
+
+_JSON_NAME = re.compile(rf"\s*\"name\": \"(?P<name>{_NAME})\",\s*$")
+_JSON_MESSAGE = re.compile(r"\s*\"message\": \"(?P<message>.*?)\",?\s*$")
+
+
+def _in_json(lines: Sequence[Line]) -> Traceback | None:
+    """An exception as an editor copies it out of a notebook: an object with a name, a message and a stack."""
+    for at in range(len(lines) - 1):
+        name, message = _JSON_NAME.match(lines[at].text), _JSON_MESSAGE.match(lines[at + 1].text)
+        if name and message:
+            said = message["message"].replace("\\n", "\n").replace('\\"', '"')
+            frames = [frame for line in lines[at + 2 :] if (frame := frame_of(line.text))]
+            first, last = lines[at].number, lines[at + 1].number
+            return Traceback(lines[at].stream, first, last, last, name["name"], said, frames)
+    return None
+
+
 def _quoted(line: Line) -> tuple[str, str] | None:
     """An exception in a user's own sentence, up to the closing quotation mark."""
     match = None if _QUIET.search(line.text) else _NAMED.search(line.text)
@@ -247,6 +277,9 @@ def _failure(lines: Sequence[Line], at: int, name: str, message: str) -> Traceba
     last = rest[end - 1].number
     found = Traceback(lines[at].stream, start, lines[at].number, last, name, message, frames)
     found.source = source_of(before[first:])
+    if name == "AssertionError" and not message and before:  # its code, which is all that was pasted
+        code = before[-1].text.strip()
+        found.message = code if code.startswith("assert ") else ""
     return unwrapped(found)
 
 
@@ -295,7 +328,7 @@ _PYTHONS_OWN = {
         r"|takes \d+ positional arguments? but \d+"
     ),
     "AttributeError": re.compile(
-        r"(?:module |type object )?['\"`]\w{1,100}['\"`](?: object)? has no attribute ['\"`]"
+        r"(?:module |type object )?['\"`][\w.]{1,100}['\"`](?: object)? has no attribute ['\"`]"
     ),
     "ImportError": re.compile(
         r"cannot import name ['\"`]|(?<![\w./+@-])[\w./+@-]{1,300}\.so\S{0,40}: undefined symbol: \w"
@@ -342,7 +375,9 @@ _FAILS = re.compile(
     r"""\b(?i:errors?|failed|failure|failing|fatal|abort(?:ed|ing)|crash(?:ed)?|denied|refused|unrecognized
         |giving\ up|cannot|can['’]?t|could\ not|couldn['’]?t|unable\ to|not\ found|no\ such|not\ supported
         |unsupported|out\ of\ memory|undefined|mismatch|not\ installed|killed|stopped|invalid|timed\ out|no\ space
-        |unavailable|not\ compiled|without\ (?:GPU|CUDA)\ support)\b
+        |unavailable|no\ (?:\w+\ ){1,3}found|on\ the\ meta\ device
+        |not\ (?:set|initialized|defined|given|provided)\b.{0,40}\bplease|not\ compiled
+        |without\ (?:GPU|CUDA)\ support)\b
       | 报错 | 错误 | 失败 | 无法 | 找不到 | 不支持 | 崩溃 | 闪退""",
     re.VERBOSE,
 )

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from reshard.doctor import absent, arguments, shortages
+from reshard.doctor.advice import of_packages, of_setting
 from reshard.doctor.artefacts import VETOED, mixed_up
 from reshard.doctor.askers import of_python, of_python_2, of_wrong_type
 from reshard.doctor.builds import of_build
@@ -29,6 +30,7 @@ from reshard.doctor.history.messages import (
 from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import OF_SCRIPTS, Match, first_sign, match_log, which_is_first
+from reshard.doctor.modelfiles import of_model_files
 from reshard.doctor.parts import of_part
 from reshard.doctor.pythons import of_pythons
 from reshard.doctor.reading import clipped, encoding_of, lines_of
@@ -198,6 +200,8 @@ _OF_WORDS = (
     of_build,
     of_resolver,
     of_requirement,
+    of_packages,
+    of_model_files,
     of_shadow,
     of_one_package,
     of_python,
@@ -298,8 +302,20 @@ def _cure(match: Match, log: Log) -> Text:
     root, cure = first_sign(log), match.entry.cure
     if root and match.entry.id in BY_KIND:
         return Text.lines([*arguments.of_releases(root, log), filled_in(cure, root, log)])
+    cure = _with_groups(match, root, cure)
     way = way_of(root) if root and match.at_root else None
     return Text.lines([way, cure]) if way else cure
+
+
+def _with_groups(match: Match, root: Traceback | None, cure: Text) -> Text:
+    """A remedy with what the named groups of its entry's patterns matched, for placeholders of the same names."""
+    said = root.said if root and match.at_root else match.line.text
+    hits = (hit for pattern in match.entry.patterns if pattern.groupindex and (hit := pattern.search(said)))
+    for name, value in ((name, value) for hit in hits for name, value in hit.groupdict().items()):
+        cure = Text(
+            *(text.replace(name, value) if name.isupper() and value else text for text in _both(cure))
+        )
+    return cure
 
 
 def _last_line(root: Traceback, log: Log) -> Place:
@@ -335,6 +351,8 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     values["upstream"] = Text(*(f"{text}\n" if text else "" for text in (upstream.en, upstream.zh)))
     if shapes := computed(_with_table(root, log)):
         return told(SHAPES, [place], {"shown": quoted, "shapes": shapes}, certainty="likely")
+    if advice := of_setting(root, log):
+        return replace(advice, also=symptoms, evidence=(which_is_first(root),))
     if part := of_part(root, log):
         if asked:
             own = words("message-asks", asked=asked)

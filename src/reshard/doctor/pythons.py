@@ -146,6 +146,7 @@ def _container(source: str, key: str) -> str:
 
 _NONE = re.compile(
     r"(?:Attribute|Type)Error: (?:'NoneType' object (?:has no attribute '(?P<name>\w+)'|is not (?P<use>\w+))"
+    r"|cannot unpack non-iterable (?P<unpacked>NoneType) object"
     r"|argument of type 'NoneType' is not (?P<in>iterable)|object of type 'NoneType' has no (?P<len>len)\(\)"
     r"|expected str, bytes or os\.PathLike object, not (?P<path>NoneType)"
     r"|(?P<number>int|float)\(\) argument must be a [^\n]{1,80}, not 'NoneType'"
@@ -167,7 +168,7 @@ def _none(root: Traceback, log: Log) -> Told | None:
                 return "library-not-loaded", {"package": package, "symbol": match["name"]}
     if match is None or not (root.frames or root.source):
         return None
-    what = _none_of(root.source, match)
+    what = _none_of(root.source, match) + ("(…)" if match["unpacked"] else "")
     package = installed_of(root)
     whose = words("none-of-package", package=package) if package else words("none-of-own")
     if what in _ENTRIES and any(map(_GOES_THROUGH.search, root.frames[-1:])):
@@ -220,6 +221,8 @@ def _none_of(source: str, match: re.Match[str]) -> str:
         found = re.findall(r"(?<![\w.])([A-Za-z_][\w.]{0,80})\(", source)
     elif match["use"] == "iterable" or match["in"]:
         found = re.findall(r"\bin ([A-Za-z_][\w.]*(?:\([^()]*\))?)", source) or _PASSED.findall(source)
+    elif match["unpacked"]:
+        found = re.findall(r"(?<![=!<>])= ?(?:await )?([A-Za-z_][\w.]{0,80})\(", source)
     elif match["number"]:
         found = re.findall(rf"\b{match['number']}\(({expression})\)", source)
     elif match["len"]:
@@ -328,7 +331,7 @@ def _attribute(root: Traceback, log: Log) -> Told | None:
 _NO_FILE = re.compile(
     r"FileNotFoundError: (?:\[Errno 2\] (?:Failed to open[^']{0,40}'"
     r"|No such file or directory: )['\"]?(?P<path>[^'\"\n]+)"
-    r"|(?:Unable to find|Couldn't find|Could not find"
+    r"|(?:Unable to find|Couldn't find|Could not find|[Cc]annot find|File not found:|[Cc]an't find"
     r"|No such file or directory:?) ['\"]?(?P<other>[^'\"\n]*/[^'\"\n]+|\S+\.\w{2,8}\b))"
 )
 _SOUGHT = r"(?<![\w.~/\\-])(?P<path>[\w.~/\\-]{1,300}\.\w{2,12})\b['\"`]?"

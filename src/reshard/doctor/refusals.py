@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Log, Traceback
+from reshard.doctor.match import first_sign
+from reshard.doctor.pythons import installed_of
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.shortages import shortage
@@ -225,10 +227,28 @@ _LATER_ONE = re.compile(r"\byet\b|[Cc]urrently")
 """What a message says about something that another release may support."""
 
 
+_NAME_OF_MODEL = r"[`'\"]?(?P<{}>[\w./+-]{{2,200}}?)[`'\"]?"
+_NO_MODEL = re.compile(
+    r"\b[Mm]odel(?:[ _]type|[ _]name)?:? "
+    + _NAME_OF_MODEL.format("named")
+    + r" (?:is|are) not (?:yet )?supported\b"
+    r"(?! (?:with|when|if|for))|[Uu]nsupported [Mm]odel(?:[ _]type)?:? "
+    + _NAME_OF_MODEL.format("other")
+    + r"(?:[.,;]|\s|$)"
+)
+
+
 def _not_yet(said: str, log: Log) -> Told | None:
     """Something that this release of a package does not support."""
     first = said.split("\n")[0]
     match = _YET.search(f"{first}\n") if _LATER_ONE.search(first) else None
+    if model := _NO_MODEL.search(first):
+        root = first_sign(log)
+        package = installed_of(root.root) if root else ""
+        return "model-not-supported", {
+            "what": model["named"] or model["other"],
+            "update": words("update-alone", package=package) if package else words("update-unnamed"),
+        }
     if match is None:
         return None
     what = match["what"] or match["target"].removeprefix("Target module ")
@@ -311,11 +331,14 @@ _DTYPES = tuple(
         r"same d?type,? but got:? ONE (?:!=|and|vs) TWO",
         r"type \(ONE\) and (?:weight|bias) type \(TWO\)",
         r"expected m\w+1 and m\w+2 to have the same dtype, but got: ONE != TWO",
-        r"value cannot be converted to type ONE without overflow(?P<two>)",
+        r"value cannot be converted to type (?!u?int|[Ii]nt|[Ll]ong|[Cc]har|[Bb]yte)ONE without overflow(?P<two>)",
         r"dtypes?:? ONE (?:and|!=|vs\.?) TWO",
         r"query\.dtype: ONE key\.dtype: TWO",
         r"Index put requires the source and destination dtypes match, got ONE for the destination and TWO",
     )
+)
+_SAME = re.compile(
+    r"\b(?:self|m\w+1|input|query)(?:, \w+)? and (?:m\w+2|weight|other|\w*value) must have the same dtype\s*$"
 )
 _GRADIENT = re.compile(r"[Oo]nly Tensors of floating point (?:and complex )?dtype can require gradients")
 
@@ -344,6 +367,8 @@ def _dtypes(said: str, log: Log) -> Told | None:
         return "fsdp-integers", {}
     if _GRADIENT.search(said):
         return "gradient-of-integers", {}
+    if _SAME.search(said):
+        return "dtypes-differ-unnamed", {}
     match = next((hit for pattern in _DTYPES if (hit := pattern.search(said))), None)
     return ("dtypes-differ", {"one": match["one"], "two": match["two"] or "?"}) if match else None
 

@@ -144,9 +144,15 @@ _OF_PYTHON = (
         ),
     ),
     ("AttributeError", re.compile(r"module '[\w.]+' has no attribute |'\w+' object has no attribute ")),
+    ("FileNotFoundError", re.compile(r"\[Errno 2\] ")),
     ("TypeError", re.compile(r"unsupported operand type|(?<!\S)\S+\(\) got an unexpected")),
 )
 """Python's messages, by the exception that a lazy import omits."""
+
+
+def kind_of(message: str) -> str:
+    """The exception of Python that has a message; "" if it is not one of Python's."""
+    return next((name for name, pattern in _OF_PYTHON if pattern.match(message)), "")
 
 
 def unwrapped(failure: Traceback) -> Traceback:
@@ -156,7 +162,7 @@ def unwrapped(failure: Traceback) -> Traceback:
         message = match["inner"]
     if message != failure.message:
         named = _RAISED.match(message.split("\n")[0])
-        if kind := next((name for name, pattern in _OF_PYTHON if pattern.match(message)), None):
+        if kind := kind_of(message):
             failure.exception, failure.message = kind, message
         elif named and named[2]:
             failure.exception, failure.message = named[1], named[2]

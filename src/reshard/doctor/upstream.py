@@ -130,4 +130,10 @@ def package_of(frame: str) -> str | None:
         return script
     path = f"/{path.rpartition('-packages/')[2].lstrip('/')}"  # an environment may be named like a package
     names = [match["name"] for match in re.finditer(r"(?<=/)(?P<name>megatron/bridge|[a-z_]\w*)(?=/)", path)]
-    return next((name for name in reversed(names) if name in REPOSITORIES), None)
+    known = [name for name in names if name in REPOSITORIES]
+    if not known:
+        return None
+    if "-packages/" in frame.replace("\\", "/"):
+        return known[0]  # a folder inside a package may be named like another one
+    outer = re.search(rf"/(?P<name>\w+)/{known[-1]}/", path)
+    return outer["name"] if outer and outer["name"] in REPOSITORIES else known[-1]

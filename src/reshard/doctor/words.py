@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from reshard.doctor.finding import LANGUAGES, Text
+from reshard.doctor.finding import LANGUAGES, Finding, Text
 from reshard.errors import Problem
 from reshard.shown import shown
 
@@ -28,6 +28,11 @@ def locale_language() -> str:
 def words(phrase: str, /, **values: object) -> Text:
     """A phrase of `words.yaml`; `values` fill its braces, a `Text` among them in each language."""
     return filled(_phrases()[phrase], values)
+
+
+def aside(finding: Finding) -> Text:
+    """The code of a finding and its certainty, in parentheses, for behind its title."""
+    return words("aside", code=finding.code, certainty=words(f"certainty-{finding.certainty}"))
 
 
 def filled(raw: dict[str, str], values: Mapping[str, object]) -> Text:

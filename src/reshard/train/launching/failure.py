@@ -24,6 +24,7 @@ from reshard.doctor.logs import LARGEST, UNKNOWN, diagnose_text
 from reshard.doctor.match import first_failure
 from reshard.doctor.scripts import diagnose_script
 from reshard.doctor.spelling import Usage, spelled
+from reshard.doctor.words import aside
 from reshard.errors import Problem
 from reshard.shown import escape, escape_lines
 from reshard.train.launching.places import Place
@@ -242,7 +243,7 @@ def _print(
     print_way_on(run, console, place)
     for finding in failure.findings[:1]:
         title = escape(finding.message.of(language))
-        console.print(f"[bold red]{error}[/][bold]{title}[/] ({finding.code}, {finding.certainty})")
+        console.print(f"[bold red]{error}[/][bold]{title}[/] {aside(finding).of(language)}")
         for shown in (shown for shown in finding.places if shown.target.endswith(".py")):
             console.print(f"  {escape(str(shown))}  {escape(shown.text)}")
         if finding.code != UNKNOWN:  # the cause of an unknown failure is the traceback above

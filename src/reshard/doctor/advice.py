@@ -1,0 +1,102 @@
+"""Remedies that a message names itself: packages to install, a setting or a call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from reshard.doctor.failures import CUT_OFF, EXIT
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.sentences import asks
+
+_INSTALL = re.compile(
+    r"(?P<quote>[`'\"“]?)\bpip3? install (?P<args>[^`“”\n]{1,300})"
+    r"|following packages that were not found in your environment: (?P<named>[^\n]{1,200}?)(?:\.\s|\.?$)",
+    re.MULTILINE,
+)
+_PACKAGE = re.compile(r"[A-Za-z][\w-]*(?:\.[A-Za-z]\w*)*(?:\[[\w,-]+\])?(?:[<>=!~]{1,2}[\w.*]+,?)*")
+_WITH_VALUE = ("-i", "--index-url", "--extra-index-url", "-f", "--find-links", "-c", "--constraint")
+_PROSE = frozenset(("to", "for", "if", "then", "in", "with", "before", "first", "from", "it", "the", "on"))
+"""Words that end a command inside a sentence."""
+
+
+def of_packages(root: Traceback, log: Log) -> Finding | None:
+    """The packages that a failure's message says to install; None if it names none."""
+    found = list(dict.fromkeys(_packages(root.message)))
+    if not found or root.exception in (CUT_OFF, EXIT):
+        return None
+    modules = ", ".join(re.split(r"[<>=!~\[]", each)[0].replace("-", "_") for each in found)
+    values = {
+        "packages": ", ".join(found),
+        "specs": " ".join(f"'{each}'" if re.search(r"[<>=!~\[]", each) else each for each in found),
+        "modules": modules,
+    }
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("packages-to-install", [place], values, certainty="likely")
+
+
+def _packages(message: str) -> Iterator[str]:
+    """The packages of all `pip install` commands in a message; of alternatives (`A or B`), those of the first."""
+    ended = 0
+    for match in _INSTALL.finditer(message):
+        if ended and re.fullmatch(r"\W*or(?: just)?:?\W*", message[ended : match.start()]):
+            continue
+        if match["named"]:
+            yield from re.findall(_PACKAGE, match["named"])
+            continue
+        args = match["args"]
+        if match["quote"] in ("'", '"') and match["quote"] in args:
+            args = args[: args.index(match["quote"])]
+        yield from _of_command(args)
+        ended = match.start("args") + len(args)
+
+
+def _of_command(args: str) -> Iterator[str]:
+    skipped = False
+    for word in args.split():
+        bare = word.strip("'\"`,;:()").rstrip(".")
+        if skipped or word.startswith("-"):
+            skipped = not skipped and word in _WITH_VALUE
+            continue
+        if bare in ("and", "&"):
+            continue
+        if bare in _PROSE or bare == "or" or not _PACKAGE.fullmatch(bare):
+            return
+        yield bare
+        if word.endswith((".", ";", ")", ":")):
+            return
+
+
+_VERB = (
+    r"(?:set(?:ting)?|us(?:e|ing)|pass(?:ing)?|add(?:ing)?|call(?:ing)?|enabl(?:e|ing)|disabl(?:e|ing)"
+    r"|specify(?:ing)?|provid(?:e|ing)|launch(?:ing)?|run(?:ning)?|initialize|reduc(?:e|ing)|lower|increas(?:e|ing)"
+    r"|chang(?:e|ing)|remov(?:e|ing)|replac(?:e|ing)|load(?:ing)?|mov(?:e|ing)|defin(?:e|ing)|upgrade|downgrade)"
+)
+_CODE = (
+    r"(?:`[^`\n]{2,100}`|['\"][\w.-]+['\"]|--[\w-]{2,60}|\b\w+ ?= ?[\w'\"]+|\b[\w.]*[a-z]\w*_\w+\b|\b\w+\(\))"
+)
+_NAMES = re.compile(rf"(?i:\b{_VERB}\b)[^.\n]{{0,80}}?{_CODE}")
+_DEBUGS = re.compile(
+    r"BLOCKING|DEBUG|VERBOSE|LOGLEVEL|TORCH_USE_CUDA_DSA|TORCH_LOGS|FULL_ERROR|look up to see"
+)
+"""Switches that show more of a failure and cure nothing."""
+
+
+SHOWS = 20
+"""Characters of a sentence that identify its line."""
+
+
+def of_setting(root: Traceback, log: Log) -> Finding | None:
+    """What a failure's message says to set, use or call, by name; None if it names nothing."""
+    first = root.root
+    asked = asks(first.message)
+    if not asked or _DEBUGS.search(asked) or not _NAMES.search(asked):
+        return None
+    line = next(line for line in first.message.split("\n") if asked.split("\n")[0][:SHOWS] in line)
+    problem = re.split(r"(?<=[.!;])\s+|, (?=please )", line.strip())[0].rstrip(".")
+    values = {"title": clipped(problem, 160), "asked": clipped(asked, 600), "said": clipped(first.said, 600)}
+    place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
+    return told("message-names-cure", [place], values, certainty="likely")
