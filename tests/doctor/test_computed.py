@@ -176,7 +176,7 @@ error: metadata-generation-failed
 @pytest.mark.parametrize(
     "said",
     [
-        "AssertionError: frob_size should be divisible by the number of frobs",
+        "AssertionError: frob_size must match the number of frobs",
         "ValueError: --frob must be used together with --nicate",
         "RuntimeError: frobs are only supported with nicate",
         "ValueError: frob and nicate are mutually exclusive",
@@ -315,3 +315,21 @@ def test_an_assertion_without_its_exception_is_taken_by_its_source() -> None:
 
 def test_a_bare_heading_is_no_failure() -> None:
     assert diagnose_text("log", "ERROR\n\nnothing to see\n") == []
+
+
+def test_a_package_that_is_published_twice_counts_once() -> None:
+    found = first(*raised("AttributeError: type object 'Trainer' has no attribute 'add_argparse_args'"))
+    assert "pytorch-lightning>=1.5.0,<2.0.0" in found.remedy.en
+
+
+def test_a_decorator_is_not_the_caller() -> None:
+    site = "/home/user/venv/lib/python3.11/site-packages/pytorch_lightning/utilities/argparse.py"
+    said = "TypeError: Trainer.__init__() got an unexpected keyword argument 'gpus'"
+    below = raised(said, site, "return fn(self, **kwargs)")[1:]
+    found = first(*raised("")[:-1], *below)
+    assert found.code == "api-is-gone" and "pytorch-lightning<2.0.0" in found.remedy.en
+
+
+def test_a_name_that_a_patch_release_removed_is_bound_by_the_last_that_has_it() -> None:
+    found = first(*raised("ModuleNotFoundError: No module named 'pytorch_lightning.utilities.distributed'"))
+    assert "'pytorch-lightning<=2.0.0'" in found.remedy.en

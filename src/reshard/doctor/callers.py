@@ -117,9 +117,11 @@ ALIKE = 0.85
 
 
 def _owner_of(kind: str) -> str:
-    """The only package with a class of this name; "" if there are several or none."""
-    owners = {each.package for each in tables(ROOTS) if each.elsewhere(kind, "", each.versions[-1])}
-    return owners.pop() if len(owners) == 1 else ""
+    """The only package with a class of this name, or that has it in its root; "" if there are several or none."""
+    owners = [each for each in tables(ROOTS) if each.elsewhere(kind, "", each.versions[-1])]
+    if len(owners) > 1:
+        owners = [each for each in owners if each.name(each.raw["root"], kind).there]
+    return owners[0].package if len(owners) == 1 else ""
 
 
 _UNPACK = re.compile(

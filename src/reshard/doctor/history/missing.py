@@ -131,7 +131,7 @@ def _member(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
                 root, log, lambda own: Missing(f"{kind}.{name}", own.attribute(kind, name), of_object=True)
             )
         )
-        yield from found or _inherited(kind, name)
+        yield from found or (() if kind == "NoneType" else _inherited(kind, name))
 
 
 def _inherited(kind: str, name: str) -> Iterator[Missing]:
@@ -143,6 +143,7 @@ def _inherited(kind: str, name: str) -> Iterator[Missing]:
     others = (own for own in tables(ROOTS) if kind not in own.raw["attributes"])
     every = ((base, own.attribute(base, name)) for own in others for base in sorted(bases))
     found = {presence.table.package: (base, presence) for base, presence in every if presence.there}
+    found = {package: each for package, each in found.items() if TWINS.get(package) not in found}
     if len(found) == 1:
         ((base, presence),) = found.values()
         yield Missing(f"{base}.{name}", presence, of_object=True)
@@ -188,8 +189,13 @@ def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
 
 def _of_others(root: Traceback, found: Iterable[Missing]) -> Iterator[Missing]:
     """Without functions of the package that calls them: it is one release, so what it calls is somebody's override."""
-    caller = package_of(root.frames[-1]) if root.frames else None
+    at = -2 if _FORWARDS.search(root.source) and len(root.frames) > 1 else -1
+    caller = package_of(root.frames[at]) if root.frames else None
     return (each for each in found if each.table.raw["root"] != caller)
+
+
+_FORWARDS = re.compile(r"^(?:return |\w+ = )?\w+\((?:self, )?(?:\*args, )?\*\*kwargs\)$")
+"""The line of a decorator that passes on what it got: the caller is in the frame before."""
 
 
 def _required(shown: Text, function: str, name: str, found: Table) -> Missing:
@@ -228,6 +234,8 @@ ASKED: tuple[Callable[[str, Traceback, Log], Iterator[Missing]], ...] = (
 
 
 OF_NAMES = (imported, _attribute, _member)
+TWINS = {"lightning": "pytorch-lightning"}
+"""A package that is also published under another name: what both have counts once."""
 
 
 def _wherever(
@@ -242,7 +250,8 @@ def _wherever(
     if not known:
         others = tables(package for package in ROOTS if package not in mentioned)
         known = [each for each in map(ask, others) if each.presence.there]
-    known = list({each.table.package: each for each in known}.values())  # a subclass has what its base has
+    by_package = {each.table.package: each for each in known}  # a subclass has what its base has
+    known = [each for package, each in by_package.items() if TWINS.get(package) not in by_package]
     if len(known) > 1 and kind:
         known = [each for each in known if each.table.name(each.table.raw["root"], kind).there]
     yield from known if len(known) == 1 else []

@@ -19,16 +19,19 @@ ROOTS = {
     "accelerate": "accelerate",
     "axolotl": "axolotl",
     "bitsandbytes": "bitsandbytes",
+    "colossalai": "colossalai",
     "datasets": "datasets",
     "deepspeed": "deepspeed",
     "diffusers": "diffusers",
     "flash-attn": "flash_attn",
     "huggingface-hub": "huggingface_hub",
+    "lightning": "lightning",
     "llamafactory": "llamafactory",
     "megatron-core": "megatron",
     "ms-swift": "swift",
     "numpy": "numpy",
     "peft": "peft",
+    "pytorch-lightning": "pytorch_lightning",
     "safetensors": "safetensors",
     "tokenizers": "tokenizers",
     "torch": "torch",
@@ -129,8 +132,14 @@ class Bounds:
     @property
     def specifier(self) -> str:
         """A specifier for pip, by PEP 440."""
-        parts = [f">={self.since}"] * bool(self.since) + [f"<{self.until}"] * bool(self.until)
-        return ",".join(parts) or f"<={self.last}"
+        newest = f"<={self.last}" if not self.until or self._ends_inside_a_minor else f"<{self.until}"
+        parts = [f">={self.since}"] * bool(self.since) + [newest] * bool(self.until or not self.since)
+        return ",".join(parts)
+
+    @property
+    def _ends_inside_a_minor(self) -> bool:
+        """Whether it was removed in a patch release: the ones between the two known releases may lack it."""
+        return str(self.until).split(".")[:2] == self.last.split(".")[:2]
 
 
 @dataclass
