@@ -14,6 +14,8 @@ from reshard.doctor.prefixes import START
 from reshard.doctor.tracebacks import (
     Line,
     Traceback,
+    asserted,
+    at_the_asker,
     end_of_message,
     frame_of,
     kind_of,
@@ -273,14 +275,13 @@ def _failure(lines: Sequence[Line], at: int, name: str, message: str) -> Traceba
     rest = [line for line in lines[at:] if line.stream == lines[at].stream]
     end = end_of_message(rest, 0) if name else 1
     message = "\n".join([message, *(line.text for line in rest[1:end])])
+    if name == "AssertionError" and not message.strip():
+        message = asserted(before[-3:])
     start = before[first].number if frames else lines[at].number
     last = rest[end - 1].number
     found = Traceback(lines[at].stream, start, lines[at].number, last, name, message, frames)
     found.source = source_of(before[first:])
-    if name == "AssertionError" and not message and before:  # its code, which is all that was pasted
-        code = before[-1].text.strip()
-        found.message = code if code.startswith("assert ") else ""
-    return unwrapped(found)
+    return unwrapped(at_the_asker(found, before[first:]))
 
 
 _NUMBERED = re.compile(r"-{1,}> ?\d+ |\d+ |\[?(?:File )?/?[\w./<>-]+\]?(?:\.py|>|:\d+)\S{0,40},? in ")
@@ -307,7 +308,29 @@ def _cut_off(lines: Sequence[Line]) -> Traceback | None:
         end = rest[end_of_message(rest, 0) - 1].number
         message = "\n".join(line.text.strip() for line in rest if line.number <= end)
         return Traceback(stream, first, rest[0].number, end, "", message, frames)
-    return Traceback(stream, first, last, last, CUT_OFF, innermost, frames) if at >= len(same) - 3 else None
+    if at < len(same) - 3:
+        return None
+    return _titled(told[0], frames) or Traceback(stream, first, last, last, CUT_OFF, innermost, frames)
+
+
+def _titled(line: Line, frames: list[str]) -> Traceback | None:
+    """The failure that the first line of a text states, above a traceback that was pasted without its end."""
+    if frame_of(line.text) or _QUIET.search(line.text) or _LEVEL.search(line.text):
+        return None
+    for name, pattern in _PYTHONS_OWN.items():
+        if match := pattern.search(line.text):
+            said = line.text[match.start() :].strip()
+            return Traceback(line.stream, line.number, line.number, line.number, name, said, frames)
+    if len(line.text) > TITLE or not _reports_failure(line.text):
+        return None
+    said = re.sub(r"^\W{0,3}\[?(?i:bug|question|issue|help)\]?:? ", "", line.text.strip())
+    return Traceback(line.stream, line.number, line.number, line.number, "", said, frames)
+
+
+TITLE = 300
+"""Maximum letters of a line that may be a title."""
+_LEVEL = re.compile(r"(?<![=\w])(?:INFO|ERROR|CRITICAL)\b|\d\d:\d\d:\d\d|^\W*\$ ")
+"""Lines of a log, and commands."""
 
 
 def _is_source(text: str) -> bool:

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 
-from reshard.doctor import absent, arguments, shortages
+from reshard.doctor import absent, arguments, divisors, shortages
 from reshard.doctor.advice import of_packages, of_setting
 from reshard.doctor.artefacts import VETOED, mixed_up
 from reshard.doctor.askers import of_python, of_python_2, of_wrong_type
 from reshard.doctor.builds import of_build
 from reshard.doctor.callers import of_call
+from reshard.doctor.clashes import of_clash
 from reshard.doctor.collectives import compared, described
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.failures import CUT_OFF, EXIT, is_launchers
 from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
+from reshard.doctor.groups import of_groups
 from reshard.doctor.history.derived import of_derived
 from reshard.doctor.history.messages import (
     of_failure,
@@ -197,6 +199,8 @@ def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
 
 
 _OF_WORDS = (
+    of_groups,
+    of_clash,
     of_build,
     of_resolver,
     of_requirement,
@@ -215,6 +219,7 @@ _OF_WORDS = (
     of_pythons,
     of_wrong_type,
     of_call,
+    divisors.of_divisors,
     described,
 )
 
@@ -280,6 +285,7 @@ def _told_by(match: Match, log: Log) -> list[Text]:
         *numbers,
         *absent.evidence(root, log),
         *arguments.evidence(root, log),
+        *divisors.evidence(root, log),
     ]
 
 

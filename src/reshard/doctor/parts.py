@@ -18,6 +18,11 @@ INNERMOST = 2
 """Number of innermost frames in which a part must occur: further out it only called what failed."""
 
 
+_PASSES_ON = re.compile(
+    r"torch/(?:serialization|nn/modules/module|utils/_contextlib)\.py|deepspeed/utils/nvtx\.py"
+    r"|checkpoint_engine/torch_checkpoint_engine\.py|/contextlib\.py"
+)
+"""Frames of general functions, which belong to the part that calls them."""
 _BUILDS = re.compile(r"[Bb]uild(?:ing)? wheels?\b|/pip-install-|/pip-build-env-|setup\.py")
 
 
@@ -33,7 +38,8 @@ class Part:
 
     def shows(self, root: Traceback) -> bool:
         """Whether a failure is in this part, by its message or by its innermost frames."""
-        frames = [frame.replace("\\", "/") for frame in root.frames[-INNERMOST:]]
+        frames = [frame.replace("\\", "/") for frame in root.frames]
+        frames = [frame for frame in frames if not _PASSES_ON.search(frame)][-INNERMOST:]
         return bool(self.said.search(f"{root.said}\n{root.source}")) or bool(
             self.frames and any(self.frames.search(frame) for frame in frames)
         )

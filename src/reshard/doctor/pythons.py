@@ -303,6 +303,25 @@ _OF_MODELS = r"\w*(?:Model|For[A-Z]\w+|Attention\w*|Layer|Embedding\w*|Config|To
 """Names of classes that a model's own code derives from classes of transformers."""
 
 
+_OF_PRETRAINED = {
+    *(
+        "config",
+        "generation_config",
+        "generate",
+        "gradient_checkpointing_enable",
+        "enable_input_require_grads",
+    ),
+    *("get_input_embeddings", "resize_token_embeddings", "prepare_inputs_for_generation", "save_pretrained"),
+    *("add_model_tags", "warnings_issued", "is_gradient_checkpointing", "hf_device_map", "name_or_path"),
+}
+"""Attributes of transformers' `PreTrainedModel` that trainers use without checking for them."""
+
+
+def _is_own(kind: str) -> bool:
+    """Whether a class is in no known package: one of the user's own."""
+    return not any(kind in own.raw["attributes"] for own in tables(("transformers", *WRAPPERS, "torch")))
+
+
 def _attribute(root: Traceback, log: Log) -> Told | None:
     match = _ATTRIBUTE.match(root.said)
     if match is None:
@@ -317,6 +336,9 @@ def _attribute(root: Traceback, log: Log) -> Told | None:
     if package and package != "torch" and re.search(rf"\bself\.{match['name']}\b", root.source):
         shown = {**match.groupdict(), "package": package, "where": place_in_code(root)}
         return "attribute-of-itself", shown
+    if kind in (None, "model") and match["name"] in _OF_PRETRAINED and package and _is_own(match["kind"]):
+        shown = {**match.groupdict(), "package": package, "where": place_in_code(root)}
+        return "attribute-of-interface", shown
     if kind is None:
         return None
     return f"attribute-of-{kind}", {

@@ -13,6 +13,7 @@ from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.shortages import shortage
 from reshard.doctor.words import words
+from reshard.suggest import closest
 
 Told = tuple[str, dict[str, object]]
 """The id of a rule, and the values for its braces."""
@@ -296,6 +297,44 @@ def _not_given(said: str, log: Log) -> Told | None:
     return "setting-not-given", {"name": match["name"], "of": of}
 
 
+_DEVICES = re.compile(
+    r"`?Trainer\((?P<name>devices|gpus)=(?P<value>\[\]|0|'0'|None|'')\)`? value is not a valid input"
+    r" using (?P<kind>\w+)"
+)
+
+
+def _devices(said: str, log: Log) -> Told | None:
+    """An empty list of devices."""
+    match = _DEVICES.search(said)
+    return ("devices-none", match.groupdict()) if match else None
+
+
+_METRIC = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\(monitor='(?P<name>[^'\n]+)'\) (?:not found in the returned metrics|could not find the monitored key in the"
+        r" returned metrics): (?P<there>\[[^\]\n]*\])?",
+        r"conditioned on metric `?(?P<name>[\w/.-]+)`? which is not available(?:[^\n]{0,160}?(?:"
+        r"following|metrics are): (?P<there>[^\n]*))?",
+        r"`metric_for_best_model` training argument is set to '(?P<name>[^'\n]+)', which is not found in the evaluation"
+        r" metrics\. The available evaluation metrics are: (?P<there>\[[^\]\n]*\])?",
+        r"[Mm]onitor(?:ed)? metric `?(?P<name>[\w/.-]+)`? (?:is )?not (?:found|available)(?P<there>)",
+    )
+)
+
+
+def _metric(said: str, log: Log) -> Told | None:
+    """A metric by which checkpoints or schedulers select, and which is not among those that were logged."""
+    match = next((hit for pattern in _METRIC if (hit := pattern.search(said))), None)
+    if match is None:
+        return None
+    there = re.findall(r"[\w/.-]+", match["there"] or "")
+    best = closest(match["name"], there, cutoff=0.6)
+    near = words("metric-near", near=best[0]) if best else Text.same("")
+    shown = Text.same(", ".join(there[:12])) if there else words("metric-none")
+    return "metric-not-there", {"name": match["name"], "there": shown, "near": near}
+
+
 # ------------------------------------------------------------------------------------------ the hub
 
 _STATUS = re.compile(
@@ -423,5 +462,5 @@ _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
         _cuda,
         _hub,
     ),
-    *(_no_cuda, _counts, _no_operator, _dtypes, _not_given),
+    *(_no_cuda, _counts, _no_operator, _dtypes, _devices, _metric, _not_given),
 )

@@ -30,6 +30,8 @@ _UNEQUAL = re.compile(
     r"(?: at non-singleton dimension (?P<dimension>\d+))?"
 )
 
+_EMPTY = re.compile(r"size of (?:the )?tensor (?:a )?\(0\) must match the (?:existing )?size\s*$")
+"""The beginning of the same message, as people cut it."""
 _NARROW = re.compile(
     r"start \((?P<start>\d+)\) \+ length \((?P<length>[1-9]\d*)\) exceeds dimension size \((?P<size>\d+)\)"
 )
@@ -155,6 +157,8 @@ def _of_elements(said: str) -> Text | None:
             if large % small == 0 and large != small:
                 shown = {"wanted": match["wanted"], "size": size, "ratio": large // small}
                 return words("shape-fewer" if size < prod(wanted) else "shape-more", **shown)
+    if _EMPTY.search(said):
+        return words("shape-empty-side", a=0, b="…")
     if match := _UNEQUAL.search(said):
         small, large = sorted((int(match["a"]), int(match["b"])))
         if not small:

@@ -55,7 +55,7 @@ An ExceptionGroup's does not count: the exceptions inside have their own.
 _FRAMES = (
     re.compile(r'[\s>]*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)'),  # `> ` is loguru's
     re.compile(
-        r'\s*(?P<file>[^\s"]+\.py)", line (?P<line>\d+), in (?P<name>.+)'
+        r'\s*"?(?P<file>[^\s"]+\.py)", line (?P<line>\d+), in (?P<name>.+)'
     ),  # pasted from the middle on
     re.compile(r"\s*[│|] (?P<file>\S+):(?P<line>\d+) in (?P<name>\S+)"),  # rich
     re.compile(
@@ -114,12 +114,12 @@ def _traceback(lines: list[Line], start: int) -> tuple[Traceback | None, int]:
             end = end_of_message(lines, at)
             message = "\n".join([raised[2] or "", *(line.text for line in lines[at + 1 : end])]).strip()
             if not message and raised[1] == "AssertionError":
-                message = _asserted(lines[start + 1 : at])
+                message = asserted(lines[start + 1 : at])
             first, last, ended = lines[start].number, lines[at].number, lines[end - 1].number
             name, message = told_once(raised[1], message)
             found = Traceback(lines[start].stream, first, last, ended, name, message, frames)
             found.source = source_of(lines[start + 1 : at])
-            return unwrapped(found), end
+            return unwrapped(at_the_asker(found, lines[start + 1 : at])), end
     return None, len(lines)
 
 
@@ -130,6 +130,17 @@ def told_once(name: str, message: str) -> tuple[str, str]:
     """An exception that several ranks printed simultaneously into one line, as one of them would have printed it."""
     match = _TWICE.fullmatch(name)
     return (match[1], message.lstrip(": ")) if match else (name, message)
+
+
+_GETTER = re.compile(r"torch/nn/modules/module\.py:\d+ __getattr__$")
+
+
+def at_the_asker(failure: Traceback, lines: list[Line]) -> Traceback:
+    """The failure without torch's `__getattr__`, which raises it for the line that asked for the attribute."""
+    if len(failure.frames) > 1 and _GETTER.search(failure.frames[-1].replace("\\", "/")):
+        at = max(at for at, line in enumerate(lines) if frame_of(line.text) == failure.frames[-1])
+        failure.frames, failure.source = failure.frames[:-1], source_of(lines[:at])
+    return failure
 
 
 _BECAUSE = re.compile(
@@ -209,7 +220,7 @@ def _taken_in(found: Traceback, lines: list[Line], at: int) -> int:
     return at
 
 
-def _asserted(lines: list[Line]) -> str:
+def asserted(lines: list[Line]) -> str:
     """The source of the assertion at the end of a traceback, which replaces a missing message."""
     sources = [line.text.strip() for line in lines]
     return next((text for text in reversed(sources) if text.startswith("assert")), "")

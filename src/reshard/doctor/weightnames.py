@@ -26,6 +26,8 @@ _ONE = tuple(
     for pattern in (
         r"Can ?not map tensor '(?P<name>[\w.]+)'",
         r"[Uu]nexpected key \"(?P<name>[\w.]+)\" in state_dict",
+        r"(?i:unknown|unrecognized|unexpected|unhandled|unsupported) (?i:tensor|weight|param(?:eter)?|key)(?: name)?:? "
+        r"['\"`]?(?P<name>\w+(?:\.\w+){2,})",
         r"no module or parameter named ['\"](?P<name>[\w.]+)['\"]",
         r"KeyError: ['\"](?P<name>\w+(?:\.\w+)+\.(?:\w*weight\w*|bias|scales|qweight|SCB|absmax|\w+_scale\w*))['\"]",
         r"['\"](?P<name>[\w.]+\.(?:SCB|absmax|quant_map|weight_format))['\"]",
@@ -86,6 +88,10 @@ def of_names(root: Traceback, log: Log) -> Finding | None:
         and (kind in ("only-file", "other-model") or (kind == "head" and "embed" in root.said))
     ):
         kind = "lookup"
+    elif kind == "only-file" and _CONVERTS.search("\n".join(root.frames[-2:])):
+        name = names.unexpected[0]
+        why = words("converter-fused" if _FUSED.search(name) else "converter-newer")
+        kind, values = "converter", {"name": name, "frame": root.frames[-1], "why": why}
     place = Place(log.name, root.last, root.said.split("\n")[0][:300])
     shown = {
         "missing": ", ".join(names.missing[:2]) or "–",
@@ -94,6 +100,10 @@ def of_names(root: Traceback, log: Log) -> Finding | None:
     return told(f"names-{kind}", [place], {**shown, **values}, certainty="likely")
 
 
+_CONVERTS = re.compile(r"(?i)/[\w-]*(?:conver[ts]|export|reshap|merge|split|loader|saver)[\w-]*\.py:")
+"""Frames of a program that converts checkpoints."""
+_FUSED = re.compile(r"\.layer_norm_(?:weight|bias)$")
+"""A norm that Transformer Engine stores inside the linear layer after it."""
 _ENGINE = re.compile(r"/(?:vllm|sglang)/|\bparams_dict\[")
 _LLAMA_CPP = re.compile(r"llama_model_load|llama_load_model|convert_hf_to_gguf|gguf")
 

@@ -1,0 +1,63 @@
+"""Releases of two packages that do not work together, by the message in which that shows."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.history.table import table
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.words import words
+
+
+class Clash(NamedTuple):
+    """Two packages, the message, what else the log has to contain, what pip installs, and the words for the reason."""
+
+    one: str
+    two: str
+    said: re.Pattern[str]
+    shown: re.Pattern[str]
+    newer: str
+    older: str
+    why: str
+
+
+CLASHES = (
+    # torch.autograd.graph._get_grad_fn_or_grad_acc takes no notice of no_grad before torch 2.4.1
+    Clash(
+        *("deepspeed", "torch"),
+        re.compile(r"'NoneType' object has no attribute 'next_functions'"),
+        re.compile(r"(?i)deepspeed"),
+        *("torch>=2.4.1", "deepspeed<=0.18.0", "clash-next-functions"),
+    ),
+    # torch 2.0 made LRScheduler the base of its schedulers
+    Clash(
+        *("pytorch-lightning", "torch"),
+        re.compile(r"provided lr scheduler `(?P<name>\w+)` doesn't follow PyTorch's LRScheduler API"),
+        re.compile(r"(?i)lightning"),
+        *("pytorch-lightning>=1.9", "torch<2", "clash-scheduler"),
+    ),
+)
+
+
+def of_clash(root: Traceback, log: Log) -> Finding | None:
+    """The finding that two installed releases do not work together; None for other failures."""
+    for clash in CLASHES:
+        match = clash.said.search(root.said)
+        if match is None or not clash.shown.search(log.text):
+            continue
+        if (name := match.groupdict().get("name")) and not _is_of_torch(name):
+            return None
+        place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+        values = {**clash._asdict(), "why": words(clash.why)}
+        return told("releases-clash", [place], values, certainty="likely")
+    return None
+
+
+def _is_of_torch(name: str) -> bool:
+    """Whether a scheduler is one of torch's own, and not a class of the user's."""
+    torch = table("torch")
+    return bool(torch and name in torch.raw["attributes"])

@@ -1,0 +1,84 @@
+"""Processes that do not find each other: ranks outside of a device mesh, a lost rendezvous, ssh between the nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from reshard.doctor.failures import CUT_OFF, is_consequence
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+
+Told = tuple[str, dict[str, object]]
+"""The id of a rule, and the values for its braces."""
+
+
+def of_groups(root: Traceback, log: Log) -> Finding | None:
+    """The finding about the processes of a run and their groups; None for other failures."""
+    for ask in _ASKED:
+        if found := ask(root, log):
+            place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+            return told(found[0], [place], found[1], certainty="likely")
+    return None
+
+
+_DIMENSIONS = re.compile(
+    r"Invalid mesh_dim_names? (?P<asked>\([^)\n]*\)|['\"]\w+['\"]) specified\. Valid mesh_dim_names are"
+    r" (?P<there>\[[^\]\n]*\])"
+)
+_IN_MESH = re.compile(r"torch/distributed/(?:device_mesh|fsdp/_init_utils)\.py|_dim_group_\w+")
+
+
+def _dimensions(root: Traceback, log: Log) -> Told | None:
+    """A dimension that a device mesh does not have."""
+    match = _DIMENSIONS.search(root.said)
+    if match is None:
+        return None
+    asked, there = (", ".join(re.findall(r"\w+", match[part])) for part in ("asked", "there"))
+    return "mesh-lacks-dimension", {"asked": asked, "there": there or "–"}
+
+
+def _outside(root: Traceback, log: Log) -> Told | None:
+    """A rank that belongs to no group of a device mesh."""
+    where = "\n".join([root.said, root.source, *root.frames[-2:]])
+    is_outside = "list index out of range" in root.said and _IN_MESH.search(where)
+    return ("mesh-without-rank", {}) if is_outside else None
+
+
+_LOST = re.compile(
+    r"has failed to (?:shutdown|send a keep-alive heartbeat to) the rendezvous '(?P<id>[^'\n]{1,100})' due to an"
+    r" error of type Rendezvous(?:Connection|Closed|Timeout)Error"
+)
+
+
+def _rendezvous(root: Traceback, log: Log) -> Told | None:
+    """The end of the process that hosts the rendezvous, if nothing else failed."""
+    nothing_else = root.exception == CUT_OFF or is_consequence(root) or "Rendezvous" in root.exception
+    match = _LOST.search(log.text) if nothing_else else None
+    return ("rendezvous-lost", {"id": match["id"]}) if match else None
+
+
+_SSH = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"'ssh [^'\n]{0,200}?(?P<host>[\w.@-]+) hostname' returned non-zero exit status 255",
+        r"host=(?P<host>[\w.@-]+) was not reachable via ssh",
+        r"pdsh@\S+: (?P<host>[\w.@-]+): ssh exited with exit code 255",
+        r"(?m)^(?:(?P<host>[\w.@-]+): )?(?:Host key verification failed|\S*: Permission denied \(publickey)",
+    )
+)
+
+
+def _ssh(root: Traceback, log: Log) -> Told | None:
+    """A node that ssh does not enter without a password."""
+    shown = "\n".join([root.said, *(line.text for line in log.lines[-NEAR:])])
+    match = next((hit for pattern in _SSH if (hit := pattern.search(shown))), None)
+    return ("ssh-refused", {"host": match["host"] or "NODE"}) if match else None
+
+
+NEAR = 30
+"""Lines at the end of a log in which ssh and pdsh print why they failed."""
+
+_ASKED: tuple[Callable[[Traceback, Log], Told | None], ...] = (_dimensions, _outside, _rendezvous, _ssh)
