@@ -155,14 +155,18 @@ def test_parts_are_told_in_both_languages() -> None:
 
 
 OF_RELEASES = {
-    raised("KeyError: 'llama'", 'kind = CONFIG_MAPPING[config_dict["model_type"]]'): (
+    raised("KeyError: 'roberta'", 'kind = CONFIG_MAPPING[config_dict["model_type"]]'): (
         "model-type-of-later",
-        "'transformers>=4.35.0'",
+        "'transformers>=4.15.0'",
+    ),
+    raised("KeyError: 'llama'", 'kind = CONFIG_MAPPING[config_dict["model_type"]]'): (
+        "api-came-later",
+        "'transformers>=4.28.0'",
     ),
     "ImportError: cannot import name 'TrainingArguments' from 'transformers'"
-    f" ({SITE}/transformers/__init__.py)": ("installed-before", "transformers>=4.35.0"),
+    f" ({SITE}/transformers/__init__.py)": ("installed-before", "transformers>=4.15.0"),
     "ImportError: cannot import name 'WarmupLinearSchedule' from 'transformers'"
-    f" ({SITE}/transformers/__init__.py)": ("gone-before", "transformers<4.35.0"),
+    f" ({SITE}/transformers/__init__.py)": ("gone-before", "transformers<4.15.0"),
     "TypeError: TrainingArguments.__init__() got an unexpected keyword argument 'eval_strategy'": (
         "api-came-later",
         "transformers>=4.41.0",

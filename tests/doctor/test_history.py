@@ -180,7 +180,7 @@ def test_the_table_has_the_parameters_of_the_installed_classes(package: str) -> 
         named = {each for each, how in real.items() if how.kind is not how.VAR_POSITIONAL}
         assert own - without == named, function
         compared += 1
-    assert compared > {"transformers": 50, "trl": 5, "peft": 10, "accelerate": 5}[package]
+    assert compared > {"transformers": 50, "trl": 5, "peft": 10, "accelerate": 4}[package]
 
 
 CLASSES = {

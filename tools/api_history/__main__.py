@@ -21,6 +21,8 @@ from tools.api_history.collect import collect, kept_at
 from tools.api_history.index import Index
 from tools.api_history.table import table
 
+EARLIER = dict.fromkeys(("accelerate", "peft", "transformers"), "2022-01-01")
+"""Packages for whose early releases scripts and images are still in use."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reshard" / "api_history"
 
 
@@ -31,7 +33,8 @@ def main() -> int:
     )
     three_years = (date.today() - timedelta(days=3 * 365)).isoformat()
     parser.add_argument(
-        "--since", default=three_years, help="read minor versions with a release from this day on"
+        "--since",
+        help="read minor versions with a release from this day on; by default of three years, or more",
     )
     parser.add_argument("--cache", type=Path, default=CACHE, help="where surfaces of releases are kept")
     parser.add_argument("--out", type=Path, default=FOLDER, help="the folder of the tables")
@@ -44,7 +47,7 @@ def main() -> int:
     index = Index()
     with ProcessPoolExecutor(2) as pool:
         for package in given.packages or ROOTS:
-            releases = index.releases(package, given.since)
+            releases = index.releases(package, given.since or EARLIER.get(package, three_years))
             if given.cached:
                 releases = [each for each in releases if kept_at(given.cache, each).is_file()]
             found = collect(index, releases, given.cache, pool, lambda text: print(text, file=sys.stderr))

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable
 
 from reshard.doctor.finding import Finding, Place, Text
-from reshard.doctor.history.table import ROOTS, tables
+from reshard.doctor.history.calls import base_of
+from reshard.doctor.history.table import ROOTS, Span, Table, tables
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.pythons import installed_of, place_in_code, update_of
 from reshard.doctor.reading import clipped
@@ -55,6 +56,8 @@ _GENERAL = (
     "call-lacks",
     "call-differs",
     "call-unknown",
+    "keyword-owners",
+    "forward-refuses",
     "unpack-differs",
     "name-undefined",
     "never-assigned",
@@ -73,11 +76,13 @@ _MISSING = re.compile(
 )
 _COUNT = re.compile(
     r"TypeError: (?P<function>[\w.<>]+)\(\) (?P<what>takes (?:from \d+ to "
-    r"|exactly )?\d+ (?:positional )?arguments? (?:but \d+ (?:was|were) given|\(\d+ given\))"
-    r"|got multiple values for (?:keyword )?argument '\w+')"
+    r"|exactly )?\d+ (?:positional )?arguments? (?:but \d+ (?:was|were) given|\(\d+ given\)))"
+)
+_GIVEN_TWICE = re.compile(
+    r"TypeError: (?P<function>[\w.<>]+)\(\) got multiple values for (?:keyword )?argument ['‘`](?P<name>\w+)"
 )
 _UNKNOWN = re.compile(
-    r"TypeError: (?P<function>[\w.<>]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'"
+    r"TypeError: (?P<function>[\w.<>]+)\(\) got an unexpected keyword argument ['‘`](?P<name>\w+)['’`]"
 )
 _BUILT_FROM = re.compile(r"\*\*(?P<what>\w*(?:config|cfg|dict|kwargs|args)\w*)")
 
@@ -90,9 +95,13 @@ def _unknown(root: Traceback) -> Told | None:
     if misspelled := _misspelled(match["function"], match["name"]):
         return misspelled
     kind, _, method = match["function"].rpartition(".")
+    if method == "forward" and not match["function"].startswith("_"):
+        return _of_forward(match["function"], match["name"])
+    if refused := _of_no_release(match["function"], match["name"]):
+        return refused
     package = installed_of(root) or (_owner_of(kind) if kind else "")
     if not package:
-        return None
+        return _of_owners(match["name"]) if match["function"] == "__init__" else None
     shown = {"function": match["function"], "name": match["name"], "package": package}
     made = _BUILT_FROM.search(root.source)
     if made and method == "__init__" and re.search(r"/config\w*/|config\w*\.py", "".join(root.frames[-1:])):
@@ -110,6 +119,84 @@ def _misspelled(function: str, name: str) -> Told | None:
             shown = {"function": function, "name": name, "near": near[0], "package": own.package}
             return "argument-misspelled", {**shown, "since": own.versions[min(there, default=0)]}
     return None
+
+
+FROM_TRAINER = {"num_items_in_batch": "4.46.0", "return_dict": "3.0.0", "logits_to_keep": "4.49.0"}
+"""Arguments that transformers itself passes to models, and since when."""
+
+
+def _of_forward(function: str, name: str) -> Told:
+    """An argument that a model's `forward` refuses: passed by the Trainer, or a column of the batch."""
+    since = FROM_TRAINER.get(name)
+    why, cure = (
+        ("forward-of-trainer", "forward-of-trainer-cure")
+        if since
+        else ("forward-of-batch", "forward-of-batch-cure")
+    )
+    shown = {"function": function, "name": name, "since": since or ""}
+    return "forward-refuses", {**shown, "why": words(why, **shown), "cure": words(cure, **shown)}
+
+
+def _of_no_release(function: str, name: str) -> Told | None:
+    """An argument that no release of a class accepts: it belongs to somebody's own class, or to another one."""
+    kind = function.removesuffix(".__init__")
+    known = (
+        [own for own in tables(ROOTS) if own.own_parameter(function, "self").among]
+        if kind != function
+        else []
+    )
+    own = known[0] if len(known) == 1 else None
+    if own is None or not own.name(own.raw["root"], kind).there:
+        return None
+    bases = [base for marked in own.marked(function) if (base := base_of(marked))]
+    if (
+        "**" in own.ever(function)
+        or name in own.ever(function)
+        or any(name in each.ever(to) for each, to in bases)
+    ):
+        return None
+    shown = {"function": kind, "name": name, "package": own.package}
+    return "argument-of-none", {**shown, "first": own.versions[0], "last": own.versions[-1]}
+
+
+_TAKE_SETTINGS = ("transformers", "accelerate", "peft", "trl", "datasets")
+"""Packages whose classes scripts give many settings by name."""
+FEW = 3
+"""Maximum number of classes from which an argument is recognized."""
+
+
+def _of_owners(name: str) -> Told | None:
+    """The public classes that accept an argument in some release, for a message without the name of its class."""
+    found: list[tuple[Table, str, Span]] = []
+    for own in tables(_TAKE_SETTINGS):
+        kinds = [
+            each.removesuffix(".__init__") for each in own.raw["functions"] if each.endswith(".__init__")
+        ]
+        having = {kind: own.own_parameter(f"{kind}.__init__", name).there for kind in kinds}
+        having = {kind: there for kind, there in having.items() if there}
+        heirs = {kind for kind in having if own.ancestors(kind) & having.keys() - {kind}}
+        public = (kind for kind in having if own.name(own.raw["root"], kind).there)
+        found += [(own, kind, having[kind]) for kind in public if kind not in heirs]
+    if not 0 < len(found) <= FEW:
+        return None
+    each_with_span = [
+        words("owner-of-keyword", kind=kind, package=own.package, span=_span(own, there))
+        for own, kind, there in found
+    ]
+    owners = Text(
+        "; ".join(each.en for each in each_with_span), "；".join(each.zh for each in each_with_span)
+    )
+    packages = " ".join(dict.fromkeys(("transformers", *(own.package for own, _, _ in found))))
+    return "keyword-owners", {"name": name, "owners": owners, "packages": packages}
+
+
+def _span(own: Table, there: Span) -> Text:
+    """The releases that have something, in words."""
+    first, last = min(there), max(there)
+    kind = {(True, True): "all", (False, True): "since", (True, False): "until"}.get(
+        (first == 0, last == own.last), "between"
+    )
+    return words(f"span-{kind}", since=own.versions[first], last=own.versions[last])
 
 
 ALIKE = 0.85
@@ -190,6 +277,8 @@ def _without_words(root: Traceback) -> Told | None:
 
 
 def _count(root: Traceback) -> Told | None:
+    if match := _GIVEN_TWICE.match(root.said):
+        return "call-twice", {"function": match["function"], "name": match["name"]}
     match = _COUNT.match(root.said)
     return ("call-differs", {"function": match["function"], "what": match["what"]}) if match else None
 
@@ -226,7 +315,7 @@ def _lengths(root: Traceback) -> Told | None:
     return "lengths-differ", {"what": words("lists-of-two-lengths", one=one, a=a, two=two, b=b)}
 
 
-_NAME = re.compile(r"NameError: (?:free variable|global name|name) '(?P<name>\w+)' ")
+_NAME = re.compile(r"NameError: (?:free variable|global name|name) ['‘`](?P<name>\w+)['’`] ")
 
 
 def _undefined(root: Traceback) -> Told | None:

@@ -26,7 +26,7 @@ from reshard.doctor.tracebacks import (
 
 _MEASURED = r"""['"]?(?:train_|eval_)?(?:loss|runtime)['"]?\s*[:=]\s*['"]?\d | \biteration\s+\d+\s*/ | train_runtime
       | \bstep\s*(?:[:=]\s*)?\d.{0,500}\bloss\b
-      | ^(?!.{0,200}\b(?:Loading|Map|Filter|Fetching|Download|Generating|Tokeniz|Resolving|Capturing)).*\b100%\|"""
+      | ^(?!.{0,200}\b(?:Loading|Map|Filter|Fetching|Download|Generating|[Tt]okeniz|Resolving|Capturing)).*\b100%\|"""
 _SAID_DONE = r"""\b(?i:successfully
             |(?:training|run|export|conversion|evaluation)\ (?:is\ )?(?:complete|finished|done)
             |(?:model|weights|checkpoint|tokenizer|adapter)s?\ saved|saved\ (?:model|weights|checkpoint|to)
@@ -48,7 +48,7 @@ _EXCEPTION = re.compile(
 _WRITTEN_OUT = re.compile(rf"\s{{0,8}}(?P<name>{_NAME})\((?P<quote>['\"])(?P<message>[^\n]*)")
 """An exception as Python represents it, as some loggers and people print it."""
 _WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
-_NAMED = re.compile(rf"(?<![\w.])(?P<name>{_NAME}): (?P<message>.*\S)")
+_NAMED = re.compile(rf"(?<![A-Za-z0-9_.])(?P<name>{_NAME}): (?P<message>.*\S)")
 _QUIET = re.compile(
     r"\bXFAIL\b|(?<![=\w])(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except"
     r"|#)\b|^\s*raise(?: +[\w.]+ *(?:[(\[]|from\b|$)| *$)|^\[?[IW]\d{3,4}"
@@ -357,6 +357,7 @@ _PYTHONS_OWN = {
         r"cannot import name ['\"`]|(?<![\w./+@-])[\w./+@-]{1,300}\.so\S{0,40}: undefined symbol: \w"
     ),
     "ModuleNotFoundError": re.compile(r"No module named ['\"`]"),
+    "NameError": re.compile(r"(?<!\w)name ['‘`][A-Za-z_]\w*['’`] is not defined"),
     "AssertionError": re.compile(
         r"(?<![A-Za-z0-9_])assert [\w.\[\]'\"()]{1,80} (?:is(?: not)?|==|!=|<=?|>=?|(?:not )?in) [\w.'\"\[\]()]{1,60}"
     ),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from reshard.doctor.finding import Text
+from packaging.specifiers import SpecifierSet
+
+from reshard.doctor.finding import Finding, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.words import words
 
@@ -45,6 +48,25 @@ def _interpreter(text: str) -> str | None:
     named = _INTERPRETER.findall(text) or [f"{prefix}/bin/python" for prefix in _ENVIRONMENT.findall(text)]
     named = [each for each in named if "/.local/" not in each]  # a user's packages, without an interpreter
     return named[-1] if named else None
+
+
+NOTEBOOK = re.compile(r"Cell In\s?\[|ipython-input-|ipykernel_|^-{1,5}> ?\d+ ", re.MULTILINE)
+"""A notebook's cells, and the arrow with which its tracebacks mark a line."""
+_SPEC = re.compile(r"pip install (?:-U )?'(?P<package>[A-Za-z][\w.-]*)(?P<spec>[<>=!~][^']*)'")
+
+
+def in_notebook(finding: Finding, log: Log) -> Finding:
+    """A finding with the restart that an installation needs in a notebook, where old modules stay imported."""
+    cure = finding.remedy
+    if "pip install" not in cure.en or "restart" in cure.en or not NOTEBOOK.search(log.text):
+        return finding
+    match = _SPEC.search(cure.en)
+    version = log.versions.get(match["package"]) if match else None
+    if match and version and SpecifierSet(match["spec"]).contains(version, prereleases=True):
+        first = words("restart-first", package=match["package"], version=version)
+        return replace(finding, remedy=Text.lines([first, cure]))
+    texts = [Text(cure.en.rstrip(), cure.zh.rstrip()), words("restart-notebook")]
+    return replace(finding, remedy=Text.lines(texts))
 
 
 def told_of(root: Traceback, log: Log) -> list[Text]:

@@ -29,7 +29,8 @@ from reshard.doctor.history.messages import (
     of_one_package,
     of_shadow,
 )
-from reshard.doctor.kinds import BY_KIND, filled_in, told_of
+from reshard.doctor.inputs import of_input
+from reshard.doctor.kinds import BY_KIND, filled_in, in_notebook, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import OF_SCRIPTS, Match, first_sign, match_log, which_is_first
 from reshard.doctor.modelfiles import of_model_files
@@ -108,7 +109,7 @@ def diagnose_text(name: str, content: str | Iterable[str], usage: Usage | None =
     log = read_log(name, content)
     usage = usage or Usage()
     usage.see(log.text)
-    return spelled(_diagnosed(log), usage)
+    return spelled([in_notebook(each, log) for each in _diagnosed(log)], usage)
 
 
 def _diagnosed(log: Log) -> list[Finding]:
@@ -213,6 +214,7 @@ _OF_WORDS = (
     of_derived,
     of_no_release,
     of_older_release,
+    of_input,
     of_names,
     of_records,
     of_refusal,

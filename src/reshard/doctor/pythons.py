@@ -82,6 +82,12 @@ def _key(root: Traceback, log: Log) -> Told | None:
         "environ" in root.source or "/os.py" in "".join(root.frames[-1:]) or not root.source
     ):
         return ("environment-rank" if _RANK.fullmatch(key) else "environment-missing"), {"key": key}
+    if modality := _MODALITIES.get(key):
+        return "key-modality", {
+            "key": key,
+            "what": words(f"modality-{modality}"),
+            "where": place_in_code(root),
+        }
     if "/torch/optim/" in "".join(root.frames[-1:]) or key in _OPTIMIZER:
         return "key-optimizer", {"key": key, "where": place_in_code(root)}
     container = _container(root.source, key)
@@ -101,6 +107,15 @@ def _key(root: Traceback, log: Log) -> Told | None:
     return f"key-{kind or 'other'}", known
 
 
+_MODALITIES = {
+    **dict.fromkeys(("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"), "image"),
+    **dict.fromkeys(
+        ("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask", "image_flags"), "image"
+    ),
+    **dict.fromkeys(("pixel_values_videos", "video_grid_thw"), "video"),
+    **dict.fromkeys(("input_features", "input_values", "audio_values", "feature_attention_mask"), "audio"),
+}
+"""What processors return only for samples with an image, a video or audio."""
 _OPTIMIZER = ("param_groups", "optimizer", "optimizer_states", "lr_schedulers", "exp_avg", "exp_avg_sq")
 """Keys in optimizer states that checkpoints of only a model do not have."""
 
@@ -345,6 +360,7 @@ def _attribute(root: Traceback, log: Log) -> Told | None:
         **match.groupdict(),
         "where": place_in_code(root),
         "update": update_of(root),
+        "launch": words("on-several-gpus") if match["kind"] == "DataParallel" else Text.same(""),
     }
 
 

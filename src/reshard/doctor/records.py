@@ -16,6 +16,7 @@ Told = tuple[str, dict[str, object]]
 
 _OF_DATASETS = re.compile(
     r"datasets\.\w+\.Dataset\w*|Dataset(?:Generation)?(?:Cast)?Error|generating the dataset|Arrow\w+|pyarrow|CastError"
+    r"|Not able to read records in the JSON file"
 )
 SAID = 200
 """Lines before a failure of datasets in which it reports the reason."""
@@ -23,7 +24,12 @@ SAID = 200
 
 def of_records(root: Traceback, log: Log) -> Finding | None:
     """The finding if a failure is about data; None otherwise, or if nothing follows."""
-    for text, number in _texts(root, log):
+    texts = _texts(root, log)
+    if _WHOLE_FILE.search(texts[0][0]) and (match := _TYPE.search(log.text)):
+        texts = [
+            (match[0], root.last)
+        ]  # a JSON array: datasets then reads it as a whole, and fails for this reason
+    for text, number in texts:
         for ask in _ASKED:
             if found := ask(text):
                 place = Place(log.name, number, clipped(text.split("\n")[0], 300))
@@ -88,11 +94,12 @@ def _columns(new: str, lost: str) -> Told:
 _CHANGED = re.compile(
     r"JSON parse error: Column\((?P<column>[^)\n]*)\) changed from (?P<was>\w+) to (?P<is>\w+) in row (?P<row>\d+)"
 )
+_WHOLE_FILE = re.compile(r"JSON parse error: Column\(\) changed from object to array in row 0")
 _PARSE = re.compile(
     r"(?:JSON|CSV) parse error: (?P<what>[^\n]{1,200}?)(?: in row (?P<row>\d+))?$", re.MULTILINE
 )
 _TYPE = re.compile(
-    r"(?:ArrowTypeError|ArrowInvalid|TypeError|ValueError): (?P<what>(?:Expected bytes, got|cannot mix"
+    r"(?:ArrowTypeError|ArrowInvalid|TypeError|ValueError)(?:'>)?: (?P<what>(?:Expected bytes, got|cannot mix"
     r"|Could not convert|Couldn't cast array of type"
     r"|Failed to parse string|Integer value|Float value|Expected object or value|Trailing data"
     r"|Mixing dicts)[^\n]{0,200})"

@@ -59,14 +59,18 @@ def _of_heirs(kind: str, name: str, root: Traceback, log: Log) -> Finding | None
     if any(own.attribute(kind, name).there for own in tables(ROOTS)):
         return None
     for own in tables(DERIVED_FROM):
-        heirs = [each for each in own.raw["attributes"] if each != kind and kind in own.ancestors(each)]
-        having = {each: own.attribute(each, name).there | _taken(own, each, name) for each in heirs}
+        derived = [each for each in own.raw["attributes"] if each != kind and kind in own.ancestors(each)]
+        having = {each: own.attribute(each, name).there | _taken(own, each, name) for each in derived}
         having = {each: there for each, there in having.items() if there}
         if having:
             named = sorted(having, key=lambda each: (min(having[each]), len(each)))
-            first = own.versions[min(having[named[0]])]
-            values = {"kind": kind, "name": name, "package": own.package, "heirs": ", ".join(named[:4])}
-            values |= {"heir": named[0], "first": first}
+            first, heirs = own.versions[min(having[named[0]])], ", ".join(named[:4])
+            first_ones = [each for each in named if not own.ancestors(each) & having.keys()]
+            meant = [each for each in named if _trainer_of(each) in log.text] or first_ones
+            one = meant[0] if len(meant) == 1 else None
+            values: dict[str, object] = {"kind": kind, "name": name, "package": own.package, "heirs": heirs}
+            values |= {"heir": one or "XConfig", "first": first}
+            values["needed"] = one or words("config-of-trainer", heirs=heirs)
             return told(
                 "attribute-of-heir",
                 [_place(root, log)],
@@ -75,6 +79,11 @@ def _of_heirs(kind: str, name: str, root: Traceback, log: Log) -> Finding | None
                 evidence=[read_from(own)],
             )
     return None
+
+
+def _trainer_of(config: str) -> str:
+    """The class that takes a config, by its name: GRPOTrainer takes a GRPOConfig."""
+    return re.sub(r"(?:Config|Arguments)$", "Trainer", config)
 
 
 def _taken(own: Table, kind: str, name: str) -> Span:

@@ -25,6 +25,7 @@ from reshard.doctor.history.missing import (
     TYPE,
     Missing,
     checkout_of,
+    forwarded,
     imported,
     is_shadowed,
     table_of,
@@ -65,7 +66,8 @@ def _before_all(found: Missing, version: Version | None, failure: Traceback, log
     """The finding that the installed release is older than any known one: all of these have the name."""
     if "partially initialized" in failure.said or "unknown location" in failure.said:
         return None
-    if version and version >= Version(found.table.versions[0]):
+    first = found.table.versions[min(found.presence.there)]
+    if version and version >= Version(first):
         shown: dict[str, object] = {"name": found.name, "package": found.table.package, "version": version}
         return _told("name-conditional", shown, "likely", found.table, failure, log)
     python = re.search(r"/python(3\.\d+)/", failure.said)
@@ -73,7 +75,7 @@ def _before_all(found: Missing, version: Version | None, failure: Traceback, log
     values: dict[str, object] = {
         "name": found.name,
         "package": found.table.package,
-        "first": found.table.versions[0],
+        "first": first,
         "python": own,
     }
     return _told("installed-before", values, "likely", found.table, failure, log)
@@ -91,13 +93,15 @@ def of_one_package(root: Traceback, log: Log) -> Finding | None:
     if not whole and asked.get("kind") not in own.raw["attributes"]:
         return None
     version = version_of(own.package, root, log)
-    if version is None and asked.get("kind") and _is_in_all(own, asked["name"]):
+    kind = asked.get("kind")
+    first = _always_since(own, kind, asked["name"]) if version is None and kind else None
+    if first:
         return _told(
             "installed-before",
             {
                 "name": asked["name"],
                 "package": own.package,
-                "first": own.versions[0],
+                "first": first,
                 "python": Text.same(""),
             },
             "possible",
@@ -115,10 +119,12 @@ def of_one_package(root: Traceback, log: Log) -> Finding | None:
     return _told("one-package", values, "possible", own, root, log)
 
 
-def _is_in_all(own: Table, name: str) -> bool:
-    """Whether some class of a package has an attribute in every known release."""
-    every = len(own.versions)
-    return any(len(own.attribute(kind, name).there) == every for kind in own.raw["attributes"])
+def _always_since(own: Table, kind: str, name: str) -> str | None:
+    """The release from which on a class of a package has an attribute; None if it is not in all or not certain."""
+    if any(len(own.attribute(each, name).there) == len(own.versions) for each in own.raw["attributes"]):
+        return own.versions[0]
+    there = forwarded(kind, name)
+    return own.versions[min(there)] if own.last in there else None
 
 
 def of_no_transformers(root: Traceback, log: Log) -> Finding | None:
@@ -338,7 +344,9 @@ def _instead(found: Missing, failure: Traceback) -> Text:
             if new
             else words("fits", importer=importer)
         )
-    return words("write-instead", new=found.instead) if found.instead else words("go-back")
+    if found.instead:
+        return words("write-instead", new=found.instead)
+    return words("go-back-file" if re.match(r"\w+Config\(", str(found.name)) else "go-back")
 
 
 def _who_dropped(found: Missing) -> str | None:

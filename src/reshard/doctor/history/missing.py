@@ -11,7 +11,17 @@ from packaging.version import Version
 
 from reshard.doctor.finding import Text
 from reshard.doctor.history.calls import base_of
-from reshard.doctor.history.table import PACKAGES, ROOTS, Bounds, Presence, Table, table, tables
+from reshard.doctor.history.table import (
+    NOWHERE,
+    PACKAGES,
+    ROOTS,
+    Bounds,
+    Presence,
+    Span,
+    Table,
+    table,
+    tables,
+)
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.upstream import package_of
 from reshard.doctor.words import words
@@ -31,6 +41,8 @@ MEMBER = re.compile(
     rf"(?:type object )?{QUOTE}(?P<kind>\w+){QUOTE}(?: object)? has no attribute {QUOTE}(?P<name>\w+)"
 )
 _F = r"(?<![\w.<>])(?P<function>[\w.<>]+)\(\)"
+_UNDERSCORED = re.compile(r"(?<=\.)(?:\*\*)?init(?:\*\*)?$")
+"""`__init__` as Markdown shows it."""
 _KEYWORD = re.compile(rf"{_F} got an unexpected keyword argument {QUOTE}(?P<name>\w+)")
 _NEEDED = re.compile(
     rf"{_F} missing \d+ required (?:positional|keyword-only) arguments?: {QUOTE}(?P<name>\w+)"
@@ -45,6 +57,10 @@ TYPE = re.compile(rf"model type {QUOTE}(?P<name>[\w.-]+){QUOTE} but Transformers
 _ARCHITECTURE = re.compile(
     rf"Model architectures? \[{QUOTE}(?P<name>\w+){QUOTE}.*(?:not supported|no vLLM implementation)"
 )
+
+
+EARLY = 0.2
+"""The share of the known releases that may lack a name that a package always has."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +88,10 @@ class Missing:
 
     @property
     def everywhere(self) -> bool:
-        """Whether every known release has it."""
-        return len(self.presence.there) == len(self.table.versions)
+        """Whether every release has it, of the past years at least."""
+        first = min(self.presence.there, default=self.table.last)
+        whole = len(self.presence.there) == self.table.last + 1 - first
+        return whole and first < self.table.last * EARLY
 
 
 def imported(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
@@ -131,7 +149,19 @@ def _member(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
                 root, log, lambda own: Missing(f"{kind}.{name}", own.attribute(kind, name), of_object=True)
             )
         )
-        yield from found or (() if kind == "NoneType" else _inherited(kind, name))
+        yield from found or _through(kind, name) or (() if kind == "NoneType" else _inherited(kind, name))
+
+
+def forwarded(kind: str, name: str) -> Span:
+    """The releases in which a wrapper of PEFT finds an attribute in the LoRA model inside it."""
+    own = table("peft") if kind.startswith(("PeftModel", "LoraModel")) else None
+    return own.attribute("LoraModel", name).there if own else NOWHERE
+
+
+def _through(kind: str, name: str) -> list[Missing]:
+    """The same as what is missing."""
+    own = table("peft") if forwarded(kind, name) else None
+    return [Missing(f"{kind}.{name}", own.attribute("LoraModel", name), of_object=True)] if own else []
 
 
 def _inherited(kind: str, name: str) -> Iterator[Missing]:
@@ -209,7 +239,7 @@ def _counted(shown: Text, function: str, more: int, found: Table) -> Missing:
 def _functions(function: str, root: Traceback, log: Log) -> list[str]:
     """The qualified names that a message may mean: Python 3.9 writes `__init__()` for any class's."""
     if function != "__init__":
-        return [function]
+        return [_UNDERSCORED.sub("__init__", function)]
     source = next((line.text for line in log.lines if line.number == root.last - 1), "")
     return [f"{name}.__init__" for name in re.findall(r"\b([A-Z]\w*)\(", source)]
 

@@ -43,6 +43,8 @@ ROOTS = {
 }
 """The imported folder, by the installed name."""
 PACKAGES = {root: package for package, root in ROOTS.items()}
+LONG = 12
+"""Releases for which a name existed that is gone: who lacks it has a newer release, not one from before all these."""
 Span = frozenset[int]
 NOWHERE: Span = frozenset()
 
@@ -92,8 +94,9 @@ class Presence:
         inside = {at for at in self.among if first <= at <= last}
         if inside - self.there:
             return None  # it was added and removed more than once
-        since = self.table.versions[first] if min(self.among) < first else None
         until = self._next(last) if max(self.among) > last else None
+        recent = until is None or last - first < LONG
+        since = self.table.versions[first] if min(self.among) < first and recent else None
         return Bounds(since, until, self.table.versions[last], self._is_patch(first))
 
     def _since(self, first: int) -> Bounds:

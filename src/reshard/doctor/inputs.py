@@ -1,0 +1,109 @@
+"""What transformers and bitsandbytes report about what they were given: batches, weight files, names on the Hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.upstream import package_of
+from reshard.doctor.words import words
+
+Told = tuple[str, dict[str, object]]
+"""The id of a rule, and the values for its braces."""
+
+
+def of_input(root: Traceback, log: Log) -> Finding | None:
+    """The finding for an input that transformers could not use; None for other failures."""
+    for ask in _ASKED:
+        if found := ask(root):
+            place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+            return told(found[0], [place], found[1], certainty="likely")
+    return None
+
+
+# ------------------------------------------------------------------------------------------ batches
+
+_NO_LOSS = re.compile(
+    r"The model did not return a loss from the inputs, only the following keys:\s+(?P<out>[\w, ]+)"
+    r"(?:\.\s+For reference, the inputs it received are\s+(?P<got>[\w,\s]*))?"
+)
+_LABELS = re.compile(r"labels?$|label_ids$|_positions$|_labels?$")
+"""Names under which models accept what a loss is computed from."""
+
+
+def _no_loss(root: Traceback) -> Told | None:
+    """A model without a head for its task, or batches without labels."""
+    match = _NO_LOSS.search(root.said)
+    if match is None:
+        return None
+    out, got = (re.findall(r"\w+", match[name] or "") for name in ("out", "got"))
+    headless = "last_hidden_state" in out and "logits" not in out
+    labelled = any(_LABELS.search(name) for name in got)
+    why = "loss-no-head" if headless else "loss-other-labels" if labelled else "loss-no-labels"
+    shown = {"out": ", ".join(out), "got": ", ".join(got) or "?"}
+    return "loss-missing", {**shown, "why": words(why, **shown), "cure": words(f"{why}-cure")}
+
+
+# ------------------------------------------------------------------------------------------ files
+
+_UNREADABLE = re.compile(
+    r"Unable to load weights from (?:\w+ )?checkpoint file for '(?P<path>[^'\n]+)"
+    r"|The state dictionary of the model you are trying to load is corrupted"
+)
+_READS = re.compile(
+    r"Unpickling|EOFError|PytorchStreamReader|UnicodeDecodeError|BadZipFile|Safetensor|corrupt|storage has wrong"
+)
+"""Exceptions that a broken file raises; others (memory, a refused pickle) have causes of their own."""
+
+
+def _unreadable(root: Traceback) -> Told | None:
+    """A weight file that is broken, incomplete, or a pointer of git-lfs."""
+    match, first = _UNREADABLE.search(root.said), root.root
+    if match is None or (first is not root and not _READS.search(first.said)):
+        return None
+    path = match["path"] or ""
+    folder = path.rpartition("/")[0] or "FOLDER"
+    return "weights-unreadable", {"path": path or words("a-weight-file"), "folder": folder}
+
+
+# ------------------------------------------------------------------------------------------ names
+
+_CANNOT = re.compile(
+    r"Can't load (?:the )?(?P<what>tokenizer|configuration|config|model|(?:feature |image |video )?\w*(?:extractor"
+    r"|processor)) (?:for|of) '(?P<name>[^'\s]+)'"
+)
+_FILE = re.compile(r"\.(?:txt|json|model|vocab|bin|pt|pth|safetensors)$")
+_OF_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?")
+
+
+def _named(root: Traceback) -> Told | None:
+    """A name from which something cannot be loaded: a file instead of a folder, or a repository not reached."""
+    match = _CANNOT.search(root.said)
+    if match is None:
+        return None
+    shown = {"what": match["what"], "name": match["name"], "folder": match["name"].rpartition("/")[0] or "."}
+    if _FILE.search(match["name"]):
+        return "file-for-folder", shown
+    return ("hub-name-not-read", shown) if _OF_HUB.fullmatch(match["name"]) else None
+
+
+# ------------------------------------------------------------------------------------------ devices
+
+_MOVED = re.compile(r"(?:\.to|\.?cuda(?:\(\))?)`? is not supported for `?(?:4-bit|8-bit)`?[^.\n]{0,60}models")
+
+
+def _moved(root: Traceback) -> Told | None:
+    """A quantized model that code moves to a device."""
+    if not _MOVED.search(root.said):
+        return None
+    outer = [package_of(frame) for frame in root.frames]
+    by = next((each for each in outer[::-1] if each not in ("torch", "transformers")), None) if outer else ""
+    whose = "unknown" if not outer else "own" if by is None else "package"
+    return "quantized-moved", {"whose": words(f"moved-by-{whose}", package=by or "")}
+
+
+_ASKED: tuple[Callable[[Traceback], Told | None], ...] = (_no_loss, _unreadable, _named, _moved)
