@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import reshard
-from reshard.doctor import words
+from reshard.doctor import rules, words
 from reshard.doctor.entries import catalogue
 from reshard.doctor.environment import diagnose_environment
 from reshard.doctor.finding import Finding
@@ -56,7 +56,7 @@ def test_the_check_knows_english() -> None:
 def test_every_text_of_the_data_is_chinese() -> None:
     wrong = [
         text["zh"]
-        for name in ("rules.yaml", "words.yaml")
+        for name in (*rules.FILES, "words.yaml")
         for text in _texts(yaml.safe_load(Path(words.__file__).with_name(name).read_text(encoding="utf-8")))
         if english_in(text["zh"])
     ]

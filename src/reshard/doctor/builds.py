@@ -86,9 +86,8 @@ def _undefined(text: str, log: Log) -> Told | None:
     symbol = match["symbol"]
     values: dict[str, object] = {"file": match["file"].rpartition("/")[2], "symbol": clipped(symbol, 80)}
     if _OF_TORCH.search(symbol):
-        package = _package_of(match["file"])
-        way = words("for-one-torch" if package in _FOR_ONE_TORCH else "built-here", package=package)
-        return "extension-abi", {**values, "package": package, "way": way}
+        package = package_of_extension(match["file"])
+        return "extension-abi", {**values, "package": package, "way": way_to_rebuild(package)}
     if _OF_CUDA.search(symbol):
         return "cuda-libraries-mixed", values
     own = re.search(r"(?:site|dist)-packages/(\w+)/", match["file"])
@@ -98,11 +97,16 @@ def _undefined(text: str, log: Log) -> Told | None:
     return ("library-for-cpu" if _FOR_CPU.search(match["file"]) else "library-of-other-release"), values
 
 
+def way_to_rebuild(package: str) -> Text:
+    """How an extension of torch is installed for the installed torch."""
+    return words("for-one-torch" if package in _FOR_ONE_TORCH else "built-here", package=package)
+
+
 _FOR_CPU = re.compile(r"_cpu\.so")
 """A package's library for machines without a GPU, loaded if none was found."""
 
 
-def _package_of(file: str) -> str:
+def package_of_extension(file: str) -> str:
     """The package of an extension, by its file name or its folder."""
     name = file.rpartition("/")[2].partition(".")[0]
     folder = re.search(r"(?:site|dist)-packages/(\w+)/", file)
@@ -135,17 +139,17 @@ _NO_NVCC = re.compile(
 
 
 def _program(text: str, log: Log) -> Told | None:
-    if _NO_NVCC.search(text) and (found := _supplied("programs", "nvcc")):
+    if _NO_NVCC.search(text) and (found := supplied("programs", "nvcc")):
         return "program-missing", found
     for match in (hit for pattern in _PROGRAM for hit in pattern.finditer(text)):
-        if found := _supplied("programs", match["name"].lower()):
+        if found := supplied("programs", match["name"].lower()):
             return "program-missing", found
     return None
 
 
 def _header(text: str, log: Log) -> Told | None:
     match = _HEADER.search(text)
-    found = _supplied("headers", match["name"]) if match else None
+    found = supplied("headers", match["name"]) if match else None
     return ("header-missing", found) if found else None
 
 
@@ -157,9 +161,16 @@ def _linked(text: str, log: Log) -> Told | None:
     return ("library-not-linked", match.groupdict()) if match else None
 
 
-def _supplied(kind: str, name: str) -> dict[str, object] | None:
+def supplied(kind: str, name: str) -> dict[str, object] | None:
+    """The command that installs a program, a header file or a library, as values for a rule; None if unknown."""
     command = next((each for pattern, each in _supplies()[kind].items() if re.fullmatch(pattern, name)), None)
     return {"name": name, "command": Text.same(command.replace("{name}", name))} if command else None
+
+
+def installed_for(module: str) -> str:
+    """What to give `pip install` for a module."""
+    found = supplied("modules", module)
+    return str(found["command"].en) if found and isinstance(found["command"], Text) else module
 
 
 @lru_cache(maxsize=1)

@@ -36,10 +36,11 @@ _WENT_ON = re.compile(f"{_MEASURED} | {_SAID_DONE}", re.VERBOSE)
 _WORKED_ON = re.compile(_MEASURED, re.VERBOSE)
 """What only a working program prints, and not the shell script around it after it died."""
 _NAME = (
-    r"(?:[A-Za-z_]\w*\.)*(?:Exception|(?:[A-Z]|nccl[A-Z])\w*"
+    r"(?a:(?:[A-Za-z_]\w*\.)*(?:Exception|(?:[A-Z]|nccl[A-Z])\w*"
     r"(?:Error|Exception|Interrupt|Exit|Invalid|Mismatch|Failure|CompilerFailed|NotFound|Timeout|Iteration|Impossible"
-    r"|Unavailable))"
+    r"|Unavailable)))"
 )
+"""In ASCII only: in Chinese sentences, words stand next to it without a space."""
 _EXCEPTION = re.compile(
     rf"[\s^]*(?P<name>{_NAME})\^*\s?: ?\^?(?P<message>.*\S)"
     r"|\s*(?P<bare>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Iteration)):?$"
@@ -54,7 +55,9 @@ _QUIET = re.compile(
     r"|#)\b|^\s*raise(?: +[\w.]+ *(?:[(\[]|from\b|$)| *$)|^\[?[IW]\d{3,4}"
 )
 """Lines that only mention an exception."""
-_ASSERTION = re.compile(r"\bAssertion [`'\"].{0,1000} failed")
+_ASSERTION = re.compile(
+    r"\bAssertion [`'\"].{0,1000} failed|\.(?:cpp|cc|h|cu):\d+: [^\n]{0,500}: Assertion [`'\"]"
+)
 _LOGGED = re.compile(
     r"""^\[?[EF]\d{3,4}\ \d\d:\d\d | \[[EF]\ ?[\w./]+\.(?:cpp|cc|h|cu|py):\d+ | \b\d\d:\d\d:\d\d,\d+\ [EF]\ \d+\ \d+
       | ^.{0,100}?(?:^|[\s\[|(-])(?:ERROR|FATAL|CRITICAL)(?=[\]:|\s,-]|$)(?!\s*\|)
@@ -173,9 +176,9 @@ DATA = 2000
 
 
 def _is_error(text: str) -> bool:
-    return any(pattern.search(text) for pattern in (_LOGGED, _ASSERTION, _EXIT)) or bool(
-        _EXCEPTION.match(text)
-    )
+    if START in text or _EXCEPTION.match(text):
+        return True
+    return any(pattern.search(text) for pattern in (_LOGGED, _ASSERTION, _EXIT))
 
 
 def _exception(line: Line) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from packaging.specifiers import SpecifierSet
 
+from reshard.doctor.builds import installed_for
 from reshard.doctor.finding import Finding, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.words import words
@@ -33,7 +34,7 @@ def filled_in(cure: Text, root: Traceback, log: Log) -> Text:
     """A remedy with the packages and the interpreter of the log instead of placeholders."""
     given: dict[str, str] = {}
     if asked := _ASKED.search(root.message.partition(" (")[0].split("import name")[-1]):
-        given |= {"NAME": asked[1], "IMPORTED": asked[1]}
+        given |= {"NAME": installed_for(asked[1]), "IMPORTED": asked[1]}
     importer = _INSTALLED.search(root.frames[-1]) if root.frames else None
     other = importer is not None and importer[1] != given.get("IMPORTED")
     given["IMPORTER|"] = f"{importer[1]}|" if importer and other else ""
@@ -50,8 +51,12 @@ def _interpreter(text: str) -> str | None:
     return named[-1] if named else None
 
 
-NOTEBOOK = re.compile(r"Cell In\s?\[|ipython-input-|ipykernel_|^-{1,5}> ?\d+ ", re.MULTILINE)
-"""A notebook's cells, and the arrow with which its tracebacks mark a line."""
+NOTEBOOK = re.compile(
+    r"Cell In\s?\[|ipython-input-|ipykernel_|^-{1,5}> ?\d+ |localhost:8080/#|^/content/|/kaggle/(?:working|input)"
+    r"|To view examples of installing some common dependencies",
+    re.MULTILINE,
+)
+"""A notebook's cells, the arrow with which its tracebacks mark a line, and the folders and notes of hosted ones."""
 _SPEC = re.compile(r"pip install (?:-U )?'(?P<package>[A-Za-z][\w.-]*)(?P<spec>[<>=!~][^']*)'")
 
 

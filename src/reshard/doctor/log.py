@@ -98,15 +98,15 @@ def _begun_elsewhere(lines: list[Line]) -> list[Line]:
     return [*lines[:begin], *(line._replace(stream=stream) for line in lines[begin:first]), *lines[first:]]
 
 
-_ESCAPED_FRAME = re.compile(r'File \\+"[^"]+\\", line \d+')
+_ESCAPED_FRAME = re.compile(rf'File \\+"[^"]+\\", line \d+|{re.escape(START)}:\\+n {{1,4}}File "')
 
 
 def _unescaped(line: Line) -> list[Line]:
-    """The lines inside a line of JSON that contains a traceback, as in torchelastic's error files."""
+    """The lines inside a line of JSON, or of Python's bytes, that contains a traceback: torchelastic's error files."""
     if not _ESCAPED_FRAME.search(line.text):
         return [line]
     parts = re.split(r'(?<!\\)\\+n|(?<!\\)(?="[,}\]])', line.text)
-    return [line._replace(text=shortened(re.sub(r'(?<!\\)\\+"', '"', part))) for part in parts]
+    return [line._replace(text=shortened(re.sub(r"(?<!\\)\\+(?=[\"'])", "", part))) for part in parts]
 
 
 PACKAGES = (

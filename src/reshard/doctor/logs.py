@@ -44,6 +44,8 @@ from reshard.doctor.rules import told
 from reshard.doctor.sentences import asks, needs, stated
 from reshard.doctor.shapes import computed, contradict
 from reshard.doctor.spelling import Usage, spelled
+from reshard.doctor.stale import of_stale
+from reshard.doctor.systems import of_kernels, of_system, reported
 from reshard.doctor.upstream import own_code, search_of
 from reshard.doctor.weightnames import of_names, way_of
 from reshard.doctor.words import words
@@ -135,6 +137,8 @@ def _diagnosed(log: Log) -> list[Finding]:
         root = Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
     if root is None and not causes and (waiting := absent.of_log(log)):
         return [waiting]
+    if root is None and not causes and (report := reported(log)) and (found := of_system(report, log)):
+        return [found, *(_finding(match, log, ()) for match in matches)]
     if root is not None and (counted := _counted_out(root, log, matches)) is not None:
         return counted
     if root is not None and all(match.entry.kind in WARNINGS for match in causes):
@@ -191,23 +195,29 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
 def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
     """The finding from a failure's message, if no entry explains it, or only one that depends on its kind."""
     at_root = [match for match in causes if match.at_root or match.line.number in (root.last, root.root.last)]
-    if found := of_no_transformers(root, log):
+    if found := of_no_transformers(root, log) or of_kernels(root, log):
         return replace(found, also=tuple(match.entry.id for match in at_root))
-    if any(match.entry.id not in BY_KIND | OF_SCRIPTS for match in at_root):
+    known = {match.entry.id for match in at_root} - BY_KIND - OF_SCRIPTS
+    if not known <= OF_SIGNALS:
         return None
-    found = next((each for ask in _OF_WORDS if (each := ask(root, log))), None)
+    asked = (of_system,) if known else _OF_WORDS
+    found = next((each for ask in asked if (each := ask(root, log))), None)
     return replace(found, also=tuple(match.entry.id for match in at_root)) if found else None
 
 
+OF_SIGNALS = frozenset(("killed-abort", "killed-segmentation-fault", "killed-illegal-instruction"))
+"""Entries about signals that a process sends itself: a reason that it printed just before explains them."""
 _OF_WORDS = (
     of_groups,
     of_clash,
     of_build,
+    of_system,
     of_resolver,
     of_requirement,
     of_packages,
     of_model_files,
     of_shadow,
+    of_stale,
     of_one_package,
     of_python,
     of_python_2,

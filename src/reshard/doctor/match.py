@@ -286,6 +286,7 @@ def _folded(matches: list[Match]) -> list[Match]:
         match.also = tuple(each for each in match.entry.symptom_of if each in by_id) * (
             match.entry.kind != "symptom"
         )
+        match.at_root |= any(by_id[each].at_root for each in match.also)
     told = {each for match in matches for each in match.also}
     return [match for match in matches if match.entry.id not in told]
 

@@ -385,6 +385,12 @@ _UNNAMED = tuple(
 """Messages of programs about a file, in other words than Python's."""
 _LEGACY = re.compile(r"mp_rank_\d\d(?:_\d{3})?|model_optim_rng\.pt|model_rng\.pt")
 _DISTRIBUTED = re.compile(r"\.distcp\b|torch_dist|common\.pt|\.metadata\b")
+_OF_MODEL = re.compile(
+    r"(?:[/\\]|^(?=tokenizer))(?P<file>(?:config|generation_config|tokenizer|tokenizer_config|special_tokens_map|vocab"
+    r"|preprocessor_config|processor_config|added_tokens)\.json|merges\.txt|(?:tokenizer|spiece|sentencepiece\.bpe)\.model"
+    r"|chat_template\.jinja|(?:configuration|modeling|tokenization|processing)_\w+\.py)$"
+)
+"""Files of a Hugging Face model other than its weights."""
 _REPLACED = re.compile(r"[{<\[]\w+[}>\]]|path[_/]to|your[_-]|/path/|\$\{?\w|XXX", re.IGNORECASE)
 
 
@@ -400,6 +406,8 @@ def _file(root: Traceback, log: Log) -> Told | None:
         return "file-of-legacy", {"path": path, "way": way}
     if _REPLACED.search(path):
         return "file-placeholder", {"path": path}
+    if of_model := _OF_MODEL.search(path):
+        return "file-of-model", {"file": of_model["file"], "folder": path[: of_model.start()] or "FOLDER"}
     if path.startswith("/tmp/") or "/.cache/" in path or "torchelastic" in path:
         return "file-of-cache", {"path": path, "folder": path.rpartition("/")[0] or "."}
     absolute = bool(re.match(r"/|[A-Za-z]:|~", path))

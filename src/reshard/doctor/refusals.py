@@ -179,7 +179,7 @@ def _ordered(said: str, log: Log) -> Told | None:
 
 _THING = r"[\w.`'\"()]{3,80}"
 _NO_CUDA = re.compile(r"Torch not compiled with CUDA enabled")
-_OTHER_DEVICE = re.compile(r"(?i:torch[-_]npu|\bnpu\b|ascend)|昇腾")
+_OTHER_DEVICE = re.compile(r"(?i:torch[-_]npu|(?<![A-Za-z])npu(?![A-Za-z])|ascend)|昇腾")
 
 
 def _no_cuda(said: str, log: Log) -> Told | None:

@@ -1,4 +1,4 @@
-"""The texts of the doctor's own rules: `rules.yaml` has for each what happens, why, and what to do."""
+"""The texts of the doctor's own rules: `rules.yaml` and `systems.yaml` have what happens, why, and what to do."""
 
 from __future__ import annotations
 
@@ -82,10 +82,13 @@ def told(
     )
 
 
+FILES = ("rules.yaml", "systems.yaml")
+
+
 @lru_cache(maxsize=1)
 def rules() -> dict[str, dict[str, Any]]:
     """All rules by id."""
-    content: dict[str, dict[str, Any]] = yaml.safe_load(
-        Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8")
-    )
+    content: dict[str, dict[str, Any]] = {}
+    for name in FILES:
+        content |= yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
     return content

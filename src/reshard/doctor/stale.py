@@ -1,0 +1,34 @@
+"""A package that was changed while a notebook had imported it: its new files import from its old modules."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.doctor.builds import installed_for
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.kinds import NOTEBOOK
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.upstream import asker
+
+_IMPORT = re.compile(
+    r"cannot import name ['\"`‘’](?P<name>\w+)['\"`‘’] from ['\"`‘’](?P<module>\w{1,60})(?:\.[\w.]{1,200})?['\"`‘’]"
+    r"|module ['\"`‘’](?P<owner>\w{1,60})(?:\.[\w.]{1,200})?['\"`‘’] has no attribute ['\"`‘’](?P<attribute>\w+)"
+)
+_SITE = re.compile(r"(?:site|dist)-packages[/\\](?P<root>\w+)[/\\]")
+
+
+def of_stale(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a package in a notebook is half old and half new: it lacks a name that it imports itself."""
+    match = _IMPORT.search(root.said)
+    importer = _SITE.search(asker(root))
+    if match is None or importer is None or "partially initialized" in root.said:
+        return None
+    package = match["module"] or match["owner"]
+    if importer["root"] != package or not NOTEBOOK.search(log.text):
+        return None
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    values = {"package": package, "install": installed_for(package), "frame": asker(root)}
+    values["name"] = match["name"] or match["attribute"]
+    return told("stale-in-memory", [place], values, certainty="likely")

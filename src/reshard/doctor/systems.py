@@ -1,0 +1,526 @@
+"""What the system below a run reports: its driver, GPU, shared libraries, compilers, installers and platform.
+
+Most of these messages have one meaning, whatever the run does: `systems.yaml` has them with their rules. Others name
+something from which the cause follows: a library, an architecture, releases on offer, a wheel's tags.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import Version
+
+from reshard.doctor.builds import Told, package_of_extension, supplied, way_to_rebuild
+from reshard.doctor.failures import CUT_OFF, EXIT
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.history.table import table
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import rules, told
+from reshard.doctor.words import words
+from reshard.suggest import closest
+
+
+def of_system(root: Traceback, log: Log) -> Finding | None:
+    """The finding for what the system reports in a failure, or just before one that is its effect."""
+    for ask in _ASKED:
+        for said, number in _texts(root, log):
+            if found := ask(said, log):
+                place = Place(log.name, number, clipped(said.strip().split("\n")[0], 300))
+                sure = "possible" if found[0] in _GENERAL else "likely"
+                return told(found[0], [place], found[1], certainty=sure)
+    return None
+
+
+_GENERAL = ("library-not-found", "build-failed", "gpu-too-old-for-kernel")
+"""Rules for messages with several causes."""
+_HIDDEN = re.compile(
+    r"cannot open shared object file|undefined symbol: \w|can't load C\+\+/CUDA extensions"
+    r"|is not a recognized processor|[Cc]ould not load library"
+)
+"""Reports of something that a package did not load, after which it continues."""
+BEFORE = 400
+"""Lines before a failure in which a package may report what it did not load."""
+
+
+def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
+    """The messages of the failure and of those before it in its chain; then reports of what was not loaded."""
+    failure: Traceback | None = root
+    while failure is not None:
+        yield failure.said, failure.last
+        failure = failure.before
+    shown = "\n".join([*root.frames, root.said])
+    near = [line for line in log.lines if line.stream == root.stream and 0 < root.last - line.number < BEFORE]
+    if root.exception == EXIT:
+        yield from ((line.text, line.number) for line in near[-LAST_WORDS:][::-1])
+    for at, line in enumerate(near):
+        if _HIDDEN.search(line.text) and not _OTHERS.search(line.text):
+            text = "\n".join(each.text for each in near[at : at + 3])
+            if root.exception == CUT_OFF or _about(text, shown):
+                yield text, line.number
+
+
+LAST_WORDS = 12
+"""Lines before a process ended itself that may contain its reason."""
+_OTHERS = re.compile(r"tensorflow|TF-TRT|libnvinfer|dso_loader|jax", re.IGNORECASE)
+"""Packages that report missing libraries as a matter of course."""
+_PACKAGE = re.compile(
+    r"xformers|memory_efficient_attention|flash[_-]attn|bitsandbytes|vllm|torch(?:vision|audio)|sgl[_-]kernel|triton",
+    re.IGNORECASE,
+)
+
+
+def _about(report: str, failure: str) -> bool:
+    """Whether a report and a failure are about the same package."""
+    return bool(_packages(report) & _packages(failure))
+
+
+def _packages(text: str) -> set[str]:
+    named = (each.lower().replace("-", "_") for each in _PACKAGE.findall(text))
+    return {"xformers" if each == "memory_efficient_attention" else each for each in named}
+
+
+def reported(log: Log) -> Traceback | None:
+    """A report of something that was not loaded, as the failure of a log that has no other."""
+    for line in log.lines:
+        later = line.number > log.progress.get(line.stream, 0)
+        if later and _HIDDEN.search(line.text) and not _OTHERS.search(line.text):
+            return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
+    return None
+
+
+# ------------------------------------------------------------------------------------------ messages of one meaning
+
+
+def _said(said: str, log: Log) -> Told | None:
+    for identifier, patterns in messages():
+        if match := next((hit for pattern in patterns if (hit := pattern.search(said))), None):
+            defaults = UNNAMED.get(identifier, {})
+            given = {name: value for name, value in match.groupdict().items() if value}
+            return identifier, {**defaults, **given}
+    return None
+
+
+UNNAMED: dict[str, dict[str, object]] = {
+    "vision-built-for": {"package": "torchvision"},
+    "windows-library": {"what": "a library"},
+    "compiler-too-old": {"standard": "17"},
+    "engine-does-not-shard": {"what": ""},
+}
+"""Values for braces, if the message has none."""
+
+
+@lru_cache(maxsize=1)
+def messages() -> tuple[tuple[str, tuple[re.Pattern[str], ...]], ...]:
+    """The rules that are told by messages, with these messages, in order."""
+    told_by = ((name, rule["said"]) for name, rule in rules().items() if "said" in rule)
+    return tuple((name, tuple(map(re.compile, patterns))) for name, patterns in told_by)
+
+
+# ------------------------------------------------------------------------------------------ shared libraries
+
+_LIBRARY = re.compile(
+    r"(?<![\w/.+-])(?:[\w./+~-]{0,300}/)?(?P<name>lib[\w+-]{1,60}(?:\.\d{1,3}){0,2}\.so(?:\.\d{1,6}){0,4})['\"]?"
+    r"(?::? cannot (?:open shared object file|found)|[^\n]{0,20} in your library path| is not found)"
+)
+_OF_TORCH = re.compile(r"lib(?:torch|c10|caffe2|shm)\w*\.so")
+_OF_DRIVER = re.compile(r"lib(?:cuda|nvidia-ml|nvidia-ptxjitcompiler|nvcuvid)\.so(?:\.1)?")
+_OF_CUDA = re.compile(
+    r"lib(?:cu(?:dart|blas|dnn|fft|rand|solver|sparse|pti|file)|nccl|nv(?:rtc|JitLink|ToolsExt|shmem))\w*\.so"
+)
+_TORCH_LOADS = re.compile(r'torch/__init__\.py", line \d+, in (?:<module>|_load_global_deps|_preload)')
+_OF_ROCM = re.compile(r"lib(?:amdhip64|hip\w*|roc\w+|MIOpen|rccl|hsa-runtime64|amd_comgr)\.so[\d.]*")
+_OF_ASCEND = re.compile(r"lib(?:hccl|ascend\w*|acl\w*|ge_\w+|runtime|opapi|graph\w*|mmpa|msprofiler|atb)\.so")
+
+
+def _library(said: str, log: Log) -> Told | None:
+    """A library that the loader does not find: whose it is, and how it is installed."""
+    match = _LIBRARY.search(said)
+    if match is None:
+        return None
+    name = match["name"]
+    stem = name.partition(".so")[0]
+    shown: dict[str, object] = {"name": name, "stem": f"{stem}.so", "short": stem.removeprefix("lib")}
+    if _OF_CUDA.match(name):
+        return _of_cuda(shown, name, said, log)
+    for pattern, rule in (
+        (_OF_DRIVER, "library-of-driver"),
+        (_OF_ROCM, "library-of-rocm"),
+        (_OF_ASCEND, "library-of-ascend"),
+    ):
+        if pattern.fullmatch(name):
+            return rule, shown
+    if _OF_TORCH.fullmatch(name):
+        package = _asking(said, log)
+        return "library-of-torch", {**shown, "package": package, "way": way_to_rebuild(package)}
+    if known := supplied("libraries", name):
+        return "library-missing", {**shown, **known}
+    return "library-not-found", shown
+
+
+def _of_cuda(shown: dict[str, object], name: str, said: str, log: Log) -> Told:
+    """A library of CUDA: torch's own, or that of another CUDA."""
+    if _TORCH_LOADS.search(log.text):
+        return "library-of-torch-itself", shown
+    number = re.search(r"\.so\.(1[1-9])(?:\.\d+)*$", name)
+    majors = {"cufft": {"11": "12"}, "cusolver": {"11": "11 / 12"}}.get(str(shown["short"]), {})
+    cuda = majors.get(number[1], number[1]) if number else ""
+    major = Text(f" of CUDA {cuda}", f"（CUDA {cuda}）") if cuda else Text.same("")
+    return "library-of-cuda", {**shown, "package": _asking(said, log), "major": major}
+
+
+_FRAME = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z]\w*)[/.]")
+
+
+def _asking(said: str, log: Log) -> str:
+    """The last package in a log's frames other than torch: the one whose import fails."""
+    named = [hit["name"] for hit in _FRAME.finditer(f"{log.text}\n{said}") if hit["name"] != "torch"]
+    return package_of_extension(f"site-packages/{named[-1]}/{named[-1]}.so") if named else "PACKAGE"
+
+
+# ------------------------------------------------------------------------------------------ architectures of GPUs
+
+_ARCHITECTURES: dict[int, tuple[str, str | None]] = {
+    **dict.fromkeys((30, 32), ("5.0", "10.2")),
+    **dict.fromkeys((35, 37), ("6.5", "11.8")),
+    **dict.fromkeys((50, 52, 53), ("6.5", "12.9")),
+    **dict.fromkeys((60, 61, 62), ("8.0", "12.9")),
+    **dict.fromkeys((70, 72), ("9.0", "12.9")),
+    75: ("10.0", None),
+    80: ("11.0", None),
+    86: ("11.1", None),
+    87: ("11.4", None),
+    **dict.fromkeys((89, 90), ("11.8", None)),
+    **dict.fromkeys((100, 101, 120), ("12.8", None)),
+    **dict.fromkeys((103, 121), ("12.9", None)),
+    110: ("13.0", None),
+}
+"""The first and last CUDA whose compiler knows an architecture, from the release notes of the toolkit."""
+_TRITON = {90: "2.1", 100: "3.3", 120: "3.3", 103: "3.4", 121: "3.4"}
+"""The first release of triton for an architecture."""
+_UNKNOWN_ARCHITECTURE = re.compile(
+    r"(?P<nvcc>[Uu]nsupported gpu architecture '(?:compute|sm)_(?P<a>\d{2,3}))"
+    r"|'?(?:sm|compute)_(?P<b>\d{2,3})[af]?'? (?:is not defined for option|is not a recognized processor)"
+    r"|does not support target '(?:sm|compute)_(?P<c>\d{2,3})"
+    r"|(?P<torch>Unknown CUDA arch \((?P<d>\d{1,2}\.\d)[^)]{0,8}\) or GPU not supported)"
+    r"|(?P<triton>getMMAVersionSafe)"
+)
+_COMPILES = {"nvcc": "architecture-nvcc", "torch": "architecture-torch", "triton": "architecture-triton-way"}
+"""What helps with each tool, by the names of phrases."""
+_NAMED_GPU = ((r"RTX (?:PRO )?50\d\d|RTX PRO \d000", 120), (r"\bG?B[23]00\b", 100), (r"\bGB10\b", 121))
+
+
+def _architecture(said: str, log: Log) -> Told | None:
+    """A GPU's architecture that a compiler does not know yet, or no longer."""
+    match = _UNKNOWN_ARCHITECTURE.search(said)
+    if match is None:
+        return None
+    number = match["a"] or match["b"] or match["c"] or (match["d"] or "").replace(".", "")
+    if not number:
+        number = str(next((arch for gpu, arch in _NAMED_GPU if re.search(gpu, log.text)), ""))
+    known = _ARCHITECTURES.get(int(number)) if number else None
+    if known is None:
+        return None
+    least, last = known
+    tool = "nvcc" if match["nvcc"] else "torch" if match["torch"] else "triton"
+    shown: dict[str, object] = {"tool": tool, "arch": f"sm_{number}", "least": least}
+    if match["nvcc"] and last:
+        return "architecture-dropped", {**shown, "last": last}
+    triton = _TRITON.get(int(number))
+    shown["triton"] = words("architecture-triton", triton=triton) if triton else Text.same("")
+    dotted = f"{number[:-1]}.{number[-1]}"
+    return "architecture-unknown", {**shown, "way": words(_COMPILES[tool], least=least, dotted=dotted)}
+
+
+_NO_IMAGE = re.compile(r"no kernel image is available|invalid device function")
+_KERNELS = re.compile(
+    r"(?:site|dist)-packages/(?P<name>flashinfer|sgl_kernel|flash_attn|xformers|bitsandbytes|apex|auto_gptq|awq\w*"
+    r"|exllama\w*|transformer_engine|mamba_ssm|causal_conv1d|deep_gemm|deep_ep|vllm)/"
+)
+
+
+def _image(root: Traceback, log: Log) -> Told | None:
+    """A package without kernels for this GPU, as opposed to torch, by the innermost frame."""
+    first = root.root
+    frame = first.frames[-1].replace("\\", "/") if first.frames else ""
+    match = _KERNELS.search(frame)
+    if match is None or not _NO_IMAGE.search(first.said) or "HIP" in first.said:
+        return None
+    package = package_of_extension(f"site-packages/{match['name']}/a.so")
+    engine = next((each for each in ("sglang", "vllm") if f"/{each}/" in "".join(first.frames)), "other")
+    return "kernel-image-of-package", {"package": package, "way": words(f"kernels-{engine}", package=package)}
+
+
+# ------------------------------------------------------------------------------------------ drivers
+
+_DRIVER = re.compile(
+    r"driver on your system is too old \(found version (?P<found>\d{4,5})\)"
+    r"|driver version is insufficient for CUDA runtime|PTX was compiled with an unsupported toolchain"
+    r"|undefined symbol: cu[A-Z]\w+|CUDA_ERROR_UNSUPPORTED_PTX_VERSION"
+)
+_INDEXES = ((13, 0, "cu130"), (12, 8, "cu128"), (12, 6, "cu126"), (12, 0, "cu121"), (11, 0, "cu118"))
+"""Indexes of torch's wheels, by the least CUDA of a driver that runs them."""
+
+
+def _driver(said: str, log: Log) -> Told | None:
+    """A driver that is too old for the CUDA of what runs, and the wheels that it can run."""
+    match = _DRIVER.search(said)
+    if match is None:
+        return None
+    found = int(match["found"] or 0)
+    major, minor = found // 1000, found % 1000 // 10
+    index = next(
+        (name for *least, name in _INDEXES if [major, minor] >= least), "cu118" if found else "cu121"
+    )
+    has = words("driver-has", cuda=f"{major}.{minor}") if found else Text.same("")
+    return "driver-too-old", {"has": has, "index": index}
+
+
+# ------------------------------------------------------------------------------------------ extensions that say it
+
+_BUILT_FOR = re.compile(
+    r"was built for:?\s+PyTorch (?P<built>\d[\w.+]{0,30}) with CUDA \d+ \(you have (?P<has>\d[\w.+]{0,30})\)"
+)
+
+
+def _built_for(said: str, log: Log) -> Told | None:
+    match = _BUILT_FOR.search(said)
+    if match is None or match["built"] == match["has"]:
+        return None
+    index = match["has"].partition("+")[2] or "cu126"
+    return "extension-built-for", {**match.groupdict(), "package": "xformers", "index": index}
+
+
+# ------------------------------------------------------------------------------------------ what pip offers
+
+_OFFERED = re.compile(
+    r"Could not find a version that satisfies the requirement (?P<spec>[^\s(]{1,120})(?: \([^)]{0,80}\))?"
+    r" \(from versions: (?P<versions>[^)]{0,2000})"
+)
+_PYTHON = re.compile(
+    r"(?<![\w.])[Pp]ython ?(3\.\d{1,2})(?![\d])|\bcp3(\d{1,2})\b|[/\\][Pp]ython3?(\d{2})[/\\]"
+)
+_WINDOWS = re.compile(
+    r"(?<![\w/])[A-Za-z]:\\|win_amd64|(?i:\bwindows(?: 1[01])?\b(?! subsystem)|\bwin1[01]\b)"
+)
+_MAC = re.compile(
+    r"(?<!\w)/Users/\w|(?i:\bmacos\b|\bdarwin\b|apple silicon|\bmacbook\b|\bm[1-4] (?:pro|max|ultra)\b)"
+)
+_ARM = re.compile(r"\baarch64\b|linux_arm64")
+
+
+def _python_of(text: str) -> str:
+    """The first version of Python in a text; "" without one."""
+    match = _PYTHON.search(text)
+    number = next((each for each in match.groups() if each), "") if match else ""
+    return f"3.{number.removeprefix('3').lstrip('.')}" if number else ""
+
+
+def _system(log: Log) -> str:
+    """The platform that a log shows: "windows", "mac", "arm" or ""."""
+    shown = ((_WINDOWS, "windows"), (_MAC, "mac"), (_ARM, "arm"))
+    return next((name for pattern, name in shown if pattern.search(log.text)), "")
+
+
+def _offered(said: str, log: Log) -> Told | None:
+    """Releases that pip sees, none of which fits: too old or too new a Python, a mirror, another system."""
+    match = _OFFERED.search(said)
+    if match is None:
+        return None
+    try:
+        asked = Requirement(match["spec"])
+        package, specifier = asked.name, str(asked.specifier)
+    except InvalidRequirement:
+        package, specifier = match["spec"], ""
+    if system := _platform_of(canonicalize_name(package), log):
+        return system
+    python = _python_of(log.text)
+    shown = Text(f" with Python {python}", f"（Python {python}）") if python else Text.same("")
+    kind = _direction(specifier, match["versions"])
+    values: dict[str, object] = {"package": package, "spec": match["spec"], "python": shown}
+    values["why"] = words(f"offered-{kind}", package=package, versions=clipped(match["versions"], 120))
+    return "version-not-offered", {**values, "way": words(f"offered-{kind}-way", package=package)}
+
+
+def _direction(specifier: str, versions: str) -> str:
+    """How the releases on offer differ from the requested one: "none", "newer", "older" or "others"."""
+    found, wanted = _versions(versions), _versions(specifier)
+    if not found:
+        return "none"
+    if not wanted:
+        return "others"
+    return "newer" if max(wanted) < min(found) else "older" if min(wanted) > max(found) else "others"
+
+
+_RELEASE = re.compile(r"(?<![\w.])\d+(?:\.\d+){0,3}(?:\.?(?:post|rc|dev)\d+)?(?![\w.])")
+
+
+def _versions(text: str) -> list[Version]:
+    return [Version(each) for each in _RELEASE.findall(text)]
+
+
+_WHEEL = re.compile(r"(?P<file>[\w.+%-]{5,200}\.whl) is not a supported wheel on this platform")
+
+
+def _wheel(said: str, log: Log) -> Told | None:
+    match = _WHEEL.search(said)
+    if match is None:
+        return None
+    try:
+        *_, tags = parse_wheel_filename(match["file"].replace("%2B", "+"))
+    except InvalidWheelFilename:
+        return None
+    wants = ", ".join(sorted({f"{tag.interpreter} {tag.platform}" for tag in tags})[:3])
+    python = _python_of(log.text.replace(match["file"], ""))
+    has = (
+        Text(f" (the log shows Python {python})", f"（日志里是 Python {python}）")
+        if python
+        else Text.same("")
+    )
+    return "wheel-refused", {"file": match["file"], "wants": wants, "has": has}
+
+
+_FAILED_BUILD = re.compile(
+    r"(?:Failed building wheel for|Could not build wheels for|Failed to build(?: installable wheels[^(\n]{0,80}\()?"
+    r"|Failed to build `) ?(?P<name>[A-Za-z][\w.-]{0,60})"
+)
+
+
+def _build(said: str, log: Log) -> Told | None:
+    """A package that pip had to compile, if the log does not show the compiler's reason."""
+    match = _FAILED_BUILD.search(said)
+    if match is None:
+        return None
+    package = canonicalize_name(match["name"])
+    kind = next((kind for kind, names in _COMPILED.items() if package in names), "other")
+    values = {"package": package, "needs": words(f"build-{kind}")}
+    return "build-failed", {**values, "way": words(f"build-{kind}-way", package=package)}
+
+
+_COMPILED = {
+    "cuda": (
+        *("flash-attn", "apex", "xformers", "transformer-engine", "transformer-engine-torch", "mamba-ssm"),
+        *(
+            "causal-conv1d",
+            "deepspeed",
+            "pycuda",
+            "vllm",
+            "auto-gptq",
+            "autoawq",
+            "grouped-gemm",
+            "sgl-kernel",
+        ),
+        *(
+            "gptqmodel",
+            "fused-dense-lib",
+            "dropout-layer-norm",
+            "nv-grouped-gemm",
+            "flash-attn-3",
+            "torch-scatter",
+        ),
+    ),
+    "rust": ("tokenizers", "safetensors", "tiktoken", "outlines-core", "hf-xet", "pydantic-core", "orjson"),
+    "c": (
+        *(
+            "sentencepiece",
+            "numpy",
+            "pandas",
+            "scipy",
+            "scikit-learn",
+            "pyarrow",
+            "llama-cpp-python",
+            "mpi4py",
+        ),
+        *("fasttext", "psutil", "grpcio", "pyyaml", "cffi", "h5py", "opencv-python", "tokenizers-c", "onnx"),
+    ),
+}
+"""What packages are compiled with."""
+
+
+# ------------------------------------------------------------------------------------------ platforms
+
+_NO_MODULE = re.compile(r"No module named ['\"`‘’](?P<name>[A-Za-z_]\w*)")
+_WITHOUT = {
+    "windows": (
+        "triton",
+        "flash-attn",
+        "vllm",
+        "sglang",
+        "deepspeed",
+        "apex",
+        "transformer-engine",
+        "uvloop",
+    ),
+    "mac": (
+        "triton",
+        "flash-attn",
+        "xformers",
+        "bitsandbytes",
+        "deepspeed",
+        "vllm",
+        "apex",
+        "transformer-engine",
+    ),
+}
+"""Packages without official wheels for a platform."""
+
+
+def _platform_of(package: str, log: Log) -> Told | None:
+    system = _system(log)
+    if package not in _WITHOUT.get(system, ()):
+        return None
+    own = f"{system}-{package}" if package == "triton" else system
+    shown = {"package": package, "system": words(f"system-{system}")}
+    return "platform-without", {**shown, "way": words(f"without-{own}", package=package)}
+
+
+def _platform(said: str, log: Log) -> Told | None:
+    """A package that cannot be imported because the platform has no build of it."""
+    match = _NO_MODULE.search(said)
+    return _platform_of(canonicalize_name(match["name"]), log) if match else None
+
+
+# ------------------------------------------------------------------------------------------ classes of tokenizers
+
+_TOKENIZER = re.compile(r"Tokenizer class (?P<name>\w+) does not exist or is not currently imported")
+
+
+def _tokenizer(said: str, log: Log) -> Told | None:
+    """A tokenizer's class in its config that the installed transformers does not have."""
+    match, own = _TOKENIZER.search(said), table("transformers")
+    if match is None or own is None:
+        return None
+    name = match["name"]
+    every = {each for group in own.raw["names"]["transformers"].values() for each in group.split(" ")}
+    presence = own.name("transformers", name)
+    same = next((each for each in sorted(every) if each != name and each.lower() == name.lower()), "")
+    if presence.there and min(presence.there) > 0:
+        since = own.versions[min(presence.there)]
+        why, way = words("tokenizer-since", since=since), words("tokenizer-since-way", since=since)
+    elif presence.there:
+        why, way = words("tokenizer-needs"), words("tokenizer-needs-way", name=name)
+    elif same or (near := closest(name, every, cutoff=0.9)):
+        other = same or near[0]
+        why, way = (
+            words("tokenizer-renamed", other=other),
+            words("tokenizer-renamed-way", name=name, other=other),
+        )
+    else:
+        why, way = words("tokenizer-own"), words("tokenizer-own-way")
+    return "tokenizer-class-unknown", {"name": name, "why": why, "way": way}
+
+
+def of_kernels(root: Traceback, log: Log) -> Finding | None:
+    """The finding for a package without kernels for this GPU."""
+    found = _image(root, log)
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told(found[0], [place], found[1], certainty="likely") if found else None
+
+
+_ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
+    *(_built_for, _library, _architecture, _driver, _offered, _wheel, _platform, _tokenizer, _said, _build),
+)
