@@ -21,6 +21,10 @@ PARTS = {
         "assert a, b",
         f"{SITE}/deepspeed/runtime/zero/partitioned_param_coordinator.py",
     ): "set_z3_leaf_modules",
+    "RuntimeError: disagreement between rank0 and rank1: rank0: [4], rank1: [5]": "set_z3_leaf_modules",
+    raised(
+        "KeyError: 'frob'", "md = m[fqn]", f"{SITE}/torch/distributed/checkpoint/default_planner.py"
+    ): "allow_partial_load",
     "ValueError: [deepspeed] failed to resume from checkpoint out/checkpoint-8": "save_only_model",
     "mlflow.exceptions.MissingConfigException: Yaml file 'mlruns/0/meta.yaml' does not exist.": "report",
     "use_fast=False fails with 'TypeError: not a string' for some models": "tokenizer.model",

@@ -94,6 +94,8 @@ DIVIDES = {
         "30 / 4",
         "1, 2, 3, 5, 6",
     ),
+    raised("AssertionError: batch-size 64 not multiple of GPU count 3"): ("64 / 3", "63, 66"),
+    raised("AssertionError", "assert args.batch_size % len(devices) == 0"): ("", "micro-batch"),
     "--tp 4\n"
     + raised("AssertionError: First dimension of the tensor should be divisible by tensor parallel size"): (
         "`tensor parallel size`",
@@ -158,3 +160,26 @@ def test_an_assertion_of_deepspeed_that_was_pasted_from_the_middle_on() -> None:
     )
     found = first(f"{said}[rank0]:     assert len(self.ckpt_list) > 0\n[rank0]: AssertionError")
     assert found.code == "part-failed" and "global_step*" in found.remedy.en
+
+
+def test_a_loss_that_goes_around_the_engine_of_deepspeed() -> None:
+    trace = (
+        raised("", "loss.backward()").rstrip()
+        + f"""
+  File "{SITE}/torch/_tensor.py", line 521, in backward
+    torch.autograd.backward(
+  File "{SITE}/deepspeed/runtime/zero/stage_1_and_2.py", line 940, in reduce
+    grad = self.ipg_buffer[self.ipg_index].narrow(0, 1, 2)
+AttributeError: 'DeepSpeedZeroOptimizer' object has no attribute 'ipg_index'"""
+    )
+    found = first(trace)
+    assert found.code == "engine-bypassed" and "engine.backward(loss)" in found.remedy.en
+    assert first(f"deepspeed==0.18.9\n{trace}").code != "engine-bypassed"
+    inside = trace.replace("/home/user/train.py", f"{SITE}/deepspeed/runtime/engine.py")
+    assert first(inside).code != "engine-bypassed"
+
+
+def test_the_version_of_a_twin_counts() -> None:
+    said = "TypeError: LightningCLI.__init__() got an unexpected keyword argument 'run'"
+    found = first(f"  - lightning: 1.4.9\n{raised(said, 'cli = LightningCLI(')}")
+    assert (found.code, found.certainty) == ("api-came-later", "sure")

@@ -18,12 +18,12 @@ _SETTING = r"(?<![\w.-])[A-Za-z][\w.-]{0,60}(?: [A-Za-z][\w.-]{0,60}){0,5}?"
 _NUMBER = r"(?:[ =]\(?\d{1,12}\)?)?"
 _NAMED = (
     rf"(?P<whole>{_SETTING}{_NUMBER}) (?:(?:should|must|has to|have to|needs? to) be(?: evenly)?|is not|are not|not)"
-    r" (?:divisible by|a multiple of) (?:the )?"
+    r" (?:divisible by|(?:a )?multiple of) (?:the )?"
     rf"(?P<parts>{_SETTING}{_NUMBER}(?: (?:times|x|\*) (?:the )?{_SETTING}{_NUMBER})?)(?=[^\w ]|$)"
 )
 _CHECKS = (
     re.compile(_NAMED),
-    re.compile(r"assert (?P<whole>[\w.]+) % (?P<parts>[\w.]+) == 0"),
+    re.compile(r"assert (?P<whole>[\w.]+) % (?P<parts>[\w.]+(?:\([\w.]*\))?) == 0"),
 )
 _SET = re.compile(
     r"(?<![\w-])(?:--)?(?P<key>[A-Za-z][\w-]{1,60})['\"]?(?: ?\.{3,}| ?[=:]| (?=\d))\s{0,3}(?P<value>\d{1,9})(?![\w.%])"
@@ -63,7 +63,7 @@ def of_divisors(root: Traceback, log: Log) -> Finding | None:
     shown = {
         "whole": check.whole,
         "parts": check.parts,
-        "told": Text.lines(evidence(root, log)),
+        "told": _sentence(evidence(root, log)),
         "cure": cure,
     }
     return told("not-divisible", [place], shown, certainty="likely")

@@ -324,7 +324,8 @@ def _titled(line: Line, frames: list[str]) -> Traceback | None:
         if match := pattern.search(line.text):
             said = line.text[match.start() :].strip()
             return Traceback(line.stream, line.number, line.number, line.number, name, said, frames)
-    if len(line.text) > TITLE or not _reports_failure(line.text):
+    fails = _reports_failure(line.text) or re.search(r"(?i)\bmissing\b", line.text)
+    if len(line.text) > TITLE or not fails:
         return None
     said = re.sub(r"^\W{0,3}\[?(?i:bug|question|issue|help)\]?:? ", "", line.text.strip())
     return Traceback(line.stream, line.number, line.number, line.number, "", said, frames)

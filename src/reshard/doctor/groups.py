@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from packaging.version import Version
+
 from reshard.doctor.failures import CUT_OFF, is_consequence
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.log import Log, Traceback
@@ -80,5 +82,27 @@ def _ssh(root: Traceback, log: Log) -> Told | None:
 
 NEAR = 30
 """Lines at the end of a log in which ssh and pdsh print why they failed."""
+
+_BACKWARD = re.compile(r"torch/_tensor\.py:\d+ backward")
+_ENGINES = re.compile(r"/(?:deepspeed|accelerate|colossalai|lightning\w*|pytorch_lightning)/")
+_ZERO = re.compile(r"deepspeed/runtime/zero/|'DeepSpeedZeroOptimizer\w*' object")
+TAKES_LOSSES = Version("0.18.1")
+"""DeepSpeed from which `loss.backward()` is allowed."""
+
+
+def bypassed(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a loss was not passed to DeepSpeed's engine, which prepares ZeRO for the backward pass."""
+    frames = [frame.replace("\\", "/") for frame in root.frames]
+    at = next((at for at, frame in enumerate(frames) if _BACKWARD.search(frame)), 0)
+    version = log.versions.get("deepspeed")
+    if not at or any(_ENGINES.search(frame) for frame in frames[:at]):
+        return None
+    if not _ZERO.search("\n".join([root.said, *frames[at:]])):
+        return None
+    if version and Version(version) >= TAKES_LOSSES:
+        return None
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("engine-bypassed", [place], {"frame": root.frames[at - 1]}, certainty="likely")
+
 
 _ASKED: tuple[Callable[[Traceback, Log], Told | None], ...] = (_dimensions, _outside, _rendezvous, _ssh)

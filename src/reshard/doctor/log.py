@@ -113,9 +113,11 @@ PACKAGES = (
     *("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "safetensors", "tokenizers"),
     *("megatron-core", "transformer-engine", "flash-attn", "vllm", "verl", "ms-swift", "datasets", "numpy"),
     *("triton", "bitsandbytes", "xformers", "huggingface-hub", "llamafactory", "axolotl"),
+    *("pytorch-lightning", "lightning", "colossalai"),
 )
 _ALIASES = {
     "pytorch": "torch",
+    "pytorch_lightning": "pytorch-lightning",
     "megatron_core": "megatron-core",
     "flash_attn": "flash-attn",
     "swift": "ms-swift",

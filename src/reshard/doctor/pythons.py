@@ -77,6 +77,8 @@ def _key(root: Traceback, log: Log) -> Told | None:
     match = _KEY.match(root.said.split("\n")[0])
     if match is None:
         return None
+    if "torch/distributed/checkpoint/" in "".join(root.frames[-1:]).replace("\\", "/"):
+        return None  # the name of a tensor: see `parts.yaml`
     key = match["key"] or match["bare"]
     if _ENVIRONMENT.fullmatch(key) and (
         "environ" in root.source or "/os.py" in "".join(root.frames[-1:]) or not root.source
