@@ -165,3 +165,69 @@ def test_certainties_are_told_in_both_languages() -> None:
         "(dtypes-differ-unnamed, likely)",
         "（dtypes-differ-unnamed，很可能）",
     ]
+
+
+def test_a_title_above_a_log_of_preparations() -> None:
+    said = "ValueError: The number of images does not match the number of <image> tokens in [{'content': '<image>a'"
+    found = first(
+        f"{said}\n\nConverting format of dataset: 100%|##########| 1/1 [00:00<00:00, 483 examples/s]"
+    )
+    assert found.code == "modal-marks" and '.count("<image>")' in found.remedy.zh
+
+
+def test_frames_in_the_order_of_a_debugger() -> None:
+    said = "FinetuningConfig.__init__() got an unexpected keyword argument 'combine'"
+    frames = [
+        ("from_dict", "return cls(**kwargs)"),
+        ("main", "c = FinetuningConfig.from_file(f)"),
+        ("<module>", "app()"),
+    ]
+    shown = "".join(
+        f'  File "/home/user/tune.py", line {at}, in {name}\n    {code}\n'
+        for at, (name, code) in enumerate(frames)
+    )
+    found = first(f"Exception has occurred: TypeError\n{said}\n{shown}TypeError: {said}")
+    assert found.code == "config-key-of-other" and "tune.py:0 from_dict" in found.rule.en
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "cure"),
+    [
+        (
+            "[ERROR:swift] import vllm_utils error: No module named 'openai.types'",
+            "submodule-missing",
+            "-U openai",
+        ),
+        ("ModuleNotFoundError: No module named 'flask.types'", "submodule-missing", "print(flask.__path__)"),
+        ("PPO fails: a.b()got an unexpected keyword argument'mask'", "unexpected-keyword", ""),
+        (
+            "AttributeError: 'LLMEngine' object has no attribute 'model_executor'",
+            "vllm-engine-of-v0",
+            "VLLM_USE_V1=0",
+        ),
+        (
+            "ValueError: no. Please make sure you have installed `bitsandbytes>=0.37.0`.",
+            "version-required",
+            "0.37.0",
+        ),
+        (
+            "ValueError: This takes no images. Please check whether the correct `template` is used.",
+            "message-names-cure",
+            "",
+        ),
+        (raised("KeyError: 'messages'", "m = inputs['messages']"), "key-record", "column_names"),
+        (
+            "ValueError: There is no module or parameter named 'score' in Qwen2VLModel",
+            "vllm-unexpected-weights",
+            "pooling",
+        ),
+    ],
+)
+def test_causes_in_few_words(said: str, code: str, cure: str) -> None:
+    found = first(said)
+    assert found.code == code and cure in found.remedy.en
+
+
+def test_what_an_object_is_valid_for_is_no_setting() -> None:
+    said = "TypeError: Only nested objects that are valid for `is_torch_tensor` should be passed."
+    assert first(raised(said)).code != "setting-not-given"

@@ -73,7 +73,8 @@ def _of_command(args: str) -> Iterator[str]:
 _VERB = (
     r"(?:set(?:ting)?|us(?:e|ing)|pass(?:ing)?|add(?:ing)?|call(?:ing)?|enabl(?:e|ing)|disabl(?:e|ing)"
     r"|specify(?:ing)?|provid(?:e|ing)|launch(?:ing)?|run(?:ning)?|initialize|reduc(?:e|ing)|lower|increas(?:e|ing)"
-    r"|chang(?:e|ing)|remov(?:e|ing)|replac(?:e|ing)|load(?:ing)?|mov(?:e|ing)|defin(?:e|ing)|upgrade|downgrade)"
+    r"|chang(?:e|ing)|remov(?:e|ing)|replac(?:e|ing)|load(?:ing)?|mov(?:e|ing)|defin(?:e|ing)|upgrade|downgrade"
+    r"|(?:check|make sure|ensure|verify)(?: whether| that| if)?(?: the| your)?(?: correct| right)?)"
 )
 _CODE = (
     r"(?:`[^`\n]{2,100}`|['\"][\w.-]+['\"]|--[\w-]{2,60}|\b\w+ ?= ?[\w'\"]+|\b[\w.]*[a-z]\w*_\w+\b|\b\w+\(\))"

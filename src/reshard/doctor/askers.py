@@ -88,6 +88,38 @@ def of_python_2(root: Traceback, log: Log) -> Finding | None:
     return told("python-two", [place], {"module": match["module"].partition(".")[0]}, certainty="likely")
 
 
+_SUBMODULE = re.compile(r"No module named ['\"](?P<module>(?P<package>[A-Za-z_]\w*)(?:\.\w+)+)['\"]")
+_NAMESPACES = frozenset(
+    ("google", "megatron", "nvidia", "azure", "ruamel", "mpl_toolkits", "transformers_modules")
+)
+"""Packages that several distributions fill."""
+
+
+def of_submodule(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a package was imported that has no such part; None if the package itself is missing."""
+    match = _SUBMODULE.search(root.said)
+    if match is None or match["package"] in _NAMESPACES | sys.stdlib_module_names:
+        return None
+    values = {**match.groupdict(), "distribution": PACKAGES.get(match["package"], match["package"])}
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("submodule-missing", [place], values, certainty="likely")
+
+
+_OF_ENGINE = re.compile(
+    r"'(?P<kind>LLM|LLMEngine|AsyncLLM|EngineCore\w*|InprocClient|SyncMPClient|MultiprocExecutor|UniProcExecutor)'"
+    r" object has no attribute '(?P<name>model_executor|driver_worker|workers?|model_runner|scheduler|llm_engine)'"
+)
+
+
+def of_engine(root: Traceback, log: Log) -> Finding | None:
+    """The finding that code reaches into vLLM's first engine, and the second one runs."""
+    match = _OF_ENGINE.search(root.said)
+    if match is None:
+        return None
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("vllm-engine-of-v0", [place], match.groupdict(), certainty="likely")
+
+
 def owner(frame: str) -> str | None:
     """The package of a frame's file; None for a script."""
     match = _INSTALLED.search(frame)

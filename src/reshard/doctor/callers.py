@@ -100,10 +100,12 @@ def _unknown(root: Traceback) -> Told | None:
     if refused := _of_no_release(match["function"], match["name"]):
         return refused
     package = installed_of(root) or (_owner_of(kind) if kind else "")
+    made = _BUILT_FROM.search(root.source)
+    if not package and made and method == "__init__" and root.frames:
+        return "config-key-of-other", {"kind": kind, "name": match["name"], "frame": root.frames[-1]}
     if not package:
         return _of_owners(match["name"]) if match["function"] == "__init__" else None
     shown = {"function": match["function"], "name": match["name"], "package": package}
-    made = _BUILT_FROM.search(root.source)
     if made and method == "__init__" and re.search(r"/config\w*/|config\w*\.py", "".join(root.frames[-1:])):
         return "config-newer", shown
     return "call-unknown", {**shown, "update": words("update-asker", package=package)}

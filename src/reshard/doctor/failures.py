@@ -26,7 +26,8 @@ from reshard.doctor.tracebacks import (
 
 _MEASURED = r"""['"]?(?:train_|eval_)?(?:loss|runtime)['"]?\s*[:=]\s*['"]?\d | \biteration\s+\d+\s*/ | train_runtime
       | \bstep\s*(?:[:=]\s*)?\d.{0,500}\bloss\b
-      | ^(?!.{0,200}\b(?:Loading|Map|Filter|Fetching|Download|Generating|[Tt]okeniz|Resolving|Capturing)).*\b100%\|"""
+      | ^(?!.{0,200}\b(?:Loading|Map|Filter|Fetching|Download|Generating|[Tt]okeniz|Resolving|Capturing|Convert
+        |Packing|Grouping)).*\b100%\|"""
 _SAID_DONE = r"""\b(?i:successfully
             |(?:training|run|export|conversion|evaluation)\ (?:is\ )?(?:complete|finished|done)
             |(?:model|weights|checkpoint|tokenizer|adapter)s?\ saved|saved\ (?:model|weights|checkpoint|to)
@@ -256,7 +257,10 @@ def _logged(line: Line) -> tuple[str, str] | None:
     if _HEADING.fullmatch(line.text):
         return None
     is_told = _LOGGED.search(line.text) and not _EXIT.search(line.text) and not _LAUNCHER.search(line.text)
-    return ("", line.text.strip()) if is_told else None
+    if not is_told:
+        return None
+    said = line.text.rpartition("rror: ")[2].strip()  # of an exception that a program caught and logged
+    return (kind, said) if (kind := kind_of(said)) else ("", line.text.strip())
 
 
 def _address(line: Line) -> tuple[str, str] | None:
@@ -284,9 +288,14 @@ def _failure(lines: Sequence[Line], at: int, name: str, message: str) -> Traceba
     last = rest[end - 1].number
     found = Traceback(lines[at].stream, start, lines[at].number, last, name, message, frames)
     found.source = source_of(before[first:])
+    if any(_DEBUGGER.match(line.text) for line in before[max(0, first - 2) : first]):
+        found.frames.reverse()
+        found.source = before[first + 1].text.strip()
     return unwrapped(at_the_asker(found, before[first:]))
 
 
+_DEBUGGER = re.compile(r"Exception has occurred: \w")
+"""What VS Code prints above frames in its own order, the innermost first."""
 _NUMBERED = re.compile(r"-{1,}> ?\d+ |\d+ |\[?(?:File )?/?[\w./<>-]+\]?(?:\.py|>|:\d+)\S{0,40},? in ")
 """Lines of code in a notebook's traceback, and its frames."""
 
@@ -351,7 +360,7 @@ def _exit_status(lines: Sequence[Line]) -> Traceback | None:
 
 _PYTHONS_OWN = {
     "TypeError": re.compile(
-        r"(?:[\w.]{1,200}\(\) )?(?:got an )?unexpected keyword argument ['\"`]"
+        r"(?:[\w.]{1,200}\(\) ?)?(?:got an )?unexpected keyword argument ?['\"`]"
         r"|takes \d+ positional arguments? but \d+"
     ),
     "AttributeError": re.compile(
@@ -375,11 +384,13 @@ def _unnamed(lines: Sequence[Line]) -> Traceback | None:
         for name, pattern in _PYTHONS_OWN.items():
             match = None if _QUIET.search(line.text) or _FINE.search(line.text) else pattern.search(line.text)
             if match:
-                said = line.text[match.start() :].strip()
+                said = _JOINED.sub(r"\1 ", line.text[match.start() :].strip())
                 return Traceback(line.stream, line.number, line.number, line.number, name, said)
     return None
 
 
+_JOINED = re.compile(r"(\(\)(?=got )|keyword argument(?=['\"`]))")
+"""Where people leave out a space."""
 FEW = 30
 """Number of lines up to which a text is considered a quotation from a log."""
 

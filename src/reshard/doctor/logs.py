@@ -11,7 +11,7 @@ from dataclasses import replace
 from reshard.doctor import absent, arguments, divisors, shortages
 from reshard.doctor.advice import of_packages, of_setting
 from reshard.doctor.artefacts import VETOED, mixed_up
-from reshard.doctor.askers import of_python, of_python_2, of_wrong_type
+from reshard.doctor.askers import of_engine, of_python, of_python_2, of_submodule, of_wrong_type
 from reshard.doctor.builds import of_build
 from reshard.doctor.callers import of_call
 from reshard.doctor.clashes import of_clash
@@ -174,7 +174,7 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
     It takes precedence over entries that only depend on the kind of the exception, or guess otherwise. Other entries
     that explain the failure are kept after it.
     """
-    found = of_failure(root, log)
+    found = None if of_engine(root, log) else of_failure(root, log)
     if found is None:
         return None
     own = next((match for match in causes if match.at_root or match.line.number == root.last), None)
@@ -220,6 +220,7 @@ _OF_WORDS = (
     of_model_files,
     of_shadow,
     of_stale,
+    of_engine,
     of_one_package,
     of_python,
     of_python_2,
@@ -234,6 +235,7 @@ _OF_WORDS = (
     of_wrong_type,
     of_call,
     divisors.of_divisors,
+    of_submodule,
     described,
 )
 

@@ -96,6 +96,8 @@ def _key(root: Traceback, log: Log) -> Told | None:
     if not re.search(rf"\[['\"]{re.escape(key)}['\"]\]", root.source):
         container = _container(_code_with(key, root, log), key) or container
     kind = next((kind for kind, names in _KINDS if re.fullmatch(names, container.rpartition(".")[2])), None)
+    if kind is None and key in COLUMNS:
+        kind = "record"
     if kind == "config" and _VARIABLE.search(root.source):
         kind = None  # things by the names that a caller gives, not settings
     if not container:
@@ -118,6 +120,34 @@ _MODALITIES = {
     **dict.fromkeys(("input_features", "input_values", "audio_values", "feature_attention_mask"), "audio"),
 }
 """What processors return only for samples with an image, a video or audio."""
+COLUMNS = frozenset(
+    (
+        *(
+            "messages",
+            "conversations",
+            "conversation",
+            "instruction",
+            "prompt",
+            "chosen",
+            "rejected",
+            "completion",
+        ),
+        *(
+            "query",
+            "response",
+            "images",
+            "image",
+            "videos",
+            "audios",
+            "text",
+            "label",
+            "labels",
+            "question",
+            "answer",
+        ),
+    )
+)
+"""Names of columns that trainers require of datasets."""
 _OPTIMIZER = ("param_groups", "optimizer", "optimizer_states", "lr_schedulers", "exp_avg", "exp_avg_sq")
 """Keys in optimizer states that checkpoints of only a model do not have."""
 

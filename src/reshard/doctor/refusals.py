@@ -193,11 +193,22 @@ _COUNTS = re.compile(
 )
 
 
+_MARKS = re.compile(
+    r"[Nn]umber of (?P<what>image|video|audio)s? (?:does not match|doesn't match|is not equal to|must match|and)"
+    r"[^\n]{0,60}?(?P<mark><[\w|]{2,30}>)?[^\n]{0,20}?\b(?:tokens?|placeholders?|tags?|marks?)\b"
+)
+
+
 def _counts(said: str, log: Log) -> Told | None:
     """Fewer or more placeholder tokens in a text than an image has features."""
     match = _COUNTS.search(said)
     if match is None:
-        return None
+        marks = _MARKS.search(said)
+        return (
+            ("modal-marks", {"what": marks["what"], "mark": marks["mark"] or f"<{marks['what']}>"})
+            if marks
+            else None
+        )
     tokens, features = int(match["tokens"] or match["places"]), int(match["features"] or match["given"])
     why = words("modal-fewer" if tokens < features else "modal-more")
     return "modal-counts", {"tokens": tokens, "features": features, "why": why}
@@ -282,7 +293,8 @@ _NOT_GIVEN = tuple(
     for pattern in (
         rf"[Pp]lease {_GIVE} (?:(?:the|a|an) )?[`'\"](?P<name>[\w.-]+)[`'\"]"
         r"(?: (?:in|for|of|to) (?:the )?[`'\"](?P<of>[\w.-]+)[`'\"])?",
-        rf"[`'\"](?P<name>[\w.-]+)[`'\"] (?:must|has to|should|needs to) be {_GIVE}\b(?P<of>)",
+        rf"(?<!for )(?<!of )(?<!with )[`'\"](?P<name>[\w.-]+)[`'\"] (?:must|has to|should|needs to) be"
+        rf" {_GIVE}\b(?P<of>)",
         rf"[Yy]ou (?:must|have to|should|need to) {_GIVE} (?:(?:the|a|an) )?[`'\"](?P<name>[\w.-]+)[`'\"](?P<of>)",
     )
 )

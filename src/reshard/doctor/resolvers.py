@@ -73,7 +73,7 @@ _REQUIRED = tuple(
         r"The '(?P<spec>[A-Za-z][\w.-]{0,60}[<>=!~][^'\s]{1,60})' distribution was not found"
         r"(?: and is required by (?P<who>[\w.-]{1,60}))?",
         r"Requirement\.parse\('(?P<spec>[A-Za-z][\w.-]{0,60}[<>=!~][^'\s]{1,60})'\)(?:, \{'(?P<who>[\w.-]{1,60})'\})?",
-        r"\b(?i:requires?|need|needs|install|upgrade|update)\b[^.\n]{0,60}?"
+        r"\b(?i:requires?|need|needs|install(?:ed)?|upgrade|update)\b[^.\n]{0,60}?"
         r"(?<![\w.-])(?P<spec>[A-Za-z][\w-]{0,60}(?:>=|==|~=|<=|<|>)\d[\w.]{0,20}(?:,[<>=!~]{1,2}\d[\w.]{0,20}){0,3})(?P<who>)",
     )
 )

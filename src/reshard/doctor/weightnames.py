@@ -133,6 +133,7 @@ _PLACES = (
             r"(?:^|\.)(?:language_model|vision\w*|visual|multi_modal_projector|image_\w+|audio_\w+|mm_\w+)\b"
         ),
     ),
+    ("task", re.compile(r"^(?:score|classifier|v_head|value_head|reward_head|regression_head)\b")),
     ("head", re.compile(r"^(?:lm_head|embed_out)\b")),
     ("wrapped", re.compile(r"^(?:module|_fsdp_wrapped_module|actor|policy|pretrained_model)\b")),
 )
