@@ -231,3 +231,31 @@ def test_causes_in_few_words(said: str, code: str, cure: str) -> None:
 def test_what_an_object_is_valid_for_is_no_setting() -> None:
     said = "TypeError: Only nested objects that are valid for `is_torch_tensor` should be passed."
     assert first(raised(said)).code != "setting-not-given"
+
+
+REQUIRED = {
+    "ValueError: For safety, we now require users to upgrade torch to at least v2.6 in order to load.": "torch>=2.6",
+    "ImportError: This kernel works with PyTorch 2.4.1 or newer only.": "torch>=2.4.1",
+    "RuntimeError: transformers version must be at least 4.51.3 for this model": "transformers>=4.51.3",
+}
+
+
+@pytest.mark.parametrize("said", REQUIRED)
+def test_a_release_that_is_required_in_prose(said: str) -> None:
+    found = first(raised(said, file=f"{SITE}/transformers/loader.py"))
+    assert found.code == "version-required" and f"install '{REQUIRED[said]}'" in found.remedy.en
+
+
+def test_a_module_that_only_looks_up_is_not_to_be_updated() -> None:
+    said = "AttributeError: 'FrobForCausalLM' object has no attribute 'hf_frob'"
+    assert (
+        "-U torch"
+        not in first(
+            raised(said, file=f"{SITE}/torch/nn/modules/module.py").replace("in f", "in __getattr__")
+        ).remedy.en
+    )
+
+
+def test_an_exception_of_a_program_that_embeds_python() -> None:
+    said = "CSnakes.Runtime.PythonRuntimeException: module 'torch.frob' has no attribute 'tensor'"
+    assert first(f"12:00:00 [ERR] failed\n{said}").code == "module-attribute-missing"

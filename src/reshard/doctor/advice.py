@@ -18,7 +18,17 @@ _INSTALL = re.compile(
     re.MULTILINE,
 )
 _PACKAGE = re.compile(r"[A-Za-z][\w-]*(?:\.[A-Za-z]\w*)*(?:\[[\w,-]+\])?(?:[<>=!~]{1,2}[\w.*]+,?)*")
-_WITH_VALUE = ("-i", "--index-url", "--extra-index-url", "-f", "--find-links", "-c", "--constraint")
+_WITH_VALUE = (
+    "-i",
+    "-r",
+    "--requirement",
+    "--index-url",
+    "--extra-index-url",
+    "-f",
+    "--find-links",
+    "-c",
+    "--constraint",
+)
 _PROSE = frozenset(("to", "for", "if", "then", "in", "with", "before", "first", "from", "it", "the", "on"))
 """Words that end a command inside a sentence."""
 

@@ -60,8 +60,10 @@ def _config(root: Traceback, log: Log) -> Told | None:
     frames = [frame.replace("\\", "/") for frame in root.frames]
     if not frames or root.exception not in ("ValueError", "KeyError", "TypeError", "AssertionError"):
         return None
-    if not _READS_CONFIG.search(frames[-1]) or not (
-        any(map(_FROM_FILE.search, frames)) or _READS_CONFIG.search(frames[0])
+    if (
+        not _READS_CONFIG.search(frames[-1])
+        or frames[-1].endswith(" save_pretrained")
+        or not (any(map(_FROM_FILE.search, frames)) or _READS_CONFIG.search(frames[0]))
     ):
         return None
     version = log.versions.get("transformers")

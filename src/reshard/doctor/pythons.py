@@ -14,7 +14,7 @@ from reshard.doctor.history.table import PACKAGES, Table, table, tables
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
-from reshard.doctor.upstream import package_of
+from reshard.doctor.upstream import asker, package_of
 from reshard.doctor.words import words
 
 Told = tuple[str, dict[str, object]]
@@ -173,12 +173,15 @@ def update_of(root: Traceback) -> Text:
 
 def installed_of(root: Traceback) -> str:
     """The package of a failure's innermost frame; "" for a script and for Python itself."""
-    frame = root.frames[-1].replace("\\", "/") if root.frames else ""
+    frame = asker(root).replace("\\", "/")
+    if _LOOKS_UP.search(frame):
+        return ""  # torch only says that the module which the caller named has no such attribute
     match = _INSTALLED.search(frame)
     found = (match["name"] if match else package_of(frame) or "").partition("/")[0]
     return PACKAGES.get(found, found.replace("_", "-"))
 
 
+_LOOKS_UP = re.compile(r"/torch/nn/modules/module\.py\S* __getattr__")
 _INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z]\w*)/")
 
 

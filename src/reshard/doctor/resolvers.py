@@ -9,6 +9,7 @@ from typing import NamedTuple
 from packaging.utils import canonicalize_name
 
 from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.history.table import PACKAGES, ROOTS
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
@@ -77,6 +78,22 @@ _REQUIRED = tuple(
         r"(?<![\w.-])(?P<spec>[A-Za-z][\w-]{0,60}(?:>=|==|~=|<=|<|>)\d[\w.]{0,20}(?:,[<>=!~]{1,2}\d[\w.]{0,20}){0,3})(?P<who>)",
     )
 )
+_KNOWN = "|".join(
+    sorted(
+        {*ROOTS, *ROOTS.values(), "pytorch", "ray", "torchao", "torchvision", "openai"}, key=len, reverse=True
+    )
+)
+_LEAST = r"v?(?P<least>\d+(?:\.\d+){1,3}(?:\.?(?:dev|rc|post)\d+)?)"
+_NAMED = rf"(?<![\w./-])(?P<package>{_KNOWN})[`'\"]?"
+_IN_WORDS = tuple(
+    re.compile(rf"(?i){pattern}")
+    for pattern in (
+        rf"(?:upgrad|updat)\w{{1,4}} (?:your )?{_NAMED} to (?:at least )?(?:version )?{_LEAST}",
+        rf"{_NAMED} (?:version )?(?:(?:must|should|has to) be |of )?(?:at least|>=|≥) ?{_LEAST}",
+        rf"{_NAMED} (?:version )?(?:>=|≥)? ?{_LEAST} (?:or|and) (?:newer|later|higher|above|greater|up)\b",
+    )
+)
+"""The same in prose, about packages that are known: their names are words of other sentences too."""
 _NO_PACKAGE = re.compile(r"(?i:python|cuda|gcc|glibc|driver|nvcc|rocm)\W")
 
 
@@ -84,8 +101,16 @@ def of_requirement(root: Traceback, log: Log) -> Finding | None:
     """The release of a package that a failure requires; None if it names none."""
     match = next((hit for pattern in _REQUIRED if (hit := pattern.search(root.said))), None)
     if match is None or _NO_PACKAGE.match(match["spec"]):
-        return None
-    spec, who = match["spec"].rstrip("."), match["who"]
+        told_in = next((hit for pattern in _IN_WORDS if (hit := pattern.search(root.said))), None)
+        if told_in is None:
+            return None
+        package = told_in["package"].lower()
+        spec, who = (
+            f"{PACKAGES.get(package, 'torch' if package == 'pytorch' else package)}>={told_in['least']}",
+            None,
+        )
+    else:
+        spec, who = match["spec"].rstrip("."), match["who"]
     values: dict[str, object] = {"spec": spec, "package": re.split(r"[<>=!~]", spec)[0]}
     values["what"] = words("required-by", spec=spec, who=who) if who else words("required", spec=spec)
     values["newer"] = words("or-newer", who=who) if who else Text.same("")

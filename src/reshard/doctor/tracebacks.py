@@ -177,6 +177,8 @@ def unwrapped(failure: Traceback) -> Traceback:
             failure.exception, failure.message = kind, message
         elif named and named[2]:
             failure.exception, failure.message = named[1], named[2]
+    if failure.exception.endswith((".PythonRuntimeException", ".PythonException", ".PyErr")):
+        failure.exception = kind_of(failure.message) or failure.exception  # of a program that embeds Python
     if _NAMELESS.fullmatch(failure.message) and (module := _FROM.search(failure.source)):
         failure.message += f" from '{module['name']}'"  # Python before 3.7 does not print it
     return failure
