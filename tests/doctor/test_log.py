@@ -409,7 +409,7 @@ def test_collectives_that_timed_out_are_compared(works: list[tuple[int, int, int
 
 PIP = "/data/env/bin/python -m pip"
 KINDS = {
-    "module-not-found": ("ModuleNotFoundError: No module named 'frob.nicate'", f"{PIP} install frob"),
+    "module-not-found": ("ModuleNotFoundError: No module named 'frob'", f"{PIP} install frob"),
     "import-name-missing": (
         "ImportError: cannot import name 'Frob' from 'nicate.frob' (/data/nicate/frob.py)",
         '"transformers|nicate"',

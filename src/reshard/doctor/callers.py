@@ -86,6 +86,9 @@ _UNKNOWN = re.compile(
 )
 _BUILT_FROM = re.compile(r"\*\*(?P<what>\w*(?:config|cfg|dict|kwargs|args)\w*)")
 
+_OF_FILE = re.compile(r"(?:Config|Configuration|Arguments|Args|Params|Parameters|Settings|Options|Cfg)$")
+"""Ends of the names of classes that hold the keys of a file."""
+
 
 def _unknown(root: Traceback) -> Told | None:
     """An unknown argument of a call; if it came from a file, it is a key of that file."""
@@ -101,7 +104,7 @@ def _unknown(root: Traceback) -> Told | None:
         return refused
     package = installed_of(root) or (_owner_of(kind) if kind else "")
     made = _BUILT_FROM.search(root.source)
-    if not package and made and method == "__init__" and root.frames:
+    if not package and made and method == "__init__" and root.frames and _OF_FILE.search(kind):
         return "config-key-of-other", {"kind": kind, "name": match["name"], "frame": root.frames[-1]}
     if not package:
         return _of_owners(match["name"]) if match["function"] == "__init__" else None

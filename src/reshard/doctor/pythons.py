@@ -14,7 +14,7 @@ from reshard.doctor.history.table import PACKAGES, Table, table, tables
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
-from reshard.doctor.upstream import asker, package_of
+from reshard.doctor.upstream import package_of
 from reshard.doctor.words import words
 
 Told = tuple[str, dict[str, object]]
@@ -96,7 +96,7 @@ def _key(root: Traceback, log: Log) -> Told | None:
     if not re.search(rf"\[['\"]{re.escape(key)}['\"]\]", root.source):
         container = _container(_code_with(key, root, log), key) or container
     kind = next((kind for kind, names in _KINDS if re.fullmatch(names, container.rpartition(".")[2])), None)
-    if kind is None and key in COLUMNS:
+    if kind is None and COLUMNS.fullmatch(key):
         kind = "record"
     if kind == "config" and _VARIABLE.search(root.source):
         kind = None  # things by the names that a caller gives, not settings
@@ -120,32 +120,9 @@ _MODALITIES = {
     **dict.fromkeys(("input_features", "input_values", "audio_values", "feature_attention_mask"), "audio"),
 }
 """What processors return only for samples with an image, a video or audio."""
-COLUMNS = frozenset(
-    (
-        *(
-            "messages",
-            "conversations",
-            "conversation",
-            "instruction",
-            "prompt",
-            "chosen",
-            "rejected",
-            "completion",
-        ),
-        *(
-            "query",
-            "response",
-            "images",
-            "image",
-            "videos",
-            "audios",
-            "text",
-            "label",
-            "labels",
-            "question",
-            "answer",
-        ),
-    )
+COLUMNS = re.compile(
+    r"messages|conversations?|instruction|prompt|chosen|rejected|completion|query|response|images?|videos|audios|text"
+    r"|labels?|question|answer"
 )
 """Names of columns that trainers require of datasets."""
 _OPTIMIZER = ("param_groups", "optimizer", "optimizer_states", "lr_schedulers", "exp_avg", "exp_avg_sq")
@@ -173,7 +150,7 @@ def update_of(root: Traceback) -> Text:
 
 def installed_of(root: Traceback) -> str:
     """The package of a failure's innermost frame; "" for a script and for Python itself."""
-    frame = asker(root).replace("\\", "/")
+    frame = root.frames[-1].replace("\\", "/") if root.frames else ""
     if _LOOKS_UP.search(frame):
         return ""  # torch only says that the module which the caller named has no such attribute
     match = _INSTALLED.search(frame)
