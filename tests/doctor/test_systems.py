@@ -188,6 +188,26 @@ def test_a_module_is_installed_under_its_packages_name() -> None:
     assert "pip install frob" in first("ModuleNotFoundError: No module named 'frob'").remedy.en
 
 
+def test_names_that_a_package_lacks_because_an_optional_one_was_not_imported() -> None:
+    lacking = {
+        "index_first_axis": "--no-build-isolation flash-attn",
+        "TELinear": "transformer-engine[pytorch]",
+        "bnb": "-U bitsandbytes",
+    }
+    for name, command in lacking.items():
+        said = f"NameError: name '{name}' is not defined"
+        found = first(raised(said, file=f"{SITE}/frob/model.py"))
+        assert found.code == "name-of-optional" and command in found.remedy.en
+    assert first(raised("NameError: name 'bnb' is not defined")).code == "name-undefined"
+
+
+def test_a_torch_that_was_found_too_old_explains_what_is_missing_later() -> None:
+    report = "Disabling PyTorch because PyTorch >= 2.4 is required but found 2.3.1\n"
+    found = first(report + raised("NameError: name 'nn' is not defined", file=f"{SITE}/frob/model.py"))
+    assert found.code == "torch-not-used" and "torch>=2.4" in found.remedy.en
+    assert first(report + raised("ValueError: frob")).code != "torch-not-used"
+
+
 def test_every_message_is_of_a_rule_whose_braces_it_fills() -> None:
     for name, patterns in messages():
         texts = "".join(rules()[name][key]["en"] for key in ("title", "cause", "cure"))

@@ -295,6 +295,18 @@ def _built_for(said: str, log: Log) -> Told | None:
     return "extension-built-for", {**match.groupdict(), "package": "xformers", "index": index}
 
 
+_NOT_USED = re.compile(r"PyTorch >= (?P<least>\d[\d.]*\d) is required but found (?P<has>\d[\w.+]*)")
+_OF_TORCH_MISSING = re.compile(
+    r"(?i:pytorch)|'(?:torch|nn|init_empty_weights|DTensor|Tensor)'|requires the PyTorch|dummy_pt_objects"
+)
+
+
+def _not_used(said: str, log: Log) -> Told | None:
+    """A torch that transformers found too old, and went on without."""
+    match = _NOT_USED.search(log.text) if _OF_TORCH_MISSING.search(said) else None
+    return ("torch-not-used", match.groupdict()) if match else None
+
+
 # ------------------------------------------------------------------------------------------ what pip offers
 
 _OFFERED = re.compile(
@@ -402,41 +414,20 @@ def _build(said: str, log: Log) -> Told | None:
 
 
 _COMPILED = {
-    "cuda": (
-        *("flash-attn", "apex", "xformers", "transformer-engine", "transformer-engine-torch", "mamba-ssm"),
-        *(
-            "causal-conv1d",
-            "deepspeed",
-            "pycuda",
-            "vllm",
-            "auto-gptq",
-            "autoawq",
-            "grouped-gemm",
-            "sgl-kernel",
+    kind: frozenset(names.split())
+    for kind, names in (
+        (
+            "cuda",
+            "flash-attn flash-attn-3 apex xformers transformer-engine transformer-engine-torch mamba-ssm causal-conv1d"
+            " deepspeed pycuda vllm auto-gptq gptqmodel autoawq grouped-gemm nv-grouped-gemm sgl-kernel torch-scatter",
         ),
-        *(
-            "gptqmodel",
-            "fused-dense-lib",
-            "dropout-layer-norm",
-            "nv-grouped-gemm",
-            "flash-attn-3",
-            "torch-scatter",
+        ("rust", "tokenizers safetensors tiktoken outlines-core hf-xet pydantic-core orjson"),
+        (
+            "c",
+            "sentencepiece numpy pandas scipy scikit-learn pyarrow llama-cpp-python mpi4py fasttext psutil grpcio"
+            " pyyaml cffi h5py opencv-python onnx",
         ),
-    ),
-    "rust": ("tokenizers", "safetensors", "tiktoken", "outlines-core", "hf-xet", "pydantic-core", "orjson"),
-    "c": (
-        *(
-            "sentencepiece",
-            "numpy",
-            "pandas",
-            "scipy",
-            "scikit-learn",
-            "pyarrow",
-            "llama-cpp-python",
-            "mpi4py",
-        ),
-        *("fasttext", "psutil", "grpcio", "pyyaml", "cffi", "h5py", "opencv-python", "tokenizers-c", "onnx"),
-    ),
+    )
 }
 """What packages are compiled with."""
 
@@ -445,7 +436,7 @@ _COMPILED = {
 
 _NO_MODULE = re.compile(r"No module named ['\"`‘’](?P<name>[A-Za-z_]\w*)")
 _WITHOUT = {
-    "windows": (
+    "windows": [
         "triton",
         "flash-attn",
         "vllm",
@@ -454,8 +445,8 @@ _WITHOUT = {
         "apex",
         "transformer-engine",
         "uvloop",
-    ),
-    "mac": (
+    ],
+    "mac": [
         "triton",
         "flash-attn",
         "xformers",
@@ -464,7 +455,7 @@ _WITHOUT = {
         "vllm",
         "apex",
         "transformer-engine",
-    ),
+    ],
 }
 """Packages without official wheels for a platform."""
 
@@ -522,5 +513,17 @@ def of_kernels(root: Traceback, log: Log) -> Finding | None:
 
 
 _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
-    *(_built_for, _library, _architecture, _driver, _offered, _wheel, _platform, _tokenizer, _said, _build),
+    *(
+        _built_for,
+        _not_used,
+        _library,
+        _architecture,
+        _driver,
+        _offered,
+        _wheel,
+        _platform,
+        _tokenizer,
+        _said,
+        _build,
+    ),
 )
