@@ -133,6 +133,33 @@ def test_a_message_that_is_cut_is_likely_and_one_that_goes_on_otherwise_is_anoth
     assert diagnose_text("log", f"ValueError: {cut} on a frob")[0].code == UNKNOWN
 
 
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        ("我训练的时候提示 got mixed torch.Tensor and DTensor, 请问怎么办", "dtensor-mixed"),
+        (
+            "libcudart.so.12: cannot open shared object file: No such file or directory",
+            "cuda-library-missing",
+        ),
+        ("训练到一半 loss 变成 nan 了", "loss-nan"),
+        ("Watchdog caught collective operation timeout", "hang-nccl"),
+        (
+            "Some specified arguments are not used by the HfArgumentParser: ['--overlap_com']",
+            "unknown-argument",
+        ),
+        ("When I train I get 'frob' from a wibble, any ideas?", UNKNOWN),
+        ("NCCL error in: a.cpp:1331, unhandled system error (run with NCCL_DEBUG=INFO for details)", UNKNOWN),
+    ],
+)
+def test_a_sentence_about_a_failure_is_answered(asked: str, code: str) -> None:
+    assert diagnose_text("-", asked)[0].code == code
+
+
+def test_a_message_that_says_what_one_cannot_do_is_no_advice() -> None:
+    (found,) = diagnose_text("-", "FrobError: You can't frob a wibble")
+    assert "message itself says what to do" not in found.remedy.en
+
+
 @pytest.mark.parametrize("path", ["config.json", "conf/ds.json", "/data/train.jsonl"])
 def test_a_file_that_is_missing_is_no_entry_by_itself(path: str) -> None:
     said = f"{CALL}FileNotFoundError: [Errno 2] No such file or directory: '{path}'"
@@ -164,6 +191,8 @@ def test_exceptions_that_are_not_called_errors_are_seen() -> None:
         "INFO:root:retrying after error 503",
         "a.cpp:3:7: warning: unused variable 'error' [-Wunused-variable]",
         "wandb: WARNING Unable to verify login\nwandb: Waiting for the process to finish... (success).",
+        "Using the default, as it is not set\nYou are not using flash attention",
+        "epoch 1 done, no problems",
     ],
 )
 def test_what_says_that_it_is_no_error_is_none(line: str) -> None:

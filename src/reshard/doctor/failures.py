@@ -426,7 +426,7 @@ HANGS = re.compile(
 )
 """Words of people, not of programs, for a run that neither goes on nor fails."""
 _FINE = re.compile(
-    r"""\b(?i:(?:0|no|without|not\ an)\ (?:\w+\ )?(?:errors?|failures?)
+    r"""\b(?i:(?:0|no|without|not\ an)\ (?:\w+\ )?(?:errors?|failures?|problems?|issues?)
         |(?:errors?|failed|failures?)['"]?\s*[:=]\s*(?:0|none|null|false)\b
         |warning:\ errors|ignor(?:ed|ing)|skipp(?:ed|ing)|falling\ back|fall\ ?back|deprecated|continuing|retry
         |will\ be\ (?:used|set|ignored)|instead|using\ default|default(?:s|ing)\ to|(?:is|are)\ off)\b
@@ -434,7 +434,17 @@ _FINE = re.compile(
     re.VERBOSE,
 )
 """Messages that a program recovers, or that nothing is wrong."""
-_CALM = re.compile(r"\b(?:INFO|DEBUG)\b|^\[?[ID]\d{3,4}\b|: warning: |\bHTTP/\d")
+_ASKED = re.compile(
+    r"""\w['"`)]*[?？]\s*$|提示|怎么|为什么|请问|求助|解决|异常|超时
+      |\b(?i:help|any\ ideas|I\ (?:got|get|am\ getting|keep\ getting))\b""",
+    re.VERBOSE,
+)
+"""Words of people who ask about a failure."""
+_DENIES = re.compile(
+    r"\b(?i:not|no|only|must|requires?|required|unexpected|unhandled|mixed|nan|timeout|exception|throwing)\b|n['’]t\b"
+)
+"""Words of most messages of failures, and of many harmless ones."""
+_CALM = re.compile(r"(?<!=)\b(?:INFO|DEBUG)\b|^\[?[ID]\d{3,4}\b|: warning: |\bHTTP/\d")
 """Log levels without failures, compiler warnings, and a server's answers."""
 _QUOTES = re.compile(r"\((?:\w+\.)*\w+(?:Error|Exception): |errno: 97\b")
 """A warning about a missing optional package, or about trying the next address."""
@@ -447,20 +457,33 @@ def describes_hang(lines: Sequence[Line]) -> bool:
 
 
 def _reports_failure(text: str) -> bool:
-    calm = any(pattern.search(text) for pattern in (_FINE, _CALM))
-    return bool(_FAILS.search(text)) and not calm and not _HEADING.fullmatch(text)
+    return bool(_FAILS.search(text)) and not _is_calm(text) and not _HEADING.fullmatch(text)
+
+
+def _is_calm(text: str) -> bool:
+    return any(pattern.search(text) for pattern in (_FINE, _CALM))
 
 
 def _last_words(lines: Sequence[Line]) -> Traceback | None:
     """The end of a log, if it reports a failure in words that no other rule covers."""
     told = [line for line in lines if line.text.strip()]
-    told = told if len(told) <= PASTED else told[-LAST:]
+    is_pasted = len(told) <= PASTED
+    told = told if is_pasted else told[-LAST:]
     if any("(ignored)" in line.text for line in told):
         return None  # make continued
     hangs = describes_hang(lines)
-    fails = (each for each in told if _reports_failure(each.text) or (hangs and HANGS.search(each.text)))
+    fails = [each for each in told if _reports_failure(each.text) or (hangs and HANGS.search(each.text))]
+    fails = fails or (_asked_about(told) if is_pasted else [])
     line = next((each for each in fails if len(each.text) < DATA and not _QUOTES.search(each.text)), None)
     if line is None:
         return None
     said = "\n".join(each.text.strip() for each in told[told.index(line) :])
     return Traceback(line.stream, line.number, line.number, line.number, "", said)
+
+
+def _asked_about(told: Sequence[Line]) -> list[Line]:
+    """The lines in which a person asks about a failure or, if the text is one line, quotes one."""
+    if any(map(_went_on, told)):
+        return []
+    words = re.compile(f"{_ASKED.pattern}|{_DENIES.pattern}", re.VERBOSE) if len(told) == 1 else _ASKED
+    return [each for each in told if words.search(each.text) and not _is_calm(each.text)]
