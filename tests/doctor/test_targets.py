@@ -364,6 +364,14 @@ def test_a_run_that_kept_no_log_is_told_what_to_pass(tmp_path: Path, files: dict
     assert "pass the console output of the run" in shown.err
 
 
+def test_binary_files_are_no_logs_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.out").write_bytes(bytes(range(256)) * 9)
+    assert "neither a checkpoint nor a log" in command("doctor", tmp_path).err
+    (tmp_path / "run.log").write_text("step 1\n")
+    shown = command("doctor", tmp_path)
+    assert shown.code == 0 and "run.log" in shown.out + shown.err and "model.out" not in shown.out + shown.err
+
+
 def test_the_tracker_is_looked_for_beside_the_iteration_and_not_in_the_folder_of_the_run() -> None:
     run = Path(__file__).parents[1] / "data/peers/swift/qwen3"  # ms-swift's, with the tracker in checkpoint-3
     assert "checkpoint-lacks" not in [finding.code for finding in reshard.diagnose(run)]

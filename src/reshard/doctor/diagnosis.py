@@ -17,9 +17,9 @@ from reshard.doctor.finding import CERTAINTIES, Finding, Text
 from reshard.doctor.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
 from reshard.doctor.freezes import diagnose_freeze, versions_in
 from reshard.doctor.launches import SHELL, diagnose_launch, processes_of, under_launch
-from reshard.doctor.logs import BEGIN, STDIN, WORKER_UNSEEN, diagnose_log
+from reshard.doctor.logs import STDIN, WORKER_UNSEEN, diagnose_log
 from reshard.doctor.notebooks import diagnose_notebook
-from reshard.doctor.reading import decoded, encoding_of
+from reshard.doctor.reading import BEGIN, decoded, encoding_of
 from reshard.doctor.rules import CAUSES
 from reshard.doctor.scripts import diagnose_script
 from reshard.doctor.spelling import Usage, spelled

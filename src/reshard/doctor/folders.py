@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from reshard.doctor.reading import BEGIN, encoding_of
 from reshard.errors import UNUSABLE, Problem, ReshardError
 from reshard.plain import JSON_MOST, json_of
 from reshard.transfer.sources import read_source
@@ -30,7 +31,7 @@ MOST = 500
 
 def logs_in(folder: Path) -> list[Path]:
     """The logs of a run, the last written first; callers read at most `MOST` of them."""
-    found = {path for place in _folders(folder) for path in _files(place, LOGS)}
+    found = {path for place in _folders(folder) for path in _files(place, LOGS) if _is_text(path)}
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
@@ -57,6 +58,13 @@ def _folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
             is_checkpoint = any(child.match(pattern) for pattern in CHECKPOINTS)
             if child.is_dir() and not child.is_symlink() and not is_checkpoint and child.name[:1] != ".":
                 yield from _folders(child, depth - 1)
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file begins like a text, or cannot be read, which is reported later."""
+    with suppress(OSError), path.open("rb") as file:
+        return encoding_of(file.read(BEGIN)) is not None
+    return True
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -36,7 +36,7 @@ from reshard.doctor.match import OF_SCRIPTS, Match, first_sign, match_log, which
 from reshard.doctor.modelfiles import of_model_files
 from reshard.doctor.parts import of_part
 from reshard.doctor.pythons import of_pythons
-from reshard.doctor.reading import clipped, encoding_of, lines_of
+from reshard.doctor.reading import BEGIN, clipped, encoding_of, lines_of
 from reshard.doctor.records import of_records
 from reshard.doctor.refusals import of_refusal
 from reshard.doctor.resolvers import of_requirement, of_resolver
@@ -71,8 +71,6 @@ SHAPES = "shapes-differ"
 WORKER_UNSEEN = "worker-traceback-missing"
 LARGEST = 64 << 20
 """Maximum bytes to keep as one text; files of any size are read line by line."""
-BEGIN = 4096
-"""Bytes that show what a file is."""
 
 
 def diagnose_log(

@@ -21,6 +21,8 @@ HEAD, TAIL = 2_900, 1_000
 INSIDE = 16_000
 """Characters that are searched from the beginning of a traceback inside a long line, as in JSON."""
 CUT = " … "
+BEGIN = 4096
+"""Bytes that show what a file is."""
 _NOT_ASCII = bytes(range(128, 256))
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
