@@ -197,7 +197,7 @@ def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
     at_root = [match for match in causes if match.at_root or match.line.number in (root.last, root.root.last)]
     if found := of_no_transformers(root, log) or of_kernels(root, log):
         return replace(found, also=tuple(match.entry.id for match in at_root))
-    known = {match.entry.id for match in at_root} - BY_KIND - OF_SCRIPTS
+    known = {match.entry.id for match in at_root if match.entry.kind not in WARNINGS} - BY_KIND - OF_SCRIPTS
     if not known <= OF_SIGNALS:
         return None
     asked = (of_system,) if known else _OF_WORDS

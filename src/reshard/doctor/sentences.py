@@ -29,7 +29,8 @@ def _those(message: str, pattern: re.Pattern[str]) -> str:
 _OTHER_CASE = re.compile(r"^\s*If you (?:tried|meant|intended|were trying)\b")
 """Advice for a case that a library thinks of, and that is rarely the one at hand."""
 _ASKS = re.compile(
-    r"\b(?:[Pp]lease \w|[Yy]ou (?:can(?!['’]?t|not)|could|should|may|must|need to|might want)\b)"
+    r"\b(?:[Pp]lease \w|[Yy]ou (?:can(?!['’]?t|not)|could|should|may|must|need to|might want)\b"
+    r"|[Ee]ither (?:pass|use|set)\b)"
     r"|^\s*(?:To fix|Note: make sure|Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
     r"|^\s*(?:HINT|Hint|hint|Tip|TIP|Solution)\b ?:"
 )
