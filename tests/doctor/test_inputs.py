@@ -52,6 +52,15 @@ INPUTS = {
         "keyword-owners",
         "-U transformers accelerate",
     ),
+    raised(
+        "TypeError: LoraConfig.__init__() got an unexpected keyword argument 'enable_lora'",
+        "config = config_cls(**kwargs)",
+        f"{SITE}/peft/config.py",
+    ): ("api-is-gone", "delete it there"),
+    "TypeError: __init__() got an unexpected keyword argument 'checkpoint_callback'": (
+        "keyword-owners",
+        "-U pytorch-lightning",
+    ),
     "TypeError: SFTConfig.__init__() got an unexpected keyword argument 'frobnicated'": (
         "argument-of-none",
         "Delete `frobnicated`",

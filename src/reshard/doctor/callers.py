@@ -107,8 +107,10 @@ def _unknown(root: Traceback) -> Told | None:
     made = _BUILT_FROM.search(root.source)
     if not package and made and method == "__init__" and root.frames and _OF_FILE.search(kind):
         return "config-key-of-other", {"kind": kind, "name": match["name"], "frame": root.frames[-1]}
+    if match["function"] == "__init__" and (owned := _of_owners(match["name"], package)):
+        return owned
     if not package:
-        return _of_owners(match["name"]) if match["function"] == "__init__" else None
+        return None
     shown = {"function": match["function"], "name": match["name"], "package": package}
     if made and method == "__init__" and re.search(r"/config\w*/|config\w*\.py", "".join(root.frames[-1:])):
         return "config-newer", shown
@@ -165,16 +167,19 @@ def _of_no_release(function: str, name: str) -> Told | None:
     return "argument-of-none", {**shown, "first": own.versions[0], "last": own.versions[-1]}
 
 
-_TAKE_SETTINGS = ("transformers", "accelerate", "peft", "trl", "datasets")
+_TAKE_SETTINGS = ("transformers", "accelerate", "peft", "trl", "datasets", "pytorch-lightning")
 """Packages whose classes scripts give many settings by name."""
 FEW = 3
 """Maximum number of classes from which an argument is recognized."""
 
 
-def _of_owners(name: str) -> Told | None:
-    """The public classes that accept an argument in some release, for a message without the name of its class."""
+def _of_owners(name: str, package: str) -> Told | None:
+    """The public classes that accept an argument in some release, for a message without the name of its class.
+
+    Only those of the package whose code failed, if it is one of these.
+    """
     found: list[tuple[Table, str, Span]] = []
-    for own in tables(_TAKE_SETTINGS):
+    for own in tables([package] if package in _TAKE_SETTINGS else _TAKE_SETTINGS):
         kinds = [
             each.removesuffix(".__init__") for each in own.raw["functions"] if each.endswith(".__init__")
         ]
@@ -192,7 +197,7 @@ def _of_owners(name: str) -> Told | None:
     owners = Text(
         "; ".join(each.en for each in each_with_span), "；".join(each.zh for each in each_with_span)
     )
-    packages = " ".join(dict.fromkeys(("transformers", *(own.package for own, _, _ in found))))
+    packages = " ".join(dict.fromkeys(own.package for own, _, _ in found))
     return "keyword-owners", {"name": name, "owners": owners, "packages": packages}
 
 

@@ -218,12 +218,18 @@ def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
 
 
 def _of_others(root: Traceback, found: Iterable[Missing]) -> Iterator[Missing]:
-    """Without functions of the package that calls them: it is one release, so what it calls is somebody's override."""
+    """Without functions of the package that calls them: it is one release, so what it calls is somebody's override.
+
+    A config that it makes of the keys in a file is not: the file is another release's.
+    """
     at = -2 if _FORWARDS.search(root.source) and len(root.frames) > 1 else -1
     caller = package_of(root.frames[at]) if root.frames else None
-    return (each for each in found if each.table.raw["root"] != caller)
+    of_file = root.frames and "**" in root.source and _CONFIGS.search(root.frames[-1])
+    return (each for each in found if of_file or each.table.raw["root"] != caller)
 
 
+_CONFIGS = re.compile(r"[/\\]config\w*(?:\.py|[/\\])")
+"""A package's code that reads configs, by its path."""
 _FORWARDS = re.compile(r"^(?:return |\w+ = )?\w+\((?:self, )?(?:\*args, )?\*\*kwargs\)$")
 """The line of a decorator that passes on what it got: the caller is in the frame before."""
 

@@ -43,7 +43,7 @@ ROOTS = {
 }
 """The imported folder, by the installed name."""
 PACKAGES = {root: package for package, root in ROOTS.items()}
-LONG = 12
+LONG = 8
 """Releases for which a name existed that is gone: who lacks it has a newer release, not one from before all these."""
 Span = frozenset[int]
 NOWHERE: Span = frozenset()
