@@ -208,6 +208,22 @@ def test_a_torch_that_was_found_too_old_explains_what_is_missing_later() -> None
     assert first(report + raised("ValueError: frob")).code != "torch-not-used"
 
 
+@pytest.mark.parametrize(
+    ("reason", "cure"),
+    [
+        ("device=cpu (supported: {'cuda'})", 'model.to("cuda")'),
+        ("xFormers wasn't build with CUDA support", "xformers.info"),
+        ("dtype=torch.float32 (supported: {torch.bfloat16})", "16 bits"),
+    ],
+)
+def test_what_the_kernels_of_xformers_have_in_common(reason: str, cure: str) -> None:
+    said = "NotImplementedError: No operator found for `memory_efficient_attention_forward` with inputs:\n"
+    found = first(
+        f"{said}     query       : shape=(1, 1024, 8, 64)\n`flshattF` is not supported because:\n    {reason}"
+    )
+    assert found.code == "operator-of-xformers" and cure in found.remedy.en
+
+
 def test_every_message_is_of_a_rule_whose_braces_it_fills() -> None:
     for name, patterns in messages():
         texts = "".join(rules()[name][key]["en"] for key in ("title", "cause", "cure"))
