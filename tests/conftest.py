@@ -27,12 +27,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+FORKING = (
+    "tests/test_families.py",
+    "tests/test_megatron_",
+    "tests/test_optimizer",
+    "tests/test_recognition.py",
+    "tests/test_fsdp_ranks.py",
+    "tests/test_dcp_format.py",
+    "tests/genuine/",
+    "tests/internlm/",
+    "tests/train/test_megatron_",
+)
+"""Files whose tests fork many ranks, which costs the more the larger the process has become."""
 LONG = ("tests/test_demo.py", "tests/train/", "tests/bad_input/", "tests/faults/")
+"""Files whose tests take longest, so that no worker runs one alone at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the files whose tests take longest, so that no worker runs one alone at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    """Start with the files that fork, then those that take longest."""
+    items.sort(key=lambda item: (not item.nodeid.startswith(FORKING), not item.nodeid.startswith(LONG)))
 
 
 @pytest.fixture(scope="session")
