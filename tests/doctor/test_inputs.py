@@ -22,6 +22,10 @@ INPUTS = {
         "weights-unreadable",
         "hf download REPOSITORY --local-dir /m ",
     ),
+    "OSError: Unable to load weights from pytorch checkpoint file. If you tried to load a PyTorch model": (
+        "weights-unreadable",
+        "ls -la FOLDER",
+    ),
     "ValueError: The state dictionary of the model you are trying to load is corrupted. Are you sure": (
         "weights-unreadable",
         "git lfs pull",

@@ -51,7 +51,7 @@ def _no_loss(root: Traceback) -> Told | None:
 # ------------------------------------------------------------------------------------------ files
 
 _UNREADABLE = re.compile(
-    r"Unable to load weights from (?:\w+ )?checkpoint file for '(?P<path>[^'\n]+)"
+    r"Unable to load weights from (?:\w+ )?checkpoint file(?: for '(?P<path>[^'\n]+))?"
     r"|The state dictionary of the model you are trying to load is corrupted"
 )
 _READS = re.compile(
