@@ -82,6 +82,11 @@ NAMES = {
 }
 
 DATA = {
+    "KeyError: 'labels'": ("key-of-batch", 'rename_column(OLD, "labels")'),
+    "ArrowTypeError: (\"Expected bytes, got a 'int' object\", 'Conversion failed for column id with type object')": (
+        "data-mixed-types",
+        'record["id"]',
+    ),
     raised("KeyError: 'prompt'", 'x = feature["prompt"]'): ("key-record", "column_names"),
     raised("KeyError: 'rms_norm_eps'", 'eps = config["rms_norm_eps"],'): ("key-config", "its architecture"),
     raised("KeyError: 'I8'", "t = DATA_TYPES[info['dtype']]"): ("key-table", "--dtype bfloat16"),
@@ -211,6 +216,28 @@ CALLS = {
         "attribute-of-derived",
         "trl>=0.14.0,<",
     ),
+    raised(
+        "AttributeError: 'MyGRPOTrainer' object has no attribute 'llm'",
+        "inputs = self._prepare_inputs(inputs)",
+        f"{SITE}/trl/trainer/grpo_trainer.py",
+    ): ("attribute-of-derived", "trl>=0.16.0,<0.18.0"),
+    "AttributeError: 'MyOwnTrainer' object has no attribute 'accelerator'": (
+        "attribute-of-derived",
+        "transformers>=4.30.0",
+    ),
+    raised(
+        "TypeError: __init__() missing 1 required positional argument: 'processor'",
+        "collator = FrobCollator(pad_token_id=0)",
+    ): ("call-lacks-own", "(`FrobCollator(…, name=value)`)"),
+    raised(
+        "TypeError: __init__() missing 1 required positional argument: 'processor'",
+        "collator = FrobCollator(pad_token_id=0)",
+        f"{SITE}/frob/data.py",
+    ): ("call-lacks", "-U frob"),
+    raised(
+        "ValueError: not enough values to unpack (expected 3, got 2)",
+        "logits, loss, values = model(**inputs, return_dict=True)",
+    ): ("model-returns-other", "print(type(model))"),
     raised(
         "AttributeError: 'MyGRPOTrainer' object has no attribute 'num_iterations'",
         "if self.num_iterations > 1:",
@@ -398,6 +425,55 @@ REFUSALS = {
     ),
     "AssertionError: Loading a checkpoint for MP=0 but world size is 2": ("short-parts", ".pth"),
     "ValueError: Cannot flatten integer dtype tensors": ("fsdp-integers", "bnb_4bit_quant_storage"),
+    "ValueError: FlatParameter requires uniform dtype but got torch.float16 and torch.float32": (
+        "fsdp-dtypes",
+        "autocast_adapter_dtype=False",
+    ),
+    "ValueError: FlatParameter requires uniform dtype but got torch.uint8 and torch.float32": (
+        "fsdp-integers",
+        "bnb_4bit_quant_storage",
+    ),
+    raised(
+        "AssertionError",
+        "assert len(set(t.dtype for t in tensors)) == 1",
+        f"{SITE}/deepspeed/runtime/zero/stage3.py",
+    ): (
+        "dtypes-asserted",
+        '"fp16": {"enabled": "auto"}',
+    ),
+    "ValueError: You passed packing=False, but you didn't pass a dataset_text_field or formatting_func argument.": (
+        "setting-not-given",
+        "Set `dataset_text_field or formatting_func`",
+    ),
+    "`AcceleratorState` object has no attribute `distributed_type`.": (
+        "accelerate-state-reset",
+        "TrainingArguments(",
+    ),
+    "ValueError: Expected net.layer.0 to NOT be FullyShardedDataParallel if using an `auto_wrap_policy`": (
+        "fsdp-nested",
+        "only one call",
+    ),
+    "AssertionError: zero stage 2 requires an optimizer": ("zero-no-optimizer", "stage 3"),
+    "ValueError: The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided"
+    " model does not seem to be a vision-language model. Please check your model and dataset.": (
+        "tokenizer-for-images",
+        "processing_class=processor",
+    ),
+    "Loaded tokenizer 'RobertaTokenizerFast'\n"
+    'ValueError: Config: RobertaConfig {\n  "a": 1\n}\n has to be of type <class \'transformers.models.'
+    "encoder_decoder.configuration_encoder_decoder.EncoderDecoderConfig'>": (
+        "config-of-other-kind",
+        "EncoderDecoderConfig.from_encoder_decoder_configs",
+    ),
+    "ValueError: --load_best_model_at_end requires the save and eval strategy to match, but found\n"
+    "- Evaluation strategy: IntervalStrategy.NO\n- Save strategy: IntervalStrategy.STEPS": (
+        "strategies-differ",
+        'eval_strategy="steps"',
+    ),
+    "TypeError: PeftConfig.__init__() got an unexpected keyword argument '_name_or_path'": (
+        "adapter-config-of-model",
+        "base_model_name_or_path",
+    ),
     "x.RepositoryNotFoundError: 404 Client Error: Repository Not Found for url: https://huggingface.co/a": (
         "hub-answers",
         "OWNER/NAME",

@@ -60,6 +60,7 @@ _GENERAL = (
     "keyword-owners",
     "forward-refuses",
     "unpack-differs",
+    "model-returns-other",
     "name-undefined",
     "never-assigned",
     "index-beyond",
@@ -98,6 +99,8 @@ def _unknown(root: Traceback) -> Told | None:
         return None
     if misspelled := _misspelled(match["function"], match["name"]):
         return misspelled
+    if _OF_MODEL.fullmatch(match["name"]) and _OF_ADAPTER.match(match["function"]):
+        return "adapter-config-of-model", {"function": match["function"], "name": match["name"]}
     kind, _, method = match["function"].rpartition(".")
     if method == "forward" and not match["function"].startswith("_"):
         return _of_forward(match["function"], match["name"])
@@ -115,6 +118,16 @@ def _unknown(root: Traceback) -> Told | None:
     if made and method == "__init__" and re.search(r"/config\w*/|config\w*\.py", "".join(root.frames[-1:])):
         return "config-newer", shown
     return "call-unknown", {**shown, "update": words("update-asker", package=package)}
+
+
+_OF_ADAPTER = re.compile(
+    r"(?:Peft|Lora|AdaLora|PrefixTuning|PromptLearning|PromptTuning|IA3)Config\.__init__$"
+)
+_OF_MODEL = re.compile(
+    r"_name_or_path|architectures|hidden_size|vocab_size|num_(?:hidden_)?layers|num_attention_heads|torch_dtype"
+    r"|add_bias_linear|attention_dropout|hidden_act|max_position_embeddings|rope_theta|rms_norm_eps"
+)
+"""Keys of a model's config.json that no adapter has."""
 
 
 def _misspelled(function: str, name: str) -> Told | None:
@@ -231,11 +244,21 @@ def _missing(root: Traceback) -> Told | None:
     match = _MISSING.match(root.said)
     if match is None:
         return None
-    of_model = match["function"].rpartition(".")[2] in ("forward", "compute_loss", "_forward")
-    return ("batch-lacks" if of_model else "call-lacks"), {
-        "function": match["function"],
-        "names": match["names"],
-    }
+    shown: dict[str, object] = {"function": match["function"], "names": match["names"]}
+    if match["function"].rpartition(".")[2] in ("forward", "compute_loss", "_forward"):
+        return "batch-lacks", shown
+    made = (
+        re.search(r"\b(?P<kind>[A-Z]\w+)\(", root.source) if match["function"].endswith("__init__") else None
+    )
+    kind = match["function"].rpartition(".")[0] or (made["kind"] if made else "")
+    if root.frames and not installed_of(root) and kind and not _is_known(kind):
+        return "call-lacks-own", {**shown, "kind": kind, "frame": root.frames[-1]}
+    return "call-lacks", shown
+
+
+def _is_known(kind: str) -> bool:
+    """Whether any package of the history has a class of this name."""
+    return any(own.elsewhere(kind, "", own.versions[-1]) for own in tables(ROOTS))
 
 
 _INPUT = re.compile(
@@ -299,11 +322,12 @@ def _unpack(root: Traceback) -> Told | None:
     if match is None:
         return None
     shape = re.search(r"=\s*(?P<of>[\w.\[\]\"']+?)\.(?:shape|size\(\))\s*$", root.source)
-    return (
-        ("dimensions-differ", {"what": match["what"], "of": shape["of"]})
-        if shape
-        else ("unpack-differs", {"what": match["what"]})
-    )
+    if shape:
+        return "dimensions-differ", {"what": match["what"], "of": shape["of"]}
+    model = re.search(r"=\s*(?P<model>(?:\w+\.)?\w*model\w*)\((?!.*\)\.)", root.source)
+    if model:
+        return "model-returns-other", {"what": match["what"], "model": model["model"]}
+    return "unpack-differs", {"what": match["what"]}
 
 
 _LENGTHS = re.compile(

@@ -1,4 +1,4 @@
-"""What transformers and bitsandbytes report about what they were given: batches, weight files, names on the Hub."""
+"""What the packages of a run report about what they were given: batches, weight files, names on the Hub, settings."""
 
 from __future__ import annotations
 
@@ -106,4 +106,31 @@ def _moved(root: Traceback) -> Told | None:
     return "quantized-moved", {"whose": words(f"moved-by-{whose}", package=by or "")}
 
 
-_ASKED: tuple[Callable[[Traceback], Told | None], ...] = (_no_loss, _unreadable, _named, _moved)
+# ------------------------------------------------------------------------------------------ parts of a run
+
+_OF_RUN = {
+    "accelerate-state-reset": r"`?'?(?P<kind>AcceleratorState|PartialState|GradientState)'?`? object has no attribute",
+    "fsdp-nested": r"Expected (?P<name>[\w.]+) to NOT be FullyShardedDataParallel",
+    "zero-no-optimizer": r"(?i:zero) stage (?P<stage>\d) requires an optimizer",
+    "tokenizer-for-images": r"dataset appears to be vision-related[^\n]{0,80}but the provided model does not seem",
+    "config-of-other-kind": (
+        r"[Cc]onfig: (?P<given>\w+)[^\n]{0,2000}(?:\n[^\n]*){0,200}? has to be of type"
+        r" <class '(?:\w+\.)*(?P<wants>\w+)'>"
+    ),
+    "strategies-differ": (
+        r"load_best_model_at_end requires the save and eval(?:uation)? strategy to match, but found\s+"
+        r"- Evaluation strategy: (?P<evaluation>[\w.]+)\s+- Save strategy: (?P<save>[\w.]+)"
+    ),
+}
+"""By rule: how a package says that two parts of a run do not go together."""
+
+
+def _of_run(root: Traceback) -> Told | None:
+    """Parts that do not go together: accelerate's state, FSDP's units, an optimizer, a processor, a config."""
+    for rule, pattern in _OF_RUN.items():
+        if match := re.search(pattern, root.root.said) or re.search(pattern, root.said):
+            return rule, match.groupdict()
+    return None
+
+
+_ASKED: tuple[Callable[[Traceback], Told | None], ...] = (_no_loss, _unreadable, _named, _moved, _of_run)

@@ -32,7 +32,7 @@ def of_pythons(root: Traceback, log: Log) -> Finding | None:
     return None
 
 
-_GENERAL = ("attribute-of-", "key-other", "value-is-none", "output-is-none", "file-missing")
+_GENERAL = ("attribute-of-", "key-other", "key-of-batch", "value-is-none", "output-is-none", "file-missing")
 """Rules that say where to look rather than why."""
 
 
@@ -101,7 +101,7 @@ def _key(root: Traceback, log: Log) -> Told | None:
     if kind == "config" and _VARIABLE.search(root.source):
         kind = None  # things by the names that a caller gives, not settings
     if not container:
-        return None
+        return ("key-of-batch", {"key": key}) if kind == "record" and not root.frames else None
     known = {
         "key": key,
         "container": container,
@@ -122,7 +122,7 @@ _MODALITIES = {
 """What processors return only for samples with an image, a video or audio."""
 COLUMNS = re.compile(
     r"messages|conversations?|instruction|prompt|chosen|rejected|completion|query|response|images?|videos|audios|text"
-    r"|labels?|question|answer"
+    r"|labels?|question|answer|sentences?|translation|summary|input_ids|attention_mask|target"
 )
 """Names of columns that trainers require of datasets."""
 _OPTIMIZER = ("param_groups", "optimizer", "optimizer_states", "lr_schedulers", "exp_avg", "exp_avg_sq")

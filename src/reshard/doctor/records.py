@@ -64,7 +64,7 @@ def _text_in_batch(text: str) -> Told | None:
     """A text column, if a tensor is made from all columns."""
     return (
         ("text-in-batch", {})
-        if re.search(r"too many dimensions 'str'|new\(\): invalid data type 'str'", text)
+        if re.search(r"[Tt]oo many (?:dimensions '?)?str|new\(\): invalid data type 'str'", text)
         else None
     )
 
@@ -99,11 +99,14 @@ _PARSE = re.compile(
     r"(?:JSON|CSV) parse error: (?P<what>[^\n]{1,200}?)(?: in row (?P<row>\d+))?$", re.MULTILINE
 )
 _TYPE = re.compile(
-    r"(?:ArrowTypeError|ArrowInvalid|TypeError|ValueError)(?:'>)?: (?P<what>(?:Expected bytes, got|cannot mix"
-    r"|Could not convert|Couldn't cast array of type"
+    r"(?:ArrowTypeError|ArrowInvalid|TypeError|ValueError)(?:'>)?: (?:\([\"'])?(?P<what>(?:"
+    r"Expected bytes, got|cannot mix|Could not convert|Couldn't cast array of type"
     r"|Failed to parse string|Integer value|Float value|Expected object or value|Trailing data"
     r"|Mixing dicts)[^\n]{0,200})"
 )
+
+
+_OF_COLUMN = re.compile(r"Conversion failed for column (?P<name>[\w.-]{1,80}) with type")
 
 
 def _changed(text: str) -> Told | None:
@@ -115,7 +118,9 @@ def _changed(text: str) -> Told | None:
     if match := _PARSE.search(text):
         return "data-unreadable", {"what": match["what"], "row": match["row"] or "?"}
     if match := _TYPE.search(text):
-        return "data-mixed-types", {"what": match["what"]}
+        column = _OF_COLUMN.search(match["what"])
+        what = match["what"].partition("\", 'Conv")[0]
+        return "data-mixed-types", {"what": what, "field": column["name"] if column else "FIELD"}
     return None
 
 

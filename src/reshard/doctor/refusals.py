@@ -296,6 +296,8 @@ _NOT_GIVEN = tuple(
         rf"(?<!for )(?<!of )(?<!with )[`'\"](?P<name>[\w.-]+)[`'\"] (?:must|has to|should|needs to) be"
         rf" {_GIVE}\b(?P<of>)",
         rf"[Yy]ou (?:must|have to|should|need to) {_GIVE} (?:(?:the|a|an) )?[`'\"](?P<name>[\w.-]+)[`'\"](?P<of>)",
+        rf"(?:didn['’]t|did not|haven['’]t|have not|not) {_GIVE} (?:(?:the|a|an|any) )?[`'\"]?"
+        r"(?P<name>[a-z]+_\w+(?: or [a-z]+_\w+)*)[`'\"]? (?:argument|parameter|option|setting)s?\b(?P<of>)",
     )
 )
 
@@ -397,7 +399,10 @@ _GRADIENT = re.compile(r"[Oo]nly Tensors of floating point (?:and complex )?dtyp
 _FLAT = re.compile(
     r"Cannot flatten integer dtype|Integer parameters are unsupported"
     r"|(?:FlatParameter requires|Must flatten tensors with) uniform dtype"
+    r"(?: but got (?P<one>[\w.]+) and (?P<two>[\w.]+))?"
 )
+_ASSERTED = re.compile(r"(?:^|: )assert [^\n]*\bdtype\b[^\n]*==", re.MULTILINE)
+"""The source of an assertion that compares dtypes."""
 
 
 _PACKED = re.compile(
@@ -414,8 +419,11 @@ def _dtypes(said: str, log: Log) -> Told | None:
         return "already-quantized", {"dtype": packed["dtype"]}
     if later := _LATER.search(said):
         return "dtype-unsupported", {"dtype": later["dtype"]}
-    if _FLAT.search(said):
-        return "fsdp-integers", {}
+    if flat := _FLAT.search(said):
+        mixed = flat["one"] and not re.search(r"int", flat["one"] + flat["two"])
+        return ("fsdp-dtypes", {"one": flat["one"], "two": flat["two"]}) if mixed else ("fsdp-integers", {})
+    if _ASSERTED.search(said):
+        return "dtypes-asserted", {}
     if _GRADIENT.search(said):
         return "gradient-of-integers", {}
     if _SAME.search(said):

@@ -38,10 +38,9 @@ def _of_base(
     if len(there) == len(own.versions):
         return None
     since, last, frame = own.versions[min(there)], own.versions[max(there)], asker(root)
-    until = own.versions[max(there) + 1] if max(there) < own.last else ""
     pins = {
-        "derived-base-asks": f"{own.package}<{since}",
-        "derived-asks": f"{own.package}>={since}" + (f",<{until}" if until else ""),
+        "derived-base-asks": own.package + _without(own, base, there),
+        "derived-asks": own.package + _between(own, min(there), max(there)),
     }
     way = "derived-base-asks" if package_of(frame) else "derived-asks" if frame else "derived-either"
     pins["derived-either"] = pins["derived-asks"]
@@ -52,6 +51,22 @@ def _of_base(
     return told(
         "attribute-of-derived", [_place(root, log)], values, certainty=sure, evidence=[read_from(own)]
     )
+
+
+def _without(own: Table, base: str, there: Span) -> str:
+    """The releases before the last with an attribute in which a class exists, but has no such attribute."""
+    having = own.name(own.raw["root"], base).there
+    if not having or min(having) < min(there):
+        return f"<{own.versions[min(there)]}"
+    lacking = [at for at in sorted(having - there) if at < max(there)]
+    first = next((at for at in lacking[::-1] if at - 1 not in lacking), None)
+    return "" if first is None else _between(own, first, max(lacking))
+
+
+def _between(own: Table, first: int, last: int) -> str:
+    """The specifier of some releases in a row."""
+    until = f",<{own.versions[last + 1]}" if last < own.last else ""
+    return f">={own.versions[first]}{until}"
 
 
 def _of_heirs(kind: str, name: str, root: Traceback, log: Log) -> Finding | None:
@@ -95,13 +110,20 @@ def _place(root: Traceback, log: Log) -> Place:
     return Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
 
 
+def _is_named_after(kind: str, base: str, own: Table) -> bool:
+    """Whether the words of a class's name are all in another name, in order; a single one has to be its end."""
+    parts = _PARTS.findall(base)
+    if len(parts) == 1:
+        return kind.endswith(base) and bool(own.name(own.raw["root"], base).there)
+    return bool(parts and re.search(".*".join(map(re.escape, parts)), kind))
+
+
 def _base_of(kind: str, name: str) -> tuple[str, Presence] | None:
     """The class with the attribute whose name's words are all in the other name, in order; the longest such class."""
     found: dict[str, Presence] = {}
     for own in tables(DERIVED_FROM):
         for base in own.raw["attributes"]:
-            parts = _PARTS.findall(base)
-            if len(parts) > 1 and base != kind and re.search(".*".join(map(re.escape, parts)), kind):
+            if base != kind and _is_named_after(kind, base, own):
                 presence = own.attribute(base, name)
                 if presence.there and base not in found:
                     found[base] = presence
