@@ -255,8 +255,8 @@ CALLS = {
     "    logits = outputs.logits[..., :-1, :]\n             ~~~~~~~~~~~~~~^^^^^^^^^^^^\n"
     "TypeError: 'NoneType' object is not subscriptable": ("output-is-none", "turn off"),
     raised("TypeError: 'NoneType' object is not iterable", "kwargs.update(self.args.generation_kwargs)"): (
-        "value-is-none",
-        "Print it",
+        "setting-is-none",
+        "Set `generation_kwargs`",
     ),
     raised("NotImplementedError", "raise NotImplementedError").replace(
         "  File", f'  File "{SITE}/peft/mapping.py", line 9, in g\n    f(self.peft_config.bias)\n  File'
@@ -315,8 +315,8 @@ CALLS = {
         "TypeError: int() argument must be a string, a bytes-like object or a real number, not 'NoneType'",
         "n = int(args.size)",
     ): (
-        "value-is-none",
-        "set that option",
+        "setting-is-none",
+        "Set `size`",
     ),
     raised(
         "ValueError: Template frob3 does not exist.",

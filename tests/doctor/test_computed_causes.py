@@ -32,6 +32,11 @@ PARTS = {
     "RuntimeError: CUDA error: unspecified launch failure": "dmesg",
     "RuntimeError: call aclnnFrob failed, detail: EZ9999: Inner Error!": "ASCEND_LAUNCH_BLOCKING",
     "The installed version of bitsandbytes was compiled without GPU support.": "bitsandbytes",
+    "RuntimeError: Unsloth: Please file a bug report! Error patching SFTTrainer": "unsloth unsloth_zoo",
+    raised(
+        "RuntimeError: Loading lora /out/frob failed", "f()", f"{SITE}/vllm/lora/worker_manager.py"
+    ): "--merge",
+    "int deepspeed_io_handle_t::wait(): Assertion `_num_pending_ops > 0' failed.": '"device": "cpu"',
     raised("TypeError: not a string", "return _sentencepiece.SentencePieceProcessor_LoadFromFile(self, a)"): (
         "AutoTokenizer"
     ),

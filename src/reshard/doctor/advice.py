@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from reshard.doctor.failures import CUT_OFF, EXIT
 from reshard.doctor.finding import Finding, Place
+from reshard.doctor.history.table import ROOTS
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
@@ -14,6 +15,7 @@ from reshard.doctor.sentences import asks
 
 _INSTALL = re.compile(
     r"(?P<quote>[`'\"“]?)\bpip3? install (?P<args>[^`“”\n]{1,300})"
+    r"|(?<![\w-])(?P<required>[A-Za-z][\w-]+)['`\"]? (?:backend|library|package) is required\b"
     r"|following packages that were not found in your environment: (?P<named>[^\n]{1,200}?)(?:\.\s|\.?$)",
     re.MULTILINE,
 )
@@ -53,6 +55,10 @@ def _packages(message: str) -> Iterator[str]:
     ended = 0
     for match in _INSTALL.finditer(message):
         if ended and re.fullmatch(r"\W*or(?: just)?:?\W*", message[ended : match.start()]):
+            continue
+        if match["required"]:
+            if match["required"].lower() in ROOTS:
+                yield match["required"].lower()
             continue
         if match["named"]:
             yield from re.findall(_PACKAGE, match["named"])

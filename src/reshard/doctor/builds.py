@@ -129,6 +129,8 @@ _PROGRAM = tuple(
         rf"(?:unable to execute|error: command) '{_PATH}'(?: failed)?: No such file",
         r"(?P<name>[Nn]inja) is required to load C\+\+ extensions",
         r"\b(?P<name>[\w+-]{2,40}) (?:was|is|could) not (?:be )?(?:found|installed)\b",
+        r"(?P<name>[\w+.-]{2,60})['’”]? (?:is not recognized as |不是内部或外部命令)",
+        r"无法将[“\"'](?P<name>[\w+.-]{2,60})[”\"']项识别为",
     )
 )
 

@@ -66,7 +66,10 @@ _LOGGED = re.compile(
       | No\ solution\ found\ when\ resolving | ^.{0,100}\bProblem:\s
       | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
       | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing
-      | :\ command\ not\ found$ | sh:\ \d+:\ \S+:\ not\ found$ | \bpanicked\ at\ """,
+      | :\ command\ not\ found$
+      | \ is\ not\ recognized\ as\ (?:an\ internal|(?:the|a)\ name\ of\ a\ cmdlet)
+      | 不是内部或外部命令 | 无法将.{1,80}项识别为
+      | sh:\ \d+:\ \S+:\ not\ found$ | \bpanicked\ at\ """,
     re.VERBOSE,
 )
 _HEADING = re.compile(r"^\W{0,80}(?i:errors?|fatal|critical)\W{0,80}$")

@@ -105,4 +105,20 @@ def bypassed(root: Traceback, log: Log) -> Finding | None:
     return told("engine-bypassed", [place], {"frame": root.frames[at - 1]}, certainty="likely")
 
 
+_FREED = re.compile(
+    r"'weight' must be 2-D|The tensor has a non-zero number of elements, but its data is not allocated yet"
+    r"|setStorage: .{0,300}out of bounds for storage of size 0"
+)
+_FSDP = re.compile(r"FullyShardedDataParallel|torch/distributed/fsdp/|\bFSDP\b")
+_ZERO_3 = re.compile(r"(?i:deepspeed|zero[-_ ]?3)")
+
+
+def sharded(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a module of an FSDP model ran without the wrapper that gathers its parameters."""
+    if not _FREED.search(root.root.said) or not _FSDP.search(log.text) or _ZERO_3.search(log.text):
+        return None
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("fsdp-bypassed", [place], {}, certainty="likely")
+
+
 _ASKED: tuple[Callable[[Traceback, Log], Told | None], ...] = (_dimensions, _outside, _rendezvous, _ssh)

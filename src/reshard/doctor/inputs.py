@@ -110,6 +110,8 @@ def _moved(root: Traceback) -> Told | None:
 
 _OF_RUN = {
     "accelerate-state-reset": r"`?'?(?P<kind>AcceleratorState|PartialState|GradientState)'?`? object has no attribute",
+    "processor-not-loaded": r"[Pp]rocessor was not found, please check and update your (?:processor config|model file)",
+    "offload-optimizer": r"ZeRO-Offload with a client provided optimizer \(<class '(?P<kind>[\w.]{1,100})",
     "fsdp-nested": r"Expected (?P<name>[\w.]+) to NOT be FullyShardedDataParallel",
     "zero-no-optimizer": r"(?i:zero) stage (?P<stage>\d) requires an optimizer",
     "tokenizer-for-images": r"dataset appears to be vision-related[^\n]{0,80}but the provided model does not seem",

@@ -19,7 +19,7 @@ from reshard.doctor.collectives import compared, described
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.failures import CUT_OFF, EXIT, is_launchers
 from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
-from reshard.doctor.groups import bypassed, of_groups
+from reshard.doctor.groups import bypassed, of_groups, sharded
 from reshard.doctor.history.derived import of_derived
 from reshard.doctor.history.messages import (
     of_failure,
@@ -126,7 +126,7 @@ def _diagnosed(log: Log) -> list[Finding]:
         rest = [match for match in matches if not match.at_root or match.entry.id not in VETOED]
         if not any(match.at_root for match in rest):
             return [mixed, *(_finding(match, log, ()) for match in rest)]
-    if root is not None and (bypass := bypassed(root, log)):
+    if root is not None and (bypass := bypassed(root, log) or sharded(root, log)):
         return [bypass, *(_finding(match, log, ()) for match in causes if not match.at_root)]
     if root is not None and (known := _of_history(root, log, causes)) is not None:
         return known

@@ -32,7 +32,15 @@ def of_pythons(root: Traceback, log: Log) -> Finding | None:
     return None
 
 
-_GENERAL = ("attribute-of-", "key-other", "key-of-batch", "value-is-none", "output-is-none", "file-missing")
+_GENERAL = (
+    "attribute-of-",
+    "key-other",
+    "key-of-batch",
+    "value-is-none",
+    "setting-is-none",
+    "output-is-none",
+    "file-missing",
+)
 """Rules that say where to look rather than why."""
 
 
@@ -47,6 +55,10 @@ def place_in_code(root: Traceback) -> Text:
 _KEY = re.compile(
     r"KeyError: (?P<quote>['\"])(?P<key>[^'\"\n]{1,200})(?P=quote)\s*$|KeyError: (?P<bare>[\w.-]{1,100})\s*$"
 )
+_FORMATTED = re.compile(
+    r"KeyError: (?P<quote>['\"])(?P<start>(?:\\n|\s)*['\"][^\n]{0,80}?|\\n[^\n]{0,80}?)(?P=quote)\s*$"
+)
+"""A key that no program would choose: `str.format` takes what follows a brace in JSON or a template for a name."""
 _ENVIRONMENT = re.compile(r"(?<!\w)[A-Z][A-Z0-9_]{0,60}_(?:RANK|SIZE|ADDR|PORT|HOME|PATH|DIR|TOKEN|KEY)|RANK")
 _RANK = re.compile(r"(?:LOCAL_|GROUP_|NODE_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)")
 _KINDS = (
@@ -57,7 +69,7 @@ _KINDS = (
     ),
     (
         "checkpoint",
-        r"\w*state_dict\w*|(?:\w+_)?(?:checkpoint|ckpt)|sd|weights|params_dict|tensors|weight_map|state|loaded|model_dict",
+        r"\w*state_dict\w*|(?:\w+_)?(?:checkpoint|ckpt)|sd|weights|params_dict|tensors|weight_map|state|loaded|model_dict|load\(…\)",
     ),
     ("config", r"(?!kw)\w*(?:config|cfg|hparams|args|params|opt|conf|settings|metadata)\w*|yaml\w*"),
     (
@@ -74,6 +86,9 @@ _SUBSCRIPT = re.compile(
 
 
 def _key(root: Traceback, log: Log) -> Told | None:
+    if formatted := _FORMATTED.match(root.said):
+        shown = {"start": formatted["start"], "where": place_in_code(root), "update": update_of(root)}
+        return "key-formatted", shown
     match = _KEY.match(root.said.split("\n")[0])
     if match is None:
         return None
@@ -96,6 +111,8 @@ def _key(root: Traceback, log: Log) -> Told | None:
     if not re.search(rf"\[['\"]{re.escape(key)}['\"]\]", root.source):
         container = _container(_code_with(key, root, log), key) or container
     kind = next((kind for kind, names in _KINDS if re.fullmatch(names, container.rpartition(".")[2])), None)
+    if kind == "checkpoint" and (container == _LOADED or "load_state_dict(" in root.source):
+        kind = "of-file"
     if kind is None and COLUMNS.fullmatch(key):
         kind = "record"
     if kind == "config" and _VARIABLE.search(root.source):
@@ -162,8 +179,13 @@ _LOOKS_UP = re.compile(r"/torch/nn/modules/module\.py\S* __getattr__")
 _INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z]\w*)/")
 
 
+_LOADED = "torch.load(…)"
+
+
 def _container(source: str, key: str) -> str:
     """The name of the container in which a line of code looks up a key; "" if it does not show it."""
+    if re.search(rf"\btorch\.load\(.*\)\[['\"]{re.escape(key)}['\"]\]", source):
+        return _LOADED
     found = _SUBSCRIPT.findall(source)
     named = [name for name, shown in found if shown.strip("\"' ") == key]
     return next(iter(named or [name for name, _ in found[::-1]]), "")
@@ -177,7 +199,8 @@ _NONE = re.compile(
     r"|argument of type 'NoneType' is not (?P<in>iterable)|object of type 'NoneType' has no (?P<len>len)\(\)"
     r"|expected str, bytes or os\.PathLike object, not (?P<path>NoneType)"
     r"|(?P<number>int|float)\(\) argument must be a [^\n]{1,80}, not 'NoneType'"
-    r"|unsupported operand type\(s\) for [^:|]{1,9}: (?P<operand>'NoneType'|'\w+' and 'NoneType'))"
+    r"|unsupported operand type\(s\) for (?P<operator>[^:|]{1,9}): (?P<operand>'NoneType'|'\w+' and 'NoneType')"
+    r"(?P<both> and 'NoneType')?)"
 )
 
 
@@ -202,6 +225,9 @@ def _none(root: Traceback, log: Log) -> Told | None:
         whose = words("none-of-checkpoint", name=what)
     if package and what.isidentifier() and len(root.frames) > 1 and (by := _own_caller(root)):
         whose = words("none-passed", name=what, by=by)
+    if _SETTING.fullmatch(what):
+        unset = "`, `".join(each.rpartition(".")[2] for each in what.split(" and "))
+        return "setting-is-none", {"names": unset, "what": what, "where": place_in_code(root)}
     shown = words("none-named", what=what) if what else words("none-unnamed")
     if (output := what.rpartition(".")[2]) in OUTPUTS and "." in what:
         return "output-is-none", {
@@ -223,6 +249,12 @@ OUTPUTS = {
     "past_key_values": "cache",
 }
 """Fields of a model's output that are None unless requested, and the phrases about how to request them."""
+
+
+_SETTING = re.compile(
+    r"(?<![\w.])(?:self\.)?\w{0,30}(?:args|cfg|hparams|opts?|arguments)\.[a-z]\w{0,60}(?: and [\w.]{1,90})?"
+)
+"""An option of a run, as code reads it."""
 
 
 def _own_caller(root: Traceback) -> str:
@@ -254,9 +286,23 @@ def _none_of(source: str, match: re.Match[str]) -> str:
         found = re.findall(rf"\b{match['number']}\(({expression})\)", source)
     elif match["len"]:
         found = re.findall(r"\blen\(([^()]+)\)", source)
+    elif match["operand"]:
+        return _operand_of(source, match)
     else:
         found = []
     return found[0] if len(set(found)) == 1 else ""
+
+
+def _operand_of(source: str, match: re.Match[str]) -> str:
+    """The operand that is None, or both of them, if a line of code has only one such operation between names."""
+    name, operator = r"[A-Za-z_][\w.]*", match["operator"].split(" or ")[0].strip()
+    found = re.findall(rf"(?<![\w.)\]])({name}) ?{re.escape(operator)}=? ?({name})(?![\w.(\[])", source)
+    if len(found) != 1:
+        return ""
+    left, right = found[0]
+    if match["both"]:
+        return f"{left} and {right}"
+    return str(left if match["operand"] == "'NoneType'" else right)
 
 
 # ------------------------------------------------------------------------------------------ attributes
@@ -349,6 +395,27 @@ def _is_own(kind: str) -> bool:
     return not any(kind in own.raw["attributes"] for own in tables(("transformers", *WRAPPERS, "torch")))
 
 
+_OUTPUTS = ("DynamicCache", "StaticCache", "HybridCache", "EncoderDecoderCache")
+_GENERATES = re.compile(
+    r"(?<!\w)\w{1,60}(?:ForCausalLM|ForConditionalGeneration|LMHeadModel|ForVision2Seq|ForSpeechSeq2Seq)"
+)
+_OF_TENSORS = (
+    "detach",
+    "cpu",
+    "to",
+    "size",
+    "shape",
+    "dim",
+    "float",
+    "numpy",
+    "dtype",
+    "device",
+    "clone",
+    "ndim",
+)
+"""Attributes of tensors, and objects in a model's output that are none."""
+
+
 def _attribute(root: Traceback, log: Log) -> Told | None:
     match = _ATTRIBUTE.match(root.said)
     if match is None:
@@ -359,6 +426,10 @@ def _attribute(root: Traceback, log: Log) -> Told | None:
     if gone := _gone(match["kind"], match["name"]):
         return "attribute-gone", {**match.groupdict(), **gone}
     kind = next((kind for kind, names in _CLASSES if re.fullmatch(names, match["kind"])), None)
+    if match["name"] == "generate" and _GENERATES.fullmatch(match["kind"]):
+        return "attribute-generate", match.groupdict()
+    if match["kind"] in _OUTPUTS and match["name"] in _OF_TENSORS:
+        return "output-for-tensor", {**match.groupdict(), "where": place_in_code(root)}
     package = installed_of(root)
     if package and package != "torch" and re.search(rf"\bself\.{match['name']}\b", root.source):
         shown = {**match.groupdict(), "package": package, "where": place_in_code(root)}

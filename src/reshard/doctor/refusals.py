@@ -56,6 +56,7 @@ _TIKTOKEN = re.compile(
 )
 _GENERATED = re.compile(
     r"cannot import name ['\"](?:builder|runtime_version)['\"] from ['\"]google\.protobuf"
+    r"|module ['\"]google\.protobuf\.descriptor['\"] has no attribute ['\"]_internal_create_key"
 )
 
 
@@ -381,7 +382,7 @@ _DTYPES = tuple(
         r"Found dtype ONE but expected TWO",
         r"have dtype ONE,? but got TWO",
         r"[Ee]xpected (?:scalar type|dtype) ONE,? but (?:got|found)(?: scalar type)? TWO",
-        r"same d?type,? but got:? ONE (?:!=|and|vs) TWO",
+        r"same d?type,?(?: but)? got:? ONE (?:!=|and|vs) TWO",
         r"type \(ONE\) and (?:weight|bias) type \(TWO\)",
         r"expected m\w+1 and m\w+2 to have the same dtype, but got: ONE != TWO",
         r"value cannot be converted to type (?!u?int|[Ii]nt|[Ll]ong|[Cc]har|[Bb]yte)ONE without overflow(?P<two>)",
@@ -414,7 +415,12 @@ _PACKED = re.compile(
 _LATER = re.compile(r"only supports?[^\n]{0,80}(?:got|found) (?:torch\.)?(?P<dtype>bfloat16|float8\w*)\b")
 
 
+_NEWER_GPU = re.compile(r"type (?P<dtype>fp8\w{0,12}|bf16) not supported in this architecture")
+
+
 def _dtypes(said: str, log: Log) -> Told | None:
+    if newer := _NEWER_GPU.search(said):
+        return "dtype-of-newer-gpu", newer.groupdict()
     if packed := _PACKED.search(said):
         return "already-quantized", {"dtype": packed["dtype"]}
     if later := _LATER.search(said):

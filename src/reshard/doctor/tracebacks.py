@@ -53,7 +53,7 @@ _STARTS = re.compile(r"(?<!Exception Group )" + re.escape(START) + r":?(?: [─-
 An ExceptionGroup's does not count: the exceptions inside have their own.
 """
 _FRAMES = (
-    re.compile(r'[\s>]*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)'),  # `> ` is loguru's
+    re.compile(r'[\s>`]*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)'),  # `> ` is loguru's
     re.compile(
         r'\s*"?(?P<file>[^\s"]+\.py)", line (?P<line>\d+), in (?P<name>.+)'
     ),  # pasted from the middle on

@@ -52,6 +52,11 @@ _BUFFER = re.compile(r"(?:rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bi
 _HEAD = re.compile(r"(?:lm_head|embed_out|output_layer|embed_tokens|shared)\.weight$")
 _EXPERTS = re.compile(r"\bexperts\.(?:\d+\.)?(?:gate|up|down|gate_up|w\d|linear_fc\d)\w*")
 _LAYER = re.compile(r"\b(?:layers|layer|h|blocks?|resblocks)\.(?P<index>\d+)\.")
+_OF_EVERY_LAYER = re.compile(
+    r"\.\d+\.(?:self_attn|self_attention|attention|attn|mlp|block_sparse_moe|feed_forward|ffn|\w*_?norm|ln_\d"
+    r"|\w*layernorm|eh_proj|enorm|hnorm|shared_head|embed_tokens)\b"
+)
+"""Parts of every decoder layer, and of MTP layers."""
 MOST = 60
 """Maximum names of each list that are compared."""
 WHOLE = 5
@@ -253,6 +258,8 @@ def _deeper(names: Names) -> tuple[str, dict[str, object]] | None:
     indices = [int(hit["index"]) for name in one_side if (hit := _LAYER.search(name))]
     if not indices or len(indices) < len(one_side) or not min(indices):
         return None
+    if len(one_side) == 1 and not _OF_EVERY_LAYER.search(one_side[0]):
+        return None  # a part that only some layers have
     return ("layers-of-file" if names.unexpected else "layers-of-model"), {"first": min(indices)}
 
 

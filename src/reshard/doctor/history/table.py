@@ -45,6 +45,8 @@ ROOTS = {
 PACKAGES = {root: package for package, root in ROOTS.items()}
 LONG = 8
 """Releases for which a name existed that is gone: who lacks it has a newer release, not one from before all these."""
+FEW = 3
+"""Newest releases that alone lack a name: who lacks it may as well have one from before it was added."""
 Span = frozenset[int]
 NOWHERE: Span = frozenset()
 
@@ -95,7 +97,7 @@ class Presence:
         if inside - self.there:
             return None  # it was added and removed more than once
         until = self._next(last) if max(self.among) > last else None
-        recent = until is None or last - first < LONG
+        recent = until is None or last - first < LONG or max(self.among) - last <= FEW
         since = self.table.versions[first] if min(self.among) < first and recent else None
         return Bounds(since, until, self.table.versions[last], self._is_patch(first))
 
