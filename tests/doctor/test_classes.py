@@ -424,6 +424,46 @@ REFUSALS = {
         "--nproc_per_node 8",
     ),
     "AssertionError: Loading a checkpoint for MP=0 but world size is 2": ("short-parts", ".pth"),
+    raised(
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+        " (when checking argument for argument index in method wrapper_CUDA__index_select)",
+        "return F.embedding(input, self.weight)",
+        f"{SITE}/torch/nn/functional.py",
+    ): ("device-cpu", "value.to(model.device)"),
+    "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and cuda:0!"
+    " (when checking argument for argument mat1 in method wrapper_CUDA_addmm)": (
+        "device-cpu",
+        'model.to("cuda")',
+    ),
+    "RuntimeError: Expected all tensors to be on the same device, but got weight is on cpu, different from other"
+    " tensors on cuda:0 (when checking argument in method wrapper_CUDA__native_layer_norm)": (
+        "device-cpu",
+        'model.to("cuda")',
+    ),
+    raised(
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and cuda:0!",
+        "ids = torch.cat([prompt_ids, completion_ids], dim=1)",
+    ): ("device-cpu", "x.to(y.device)"),
+    "RuntimeError: One of the differentiated Tensors does not require grad": ("no-grad", "use_reentrant"),
+    "KeyError: 'Trying to restore optimizer state but checkpoint contains only the model. This is probably due to"
+    " `ModelCheckpoint.save_weights_only` being set to `True`.' But it is": (
+        "checkpoint-weights-only",
+        "without `ckpt_path`",
+    ),
+    "RuntimeError: The state of _OptimStateKey(unflat_param_names=('visual.a', 'visual.b', 'c'),"
+    " is_fsdp_managed=True) is empty. This should happen when use_orig_params=True.": (
+        "optimizer-state-empty",
+        "freeze_vision_tower",
+    ),
+    "AttributeError: 'BertConfig' object has no attribute 'pad_token_id'": (
+        "config-of-four",
+        "transformers<5",
+    ),
+    "Could not find the bitsandbytes CUDA binary at PosixPath('/a/libbitsandbytes_cuda121.so')\n"
+    "OSError: /a/libbitsandbytes_cpu.so: cannot open shared object file: No such file or directory": (
+        "bitsandbytes-cuda-setup",
+        "python -m bitsandbytes",
+    ),
     "ValueError: Cannot flatten integer dtype tensors": ("fsdp-integers", "bnb_4bit_quant_storage"),
     "ValueError: FlatParameter requires uniform dtype but got torch.float16 and torch.float32": (
         "fsdp-dtypes",

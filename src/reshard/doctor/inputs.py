@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.log import Log, Traceback
+from reshard.doctor.pythons import place_in_code
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.upstream import package_of
@@ -106,9 +107,48 @@ def _moved(root: Traceback) -> Told | None:
     return "quantized-moved", {"whose": words(f"moved-by-{whose}", package=by or "")}
 
 
+_APART = re.compile(
+    r"Expected all tensors to be on the same device, but (?:found at least two devices, (?P<first>[\w:]+) and"
+    r" (?P<second>[\w:]+)!?(?: \(when checking argument for argument (?P<argument>\w+) in method (?P<method>\w+))?"
+    r"|got (?P<named>\w+) is on (?P<on>[\w:]+), different from other tensors on (?P<others>[\w:]+)"
+    r"(?: \(when checking argument in method (?P<of>\w+))?)"
+)
+_OF_MODEL = re.compile(r"weight|mat2|bias|running_\w+")
+_OF_BATCH = re.compile(r"index|indices|mat1|target")
+"""Names of torch's arguments: a layer's parameters, and what a layer gets."""
+
+
+def _apart(root: Traceback) -> Told | None:
+    """A tensor on the CPU among others on a GPU: part of the model, or what it gets.
+
+    torch names the first argument that is not where the ones before it are, and both devices in this order.
+    """
+    match = _APART.search(root.said)
+    if match is None:
+        return None
+    first, second = match["first"] or match["others"], match["second"] or match["on"]
+    if "cpu" not in (first, second):
+        return None  # a model that was split over several GPUs
+    name = match["argument"] or match["named"] or ""
+    named, other = "cpu-model" if _OF_MODEL.fullmatch(name) else "cpu-batch", "cpu-either"
+    if _OF_MODEL.fullmatch(name) or _OF_BATCH.fullmatch(name):
+        other = "cpu-batch" if named == "cpu-model" else "cpu-model"
+    else:
+        named = "cpu-either"
+    side = named if second == "cpu" else other
+    method = re.sub(r"^wrapper_+(?:CUDA_+)?", "", match["method"] or match["of"] or "").strip("_")
+    shown = {"gpu": first if second == "cpu" else second, "where": place_in_code(root) if root.frames else ""}
+    shown |= {"operation": f"`{method}`" if method else words("an-operation")}
+    return "device-cpu", {**shown, "why": words(side), "cure": words(f"{side}-cure")}
+
+
 # ------------------------------------------------------------------------------------------ parts of a run
 
 _OF_RUN = {
+    "checkpoint-weights-only": r"Trying to restore (?:optimizer|training) state but checkpoint contains only the model",
+    "optimizer-state-empty": (
+        r"The state of _OptimStateKey\(unflat_param_names=\((?P<names>'[\w.]+'(?:, '[\w.]+')?)[^\n]{0,4000}is empty"
+    ),
     "accelerate-state-reset": r"`?'?(?P<kind>AcceleratorState|PartialState|GradientState)'?`? object has no attribute",
     "processor-not-loaded": r"[Pp]rocessor was not found, please check and update your (?:processor config|model file)",
     "offload-optimizer": r"ZeRO-Offload with a client provided optimizer \(<class '(?P<kind>[\w.]{1,100})",
@@ -135,4 +175,6 @@ def _of_run(root: Traceback) -> Told | None:
     return None
 
 
-_ASKED: tuple[Callable[[Traceback], Told | None], ...] = (_no_loss, _unreadable, _named, _moved, _of_run)
+_ASKED: tuple[Callable[[Traceback], Told | None], ...] = (
+    *(_no_loss, _unreadable, _named, _moved, _apart, _of_run),
+)

@@ -134,7 +134,8 @@ def _tokenizer(root: Traceback, log: Log) -> Told | None:
     own = table("transformers")
     if match is None or own is None or match["kind"] in own.raw["attributes"]:
         return None
-    if root.frames and not _READS_VOCABULARY.search(root.frames[-1]):
+    in_base = root.source.startswith("super().__init__(")  # the rest of the traceback was cut off
+    if root.frames and not in_base and not _READS_VOCABULARY.search(root.frames[-1]):
         return None
     if own_code(root) and "/transformers_modules/" not in root.frames[-1].replace("\\", "/"):
         return None
@@ -144,6 +145,20 @@ def _tokenizer(root: Traceback, log: Log) -> Told | None:
     return "tokenizer-code-older", match.groupdict()
 
 
+_OF_BASE = re.compile(
+    r"'(?P<kind>\w+Config)' object has no attribute '(?P<name>(?:pad|bos|eos|sep|decoder_start)_token_id|is_decoder"
+    r"|add_cross_attention|cross_attention_hidden_size|tie_word_embeddings)'"
+)
+"""What every config of transformers 4 has from its base class, and of transformers 5 only if its own class has it."""
+
+
+def _of_base(root: Traceback, log: Log) -> Told | None:
+    """A config without what the base class of all configs had until transformers 5."""
+    match = _OF_BASE.search(root.said)
+    version = log.versions.get("transformers", "5")
+    return ("config-of-four", match.groupdict()) if match and version.partition(".")[0] >= "5" else None
+
+
 _ASKED: tuple[Callable[[Traceback, Log], Told | None], ...] = (
-    *(_page, _config, _auto_class, _no_value, _tokenizer),
+    *(_page, _config, _auto_class, _no_value, _tokenizer, _of_base),
 )

@@ -140,6 +140,8 @@ def _library(said: str, log: Log) -> Told | None:
     if match is None:
         return None
     name = match["name"]
+    if name.startswith("libbitsandbytes_"):
+        return None  # its own: an entry of the catalogue
     stem = name.partition(".so")[0]
     shown: dict[str, object] = {"name": name, "stem": f"{stem}.so", "short": stem.removeprefix("lib")}
     if _OF_CUDA.match(name):

@@ -315,12 +315,15 @@ class Table:
         """An attribute of a class or of its instances, by the name of the class, its bases included."""
         groups = self.raw["attributes"].get(kind, {})
         there, among = set(self._of(groups, name)), set(self._of(groups, "()"))
+        unknown: set[int] = set()
         for span, bases in self.raw["bases"].get(kind, {}).items():
             for base in bases.split(" ") if depth < 8 else ():
                 more = self.attribute(base, name, depth + 1)
                 there |= more.there & self.span(span)
                 among |= self.span(span)
-        return Presence(self, frozenset(there), frozenset(among))
+                if more.among and self.last not in more.among and not more.there:
+                    unknown |= self.span(span)  # what a class always has is not in its table
+        return Presence(self, frozenset(there), frozenset(among - (unknown - there)))
 
     def last_of_classes(self, name: str) -> list[int]:
         """The last release in which each class that has an attribute itself has it."""
