@@ -102,7 +102,17 @@ def of_submodule(root: Traceback, log: Log) -> Finding | None:
         return None
     values = {**match.groupdict(), "distribution": PACKAGES.get(match["package"], match["package"])}
     place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
-    return told("submodule-missing", [place], values, certainty="likely")
+    own = imports_itself(root, log) or (root.frames and owner(root.frames[-1]) == match["package"])
+    return told("package-without-part" if own else "submodule-missing", [place], values, certainty="likely")
+
+
+_RELATIVE = re.compile(r"^\s*from \.[\w.]* import\b")
+
+
+def imports_itself(root: Traceback, log: Log) -> bool:
+    """Whether the import that failed is relative, so that a package lacks a part of its own."""
+    before = (line.text for line in log.lines if line.stream == root.stream and line.number == root.last - 1)
+    return bool(_RELATIVE.match(root.source or next(before, "")))
 
 
 _OF_ENGINE = re.compile(

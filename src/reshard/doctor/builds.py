@@ -63,6 +63,15 @@ _OF_TORCH = re.compile(r"^_Z\w{0,8}?(?:3c10|2at|5torch|6caffe2)(?=\d|[A-Z])|^(?:
 _OF_CUDA = re.compile(r"^_*(?:nvJitLink|cu(?:blas|sparse|solver|fft|rand|dnn)|nccl|nvrtc|cu[A-Z])")
 _NAMED_OTHERWISE = {
     "amp_C": "apex",
+    "apex_C": "apex",
+    "syncbn": "apex",
+    "mlp_cuda": "apex",
+    "fused_adam_cuda": "apex",
+    "fused_dense_cuda": "apex",
+    "fused_layer_norm_cuda": "apex",
+    "fused_weight_gradient_mlp_cuda": "apex",
+    "scaled_masked_softmax_cuda": "apex",
+    "scaled_upper_triang_masked_softmax_cuda": "apex",
     "causal_conv1d_cuda": "causal-conv1d",
     "flash_attn_2_cuda": "flash-attn",
     "selective_scan_cuda": "mamba-ssm",
@@ -99,7 +108,10 @@ def _undefined(text: str, log: Log) -> Told | None:
 
 def way_to_rebuild(package: str) -> Text:
     """How an extension of torch is installed for the installed torch."""
-    return words("for-one-torch" if package in _FOR_ONE_TORCH else "built-here", package=package)
+    kind = (
+        "for-one-torch" if package in _FOR_ONE_TORCH else "apex-here" if package == "apex" else "built-here"
+    )
+    return words(kind, package=package)
 
 
 _FOR_CPU = re.compile(r"_cpu\.so")
@@ -111,6 +123,8 @@ def package_of_extension(file: str) -> str:
     name = file.rpartition("/")[2].partition(".")[0]
     folder = re.search(r"(?:site|dist)-packages/(\w+)/", file)
     own = re.sub(r"_(?:cuda|C|ext|lib|torch|extensions)$", "", name)
+    if not own.strip("_"):  # `_C`, in a folder that is not among those of Python
+        own = file.rpartition("/")[0].rpartition("/")[2]
     return _NAMED_OTHERWISE.get(name, folder[1] if folder else own).replace("_", "-")
 
 
@@ -125,6 +139,7 @@ _PROGRAM = tuple(
     for pattern in (
         rf"No such file or directory: ['\"`]{_PATH}['\"`]",
         rf"(?:^|[\s:]){_PATH}: (?:command )?not found\b",
+        rf"\bexecv[ep]{{0,2}}\(\): {_PATH}: No such file",
         rf"Command '\['which', '{_PATH}'\]' returned non-zero",
         rf"(?:unable to execute|error: command) '{_PATH}'(?: failed)?: No such file",
         r"(?P<name>[Nn]inja) is required to load C\+\+ extensions",
@@ -231,6 +246,8 @@ def _failed_command(text: str, log: Log) -> Told | None:
     lines = [line.text.strip() for line in log.lines]
     said = [each for each in lines if _SAYS.search(each) and not _SELF.search(each)][-MOST_SAID:]
     quoted = "\n".join(f"  {clipped(each, 300)}" for each in said)
+    if not said and "-lcuda" in text:
+        return "triton-helper-failed", {"name": match["name"]}
     says = words("command-says", lines=Text.same(quoted)) if said else words("command-says-nothing")
     return "command-failed", {"name": match["name"], "says": says}
 

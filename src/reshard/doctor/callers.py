@@ -11,7 +11,8 @@ from collections.abc import Callable
 from reshard.doctor.builds import installed_for
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.calls import base_of
-from reshard.doctor.history.table import ROOTS, Span, Table, tables
+from reshard.doctor.history.missing import IMPORT, table_of
+from reshard.doctor.history.table import PACKAGES, ROOTS, Span, Table, tables
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.pythons import installed_of, place_in_code, update_of
 from reshard.doctor.reading import clipped
@@ -369,12 +370,29 @@ def _undefined(root: Traceback) -> Told | None:
     return "name-undefined", {"name": match["name"]}
 
 
+def of_guarded(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a module has a name only if it could import an optional package, to which the name belongs."""
+    match = IMPORT.search(root.said)
+    module = _imported_as(match["name"]) if match else ""
+    if match is None or module in ("", "torch", match["module"].partition(".")[0]):
+        return None
+    own = next(table_of(match["module"]), None)
+    there = own.name(match["module"], match["name"]).there if own else None
+    if own and there and len(there) < len(own.versions):
+        return None  # the release decides
+    values = _optional(match["name"], PACKAGES.get(module, module.replace("_", "-")), module)
+    values["where"] = words("only-if-imported", module=match["module"], other=module)
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("name-of-optional", [place], values, certainty="likely")
+
+
 def _optional(name: str, package: str, module: str) -> dict[str, object]:
     return {"name": name, "other": package, "module": module, "install": installed_for(module)}
 
 
 _ALIASES = {
     **dict.fromkeys(("index_first_axis", "pad_input", "unpad_input", "index_put_first_axis"), "flash_attn"),
+    **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"), "flash_attn"),
     **dict.fromkeys(("te", "tex", "transformer_engine"), "transformer_engine"),
     **dict.fromkeys(("xops", "xformers"), "xformers"),
     **dict.fromkeys(("rearrange", "einops"), "einops"),

@@ -13,7 +13,7 @@ from reshard.doctor.advice import of_packages, of_setting
 from reshard.doctor.artefacts import VETOED, mixed_up
 from reshard.doctor.askers import of_engine, of_python, of_python_2, of_submodule, of_wrong_type
 from reshard.doctor.builds import of_build
-from reshard.doctor.callers import of_call
+from reshard.doctor.callers import of_call, of_guarded
 from reshard.doctor.clashes import of_clash
 from reshard.doctor.collectives import compared, described
 from reshard.doctor.entries import Entry, catalogue
@@ -38,7 +38,7 @@ from reshard.doctor.parts import of_part
 from reshard.doctor.pythons import of_pythons
 from reshard.doctor.reading import BEGIN, clipped, encoding_of, lines_of
 from reshard.doctor.records import of_records
-from reshard.doctor.refusals import of_refusal
+from reshard.doctor.refusals import of_empty_storage, of_files_from_gpus, of_refusal
 from reshard.doctor.resolvers import of_requirement, of_resolver
 from reshard.doctor.rules import told
 from reshard.doctor.sentences import asks, needs, stated
@@ -172,7 +172,7 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
     It takes precedence over entries that only depend on the kind of the exception, or guess otherwise. Other entries
     that explain the failure are kept after it.
     """
-    found = None if of_engine(root, log) else of_failure(root, log)
+    found = None if of_engine(root, log) or of_guarded(root, log) else of_failure(root, log)
     if found is None:
         return None
     own = next((match for match in causes if match.at_root or match.line.number == root.last), None)
@@ -195,7 +195,7 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
 def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
     """The finding from a failure's message, if no entry explains it, or only one that depends on its kind."""
     at_root = [match for match in causes if match.at_root or match.line.number in (root.last, root.root.last)]
-    if found := of_no_transformers(root, log) or of_kernels(root, log):
+    if found := of_no_transformers(root, log) or of_kernels(root, log) or of_files_from_gpus(root, log):
         return replace(found, also=tuple(match.entry.id for match in at_root))
     known = {match.entry.id for match in at_root if match.entry.kind not in WARNINGS} - BY_KIND - OF_SCRIPTS
     if not known <= OF_SIGNALS:
@@ -219,6 +219,7 @@ _OF_WORDS = (
     of_shadow,
     of_stale,
     of_engine,
+    of_guarded,
     of_one_package,
     of_python,
     of_python_2,
@@ -228,6 +229,7 @@ _OF_WORDS = (
     of_input,
     of_names,
     of_records,
+    of_empty_storage,
     of_refusal,
     of_pythons,
     of_wrong_type,

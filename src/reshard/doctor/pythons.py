@@ -107,6 +107,16 @@ def _key(root: Traceback, log: Log) -> Told | None:
         }
     if "/torch/optim/" in "".join(root.frames[-1:]) or key in _OPTIMIZER:
         return "key-optimizer", {"key": key, "where": place_in_code(root)}
+    if _DTYPE.fullmatch(key):
+        return "key-dtype", {"key": key, "where": place_in_code(root), "update": update_of(root)}
+    if key == "None" and match["bare"]:
+        name, of = _looked_up(root.source)
+        return "key-none", {
+            "name": name,
+            "container": of,
+            "where": place_in_code(root),
+            "update": update_of(root),
+        }
     container = _container(root.source, key)
     if not re.search(rf"\[['\"]{re.escape(key)}['\"]\]", root.source):
         container = _container(_code_with(key, root, log), key) or container
@@ -144,6 +154,16 @@ COLUMNS = re.compile(
 """Names of columns that trainers require of datasets."""
 _OPTIMIZER = ("param_groups", "optimizer", "optimizer_states", "lr_schedulers", "exp_avg", "exp_avg_sq")
 """Keys in optimizer states that checkpoints of only a model do not have."""
+
+
+_DTYPE = re.compile(r"[IU](?:8|16|32)|B?F16|F4|F8_E\dM\d|torch\.(?:uint(?:16|32)|bfloat16|float[48]\w+)")
+"""Dtypes as safetensors and torch write them, which tables of older programs lack."""
+
+
+def _looked_up(source: str) -> tuple[str | Text, str]:
+    """The variable with which a line of code looks something up, and the container."""
+    found = re.findall(r"([\w.]+)\[([A-Za-z_][\w.]*)\]", source)
+    return (f"`{found[-1][1]}`", found[-1][0]) if found else (words("the-key"), "?")
 
 
 def _code_with(key: str, root: Traceback, log: Log) -> str:

@@ -269,6 +269,8 @@ def _not_yet(said: str, log: Log) -> Told | None:
         "peft" if "Target module " in first else next((each for each in ENGINES if each in log.text), "")
     )
     update = words("update-asker", package=package) if package else words("update-unnamed")
+    if match["feature"] == "LoRA":  # what vLLM says of a model's class
+        update = words("engine-without-lora")
     feature = Text(f": {match['feature']}", f"：{match['feature']}") if match["feature"] else Text.same("")
     return "not-supported-yet", {"what": what, "feature": feature, "update": update}
 
@@ -322,6 +324,33 @@ def _devices(said: str, log: Log) -> Told | None:
     """An empty list of devices."""
     match = _DEVICES.search(said)
     return ("devices-none", match.groupdict()) if match else None
+
+
+_FROM_GPUS = re.compile(r"found at least two devices, cuda:\d+ and cuda:\d+")
+_COMBINES = re.compile(r"\b(?:zero_to_fp32|\w*(?:convert|merge|consolidate)\w*)\.py:")
+
+
+def of_files_from_gpus(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a program combines files whose tensors return to the GPUs that saved them."""
+    first = root.root
+    combines = bool(first.frames and _COMBINES.search(first.frames[-1])) and "torch.cat" in first.source
+    if not combines or not _FROM_GPUS.search(root.said):
+        return None
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("files-from-gpus", [place], {"frame": first.frames[-1]}, certainty="likely")
+
+
+_RESIZED = "Trying to resize storage that is not resizable"
+
+
+def of_empty_storage(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a file has tensors without their elements."""
+    first = root.root
+    rebuilt = bool(first.frames) and re.search(r"torch[/\\]_utils\.py\S* _rebuild_tensor", first.frames[-1])
+    if _RESIZED not in first.said or not rebuilt:
+        return None
+    place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
+    return told("storage-without-elements", [place], {}, certainty="likely")
 
 
 _METRIC = tuple(
@@ -416,11 +445,16 @@ _LATER = re.compile(r"only supports?[^\n]{0,80}(?:got|found) (?:torch\.)?(?P<dty
 
 
 _NEWER_GPU = re.compile(r"type (?P<dtype>fp8\w{0,12}|bf16) not supported in this architecture")
+_BYTES = re.compile(
+    r"Input type \((?:[\w.:]*\b(?:Byte|Char)Tensor|unsigned char|signed char|c10::Byte|c10::Char)\)"
+)
 
 
 def _dtypes(said: str, log: Log) -> Told | None:
     if newer := _NEWER_GPU.search(said):
         return "dtype-of-newer-gpu", newer.groupdict()
+    if _BYTES.search(said):
+        return "input-of-bytes", {}
     if packed := _PACKED.search(said):
         return "already-quantized", {"dtype": packed["dtype"]}
     if later := _LATER.search(said):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 
+from reshard.doctor.builds import installed_for
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.table import PACKAGES, ROOTS
 from reshard.doctor.log import Log, Traceback
@@ -74,6 +75,8 @@ _REQUIRED = tuple(
         r"The '(?P<spec>[A-Za-z][\w.-]{0,60}[<>=!~][^'\s]{1,60})' distribution was not found"
         r"(?: and is required by (?P<who>[\w.-]{1,60}))?",
         r"Requirement\.parse\('(?P<spec>[A-Za-z][\w.-]{0,60}[<>=!~][^'\s]{1,60})'\)(?:, \{'(?P<who>[\w.-]{1,60})'\})?",
+        r"(?i:requires?) (?P<package>[A-Za-z][\w-]{0,60}) (?:package )?version (?P<range>[<>=!~]{1,2} ?\d[\w.]*"
+        r"(?:, ?[<>=!~]{1,2} ?\d[\w.]*\w)*)(?P<spec>)(?P<who>)",
         r"\b(?i:requires?|need|needs|install(?:ed)?|upgrade|update)\b[^.\n]{0,60}?"
         r"(?<![\w.-])(?P<spec>[A-Za-z][\w-]{0,60}(?:>=|==|~=|<=|<|>)\d[\w.]{0,20}(?:,[<>=!~]{1,2}\d[\w.]{0,20}){0,3})(?P<who>)",
     )
@@ -90,10 +93,16 @@ _IN_WORDS = tuple(
     for pattern in (
         rf"(?:upgrad|updat)\w{{1,4}} (?:your )?{_NAMED} to (?:at least )?(?:version )?{_LEAST}",
         rf"{_NAMED} (?:version )?(?:(?:must|should|has to) be |of )?(?:at least|>=|≥) ?{_LEAST}",
+        rf"{_NAMED} (?:package )?version to be (?:greater (?:than )?or equal|at least|higher)(?: than| to)? {_LEAST}",
         rf"{_NAMED} (?:version )?(?:>=|≥)? ?{_LEAST} (?:or|and) (?:newer|later|higher|above|greater|up)\b",
     )
 )
 """The same in prose, about packages that are known: their names are words of other sentences too."""
+_FOUND = re.compile(
+    r"(?i:but got|detected(?: version)?|found(?: version)?|installed(?: version)?(?: is)?|you have):? v?"
+    r"(?P<has>\d+\.\d[\w.+]*\w)"
+)
+"""The release that a message says is there."""
 _NO_PACKAGE = re.compile(r"(?i:python|cuda|gcc|glibc|driver|nvcc|rocm)\W")
 
 
@@ -111,11 +120,23 @@ def of_requirement(root: Traceback, log: Log) -> Finding | None:
         )
     else:
         spec, who = match["spec"].rstrip("."), match["who"]
+        if "range" in (given := match.groupdict()) and given["range"]:
+            spec = f"{_published(given['package'])}{given['range'].replace(' ', '')}".rstrip(".")
     values: dict[str, object] = {"spec": spec, "package": re.split(r"[<>=!~]", spec)[0]}
     values["what"] = words("required-by", spec=spec, who=who) if who else words("required", spec=spec)
+    has = _FOUND.search(root.said)
+    values["what"] = words("and-found", what=values["what"], has=has["has"]) if has else values["what"]
+    ways = installed_for(str(values["package"]).replace("-", "_")).split()
+    values["flags"] = "".join(f"{each} " for each in ways if each.startswith("--"))
     values["newer"] = words("or-newer", who=who) if who else Text.same("")
     place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
     return told("version-required", [place], values, certainty="likely")
+
+
+def _published(name: str) -> str:
+    """What pip calls a package that a message names in words."""
+    plain = name.lower().replace("_", "-")
+    return {"flash-attention": "flash-attn", "pytorch": "torch"}.get(plain, plain)
 
 
 MOST = 8

@@ -33,7 +33,7 @@ def of_system(root: Traceback, log: Log) -> Finding | None:
     return None
 
 
-_GENERAL = ("library-not-found", "build-failed", "gpu-too-old-for-kernel")
+_GENERAL = ("library-not-found", "build-failed", "gpu-too-old-for-kernel", "pickle-not-of-torch")
 """Rules for messages with several causes."""
 _HIDDEN = re.compile(
     r"cannot open shared object file|undefined symbol: \w|can't load C\+\+/CUDA extensions"
@@ -77,7 +77,9 @@ def _about(report: str, failure: str) -> bool:
 
 
 def _packages(text: str) -> set[str]:
-    named = (each.lower().replace("-", "_") for each in _PACKAGE.findall(text))
+    named = [each.lower().replace("-", "_") for each in _PACKAGE.findall(text)]
+    if "is not a recognized processor" in text:  # the compiler in triton
+        named.append("triton")
     return {"xformers" if each == "memory_efficient_attention" else each for each in named}
 
 
@@ -259,6 +261,7 @@ def _image(root: Traceback, log: Log) -> Told | None:
 _DRIVER = re.compile(
     r"driver on your system is too old \(found version (?P<found>\d{4,5})\)"
     r"|driver version is insufficient for CUDA runtime|PTX was compiled with an unsupported toolchain"
+    r"|device kernel image is invalid"
     r"|undefined symbol: cu[A-Z]\w+|CUDA_ERROR_UNSUPPORTED_PTX_VERSION"
 )
 _INDEXES = ((13, 0, "cu130"), (12, 8, "cu128"), (12, 6, "cu126"), (12, 0, "cu121"), (11, 0, "cu118"))

@@ -109,7 +109,9 @@ _CONVERTS = re.compile(r"(?i)/[\w-]*(?:conver[ts]|export|reshap|merge|split|load
 """Frames of a program that converts checkpoints."""
 _FUSED = re.compile(r"\.layer_norm_(?:weight|bias)$")
 """A norm that Transformer Engine stores inside the linear layer after it."""
-_ENGINE = re.compile(r"/(?:vllm|sglang)/|\bparams_dict\[")
+_ENGINE = re.compile(
+    r"/(?:vllm|sglang)/|\bparams_dict\[|(?:from|import) (?:vllm|sglang)\b|\b(?:vllm|sglang) serve\b"
+)
 _LLAMA_CPP = re.compile(r"llama_model_load|llama_load_model|convert_hf_to_gguf|gguf")
 
 

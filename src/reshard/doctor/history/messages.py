@@ -11,6 +11,7 @@ from importlib.metadata import version as installed_version
 
 from packaging.version import InvalidVersion, Version
 
+from reshard.doctor.askers import imports_itself
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.missing import (
     ASKED,
@@ -51,6 +52,8 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
         if match := _CLASH.search(failure.said):
             return _clash(match["name"], failure, log)
         own = _package_of(asker(failure))
+        if MODULE.search(failure.said) and imports_itself(failure, log):
+            return None
         for asked, found in ((ask, hit) for ask in ASKED for hit in ask(failure.said, failure, log)):
             if found.table.package == own and asked in OF_NAMES:
                 return None  # one release knows its own names: see `of_one_package`
