@@ -89,7 +89,7 @@ DATA = {
     ),
     raised("KeyError: 'prompt'", 'x = feature["prompt"]'): ("key-record", "column_names"),
     raised("KeyError: 'rms_norm_eps'", 'eps = config["rms_norm_eps"],'): ("key-config", "its architecture"),
-    raised("KeyError: 'I8'", "t = DATA_TYPES[info['dtype']]"): ("key-table", "--dtype bfloat16"),
+    raised("KeyError: 'I8'", "t = DATA_TYPES[info['dtype']]"): ("key-dtype", "--dtype bfloat16"),
     raised("KeyError: 'param_groups'", "g = state['param_groups']", f"{SITE}/torch/optim/optimizer.py"): (
         "key-optimizer",
         "--no-load-optim",
