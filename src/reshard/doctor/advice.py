@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterator
 
 from reshard.doctor.failures import CUT_OFF, EXIT
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.table import ROOTS
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.sentences import asks
+from reshard.doctor.words import words
 
 _INSTALL = re.compile(
     r"(?P<quote>[`'\"“]?)\bpip3? install (?P<args>[^`“”\n]{1,300})"
@@ -84,6 +85,24 @@ def _of_command(args: str) -> Iterator[str]:
         yield bare
         if word.endswith((".", ";", ")", ":")):
             return
+
+
+_ORDER = re.compile(
+    r"import (?P<first>[A-Za-z]\w*) before (?:importing )?(?P<then>[A-Za-z]\w*)"
+    r"|(?P<other>[A-Za-z]\w*) (?:must|should|has to|needs to) be imported before (?P<later>[A-Za-z]\w*)"
+)
+
+
+def of_order(root: Traceback, log: Log) -> Finding | None:
+    """A package that its message says to import earlier; None for other messages."""
+    match = _ORDER.search(root.message) if root.exception not in (CUT_OFF, EXIT) else None
+    if match is None:
+        return None
+    first, then = match["first"] or match["other"], match["then"] or match["later"]
+    by = words("asked-by", frame=root.frames[-2]) if len(root.frames) > 1 else Text.same("")
+    values = {"first": first, "then": then, "module": first.lower(), "frames": by}
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("import-order", [place], values, certainty="likely")
 
 
 _VERB = (

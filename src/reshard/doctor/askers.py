@@ -7,13 +7,81 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.builds import installed_for
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.history.missing import IMPORT, copy_of
 from reshard.doctor.history.table import PACKAGES
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.upstream import is_of_package, package_of
 from reshard.doctor.words import words
+
+_SUSPECTS = (
+    *(
+        "flash_attn",
+        "vllm",
+        "lmdeploy",
+        "sglang",
+        "transformer_engine",
+        "mamba_ssm",
+        "deepspeed",
+        "bitsandbytes",
+    ),
+    *("xformers", "apex", "triton", "liger_kernel", "unsloth", "tensorflow"),
+)
+"""Modules that packages import only if they can, and that often do not fit the installed torch."""
+_CHECK = re.compile(r"^is[a-z]|available|version|greater")
+"""Names of functions that look whether a package is there, which are defined in any case."""
+_OF_MODEL = re.compile(r"(?:For[A-Z]\w+|Model|Attention|Transformer)$")
+
+
+def of_hidden_import(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a package's `__init__.py` lacks a name because it hid the error of that name's own import.
+
+    A package knows its own names, so it is not another release of itself. Of known packages only for names of an
+    optional dependency: these packages hide nothing else.
+    """
+    match = IMPORT.search(root.said)
+    folder = copy_of(match) if match else ""
+    if match is None or not folder or "partially initialized" in root.said:
+        return None
+    above, _, package = folder.rpartition("/")
+    named = match["name"].lower().replace("_", "")
+    suspect = next((each for each in _SUSPECTS if each.replace("_", "") in named), None)
+    frame = root.frames[-1].replace("\\", "/") if root.frames else ""
+    if (package in PACKAGES and (not suspect or _CHECK.search(named))) or not (
+        frame or "." in match["module"]
+    ):
+        return None
+    if frame and not frame.startswith(f"{folder if is_installed(folder) else above}/"):
+        return None
+    suspect = suspect or next((each for each in _SUSPECTS if _named_in(log.text, each)), None)
+    if suspect is None and _OF_MODEL.search(match["name"]):
+        suspect = "flash_attn"
+    own = frame.startswith(f"{folder}/") and not (is_installed(folder) and package not in PACKAGES)
+    values: dict[str, object] = {**match.groupdict(), "package": package, "folder": folder, "above": above}
+    values["why"] = words("hidden-suspect", suspect=suspect) if suspect else words("hidden-optional")
+    install = installed_for(suspect) if suspect else ""
+    again = "--force-reinstall --no-deps --no-cache-dir " if "isolation" in install else "-U "
+    cure = (
+        words("hidden-suspect-cure", suspect=suspect, install=f"{again}{install}")
+        if suspect
+        else Text.same("")
+    )
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("import-hidden", [place], {**values, "cure": cure}, certainty="likely" if own else "possible")
+
+
+def is_installed(folder: str) -> bool:
+    """Whether a folder is among installed packages, not a checkout."""
+    return bool(re.search(r"(?:site|dist)-packages/", folder))
+
+
+def _named_in(text: str, module: str) -> bool:
+    """Whether a log names a module or its package."""
+    return bool(re.search(rf"(?<![A-Za-z]){module.replace('_', '[-_]')}(?![A-Za-z])", text))
+
 
 _TYPES = r"(?P<kind>list|dict|tuple|str|int|float|bool|set|bytes|function|method|OrderedDict|NoneType)"
 _PATTERNS = tuple(

@@ -281,7 +281,8 @@ def _unreachable(text: str, log: Log) -> Told | None:
 
 _NOT_INSTALLED = re.compile(
     r"(?:Assertion|Import|Runtime|Value)Error: [`'\"]?(?P<name>[A-Za-z_][\w.-]{1,50})[`'\"]?"
-    r" (?:is|was) not installed[.!]?\s*$"
+    r" (?:is|was) not installed(?:[.!]| ?[,.;]? ?please (?:build|install) it(?P<source> from source)?\.?)?\s*$",
+    re.IGNORECASE,
 )
 
 
@@ -291,8 +292,12 @@ def _not_installed(text: str, log: Log) -> Told | None:
     if match is None:
         return None
     package = _NAMED_OTHERWISE.get(match["name"], match["name"]).replace("_", "-")
-    values = {"name": match["name"], "module": match["name"].replace("-", "_"), "package": package}
-    return "not-installed", values
+    module = match["name"].replace("-", "_")
+    if (known := installed_for(module.lower())) != module.lower() and not module.islower():
+        module, package = module.lower(), known  # a product's name, as in a sentence
+    if (module, match["source"]) == ("megatron", " from source"):  # what accelerate says
+        return "backend-of-config", {"name": "Megatron-LM", "type": "MEGATRON_LM", "package": package}
+    return "not-installed", {"name": match["name"], "module": module, "package": package}
 
 
 _FAMILIES = re.compile(

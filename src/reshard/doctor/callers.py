@@ -11,7 +11,7 @@ from collections.abc import Callable
 from reshard.doctor.builds import installed_for
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.calls import base_of
-from reshard.doctor.history.missing import IMPORT, table_of
+from reshard.doctor.history.missing import IMPORT, called_in, table_of
 from reshard.doctor.history.table import PACKAGES, ROOTS, Span, Table, tables
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.pythons import installed_of, place_in_code, update_of
@@ -75,7 +75,7 @@ _GENERAL = (
 
 _MISSING = re.compile(
     r"TypeError: (?P<function>[\w.<>]+)\(\) missing (?P<count>\d+) required (?:positional"
-    r"|keyword-only) arguments?: (?P<names>[^\n]+)"
+    r"|keyword-only) arguments?: (?P<names>(?:['‘]\w+['’](?:,? and |, )?)+)"
 )
 _COUNT = re.compile(
     r"TypeError: (?P<function>[\w.<>]+)\(\) (?P<what>takes (?:from \d+ to "
@@ -98,24 +98,25 @@ def _unknown(root: Traceback) -> Told | None:
     match = _UNKNOWN.match(root.said)
     if match is None:
         return None
-    if misspelled := _misspelled(match["function"], match["name"]):
+    function = _with_class(match["function"], root)
+    if misspelled := _misspelled(function, match["name"]):
         return misspelled
-    if _OF_MODEL.fullmatch(match["name"]) and _OF_ADAPTER.match(match["function"]):
-        return "adapter-config-of-model", {"function": match["function"], "name": match["name"]}
-    kind, _, method = match["function"].rpartition(".")
-    if method == "forward" and not match["function"].startswith("_"):
-        return _of_forward(match["function"], match["name"])
-    if refused := _of_no_release(match["function"], match["name"]):
+    if _OF_MODEL.fullmatch(match["name"]) and _OF_ADAPTER.match(function):
+        return "adapter-config-of-model", {"function": function, "name": match["name"]}
+    kind, _, method = function.rpartition(".")
+    if method == "forward" and not function.startswith("_"):
+        return _of_forward(function, match["name"], root)
+    if refused := _of_no_release(function, match["name"]):
         return refused
     package = installed_of(root) or (_owner_of(kind) if kind else "")
     made = _BUILT_FROM.search(root.source)
     if not package and made and method == "__init__" and root.frames and _OF_FILE.search(kind):
         return "config-key-of-other", {"kind": kind, "name": match["name"], "frame": root.frames[-1]}
-    if match["function"] == "__init__" and (owned := _of_owners(match["name"], package)):
+    if function == "__init__" and (owned := _of_owners(match["name"], package)):
         return owned
     if not package:
         return None
-    shown = {"function": match["function"], "name": match["name"], "package": package}
+    shown = {"function": function, "name": match["name"], "package": package}
     if made and method == "__init__" and re.search(r"/config\w*/|config\w*\.py", "".join(root.frames[-1:])):
         return "config-newer", shown
     return "call-unknown", {**shown, "update": words("update-asker", package=package)}
@@ -129,6 +130,12 @@ _OF_MODEL = re.compile(
     r"|add_bias_linear|attention_dropout|hidden_act|max_position_embeddings|rope_theta|rms_norm_eps"
 )
 """Keys of a model's config.json that no adapter has."""
+
+
+def _with_class(function: str, root: Traceback) -> str:
+    """A function with the class that the line of code calls: Python 3.9 writes `__init__()` for any class's."""
+    classes = called_in(root.source) if function == "__init__" else []
+    return f"{classes[0]}.__init__" if len(classes) == 1 else function
 
 
 def _misspelled(function: str, name: str) -> Told | None:
@@ -147,8 +154,43 @@ FROM_TRAINER = {"num_items_in_batch": "4.46.0", "return_dict": "3.0.0", "logits_
 """Arguments that transformers itself passes to models, and since when."""
 
 
-def _of_forward(function: str, name: str) -> Told:
+_LAYER = re.compile(
+    r"\w*(?:Attention\w*|Layer\w*|Block|MLP|MoE|Experts|Router|Linear\w*|Norm|RotaryEmbedding|Decoder|Mixin)\.forward"
+)
+"""Functions of a model's layers, which the model calls, not the Trainer."""
+
+
+def _of_layer(function: str, name: str, root: Traceback) -> Told:
+    """An argument that a layer's `forward` refuses: model and layer are of different releases."""
+    package = installed_of(root) or _owner_of(function.rpartition(".")[0])
+    of_caller = [own for own in tables(ROOTS) if package in ("", own.package) and _passes(own, name)]
+    since = _passes(of_caller[0], name) if len(of_caller) == 1 else ""
+    package = of_caller[0].package if len(of_caller) == 1 else package
+    shown = {"function": function, "name": name, "package": package or "transformers"}
+    back = (
+        words("forward-of-layer-pin", pin=f"{package}<{since}")
+        if since
+        else words("forward-of-layer-fit", **shown)
+    )
+    return "forward-refuses", {
+        **shown,
+        "why": words("forward-of-layer", **shown),
+        "cure": words("forward-of-layer-cure", back=back, **shown),
+    }
+
+
+def _passes(own: Table, name: str) -> str:
+    """The release since which layers of a package take an argument that they did not always take; "" if none does."""
+    layers = (each for each in own.raw["functions"] if _LAYER.fullmatch(each))
+    there = [own.own_parameter(each, name).there for each in layers]
+    first = min((min(each) for each in there if each), default=0)
+    return own.versions[first] if first else ""
+
+
+def _of_forward(function: str, name: str, root: Traceback) -> Told:
     """An argument that a model's `forward` refuses: passed by the Trainer, or a column of the batch."""
+    if _LAYER.fullmatch(function):
+        return _of_layer(function, name, root)
     since = FROM_TRAINER.get(name)
     why, cure = (
         ("forward-of-trainer", "forward-of-trainer-cure")

@@ -15,7 +15,7 @@ from reshard.doctor.shortages import shortage
 from reshard.doctor.words import words
 
 _SETTING = r"(?<![\w.-])[A-Za-z][\w.-]{0,60}(?: [A-Za-z][\w.-]{0,60}){0,5}?"
-_NUMBER = r"(?:[ =]\(?\d{1,12}\)?)?"
+_NUMBER = r"(?:(?:: ?|[ =])\(?\d{1,12}\)?)?"
 _NAMED = (
     rf"(?P<whole>{_SETTING}{_NUMBER}) (?:(?:should|must|has to|have to|needs? to) be(?: evenly)?|is not|are not|not)"
     r" (?:divisible by|(?:a )?multiple of) (?:the )?"
@@ -98,7 +98,7 @@ def _shown(name: str) -> str:
     return re.sub(r"^(?:self\.)?(?:(?:\w+\.)*\w*(?:args|config)|self)\.", "", plain)
 
 
-_NUMBER_AFTER = re.compile(r"[ =]\(?(?P<value>\d+)\)?")
+_NUMBER_AFTER = re.compile(r"(?:: ?|[ =])\(?(?P<value>\d+)\)?")
 
 
 def _tokens(name: str) -> frozenset[str]:

@@ -107,9 +107,10 @@ def bypassed(root: Traceback, log: Log) -> Finding | None:
 
 _FREED = re.compile(
     r"'weight' must be 2-D|The tensor has a non-zero number of elements, but its data is not allocated yet"
-    r"|setStorage: .{0,300}out of bounds for storage of size 0"
+    r"|setStorage: .{0,300}out of bounds for storage of size 0|size mismatch, got \d+, \d+x\d+,0\b"
+    r"|mat2 must be a matrix, got 1-D tensor"
 )
-_FSDP = re.compile(r"FullyShardedDataParallel|torch/distributed/fsdp/|\bFSDP\b")
+_FSDP = re.compile(r"FullyShardedDataParallel|torch/distributed/fsdp/|(?i:\bfsdp)")
 _ZERO_3 = re.compile(r"(?i:deepspeed|zero[-_ ]?3)")
 
 

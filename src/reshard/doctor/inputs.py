@@ -19,8 +19,8 @@ Told = tuple[str, dict[str, object]]
 
 def of_input(root: Traceback, log: Log) -> Finding | None:
     """The finding for an input that transformers could not use; None for other failures."""
-    for ask in _ASKED:
-        if found := ask(root):
+    for found in (*(ask(root) for ask in _ASKED), _virtual(root, log)):
+        if found:
             place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
             return told(found[0], [place], found[1], certainty="likely")
     return None
@@ -47,6 +47,29 @@ def _no_loss(root: Traceback) -> Told | None:
     why = "loss-no-head" if headless else "loss-other-labels" if labelled else "loss-no-labels"
     shown = {"out": ", ".join(out), "got": ", ".join(got) or "?"}
     return "loss-missing", {**shown, "why": words(why, **shown), "cure": words(f"{why}-cure")}
+
+
+_UNEQUAL = re.compile(
+    r"size of (?:the )?tensor (?:a )?\((?P<a>\d+)\) must match the (?:existing )?size (?:of tensor b )?\((?P<b>\d+)\)"
+    r" at non-singleton dimension"
+)
+_PREFIX = re.compile(
+    r"(?i)p-?tuning|(?:prefix|prompt).?(?:tuning|encoder)|virtual.?tokens?|pre_seq_len|past_key_values_length"
+)
+_HOW_MANY = re.compile(r"(?:num_virtual_tokens|pre_seq_len)['\"]?(?: ?[=:] ?| )(?P<count>\d+)")
+"""How many tokens of a prefix a command, a script or a config sets."""
+
+
+def _virtual(root: Traceback, log: Log) -> Told | None:
+    """A mask without the virtual tokens that prefix or P-tuning puts before the sequence, or with other ones."""
+    match = _UNEQUAL.search(root.said)
+    if match is None or match["a"] == match["b"] or not _PREFIX.search(log.text):
+        return None
+    more = abs(int(match["a"]) - int(match["b"]))
+    counts = [int(each) for each in _HOW_MANY.findall(log.text)]
+    if counts and more not in counts and 0 not in (each % more for each in counts):
+        return None
+    return "virtual-tokens", {"a": match["a"], "b": match["b"], "more": more}
 
 
 # ------------------------------------------------------------------------------------------ files

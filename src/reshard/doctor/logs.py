@@ -9,9 +9,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from reshard.doctor import absent, arguments, divisors, shortages
-from reshard.doctor.advice import of_packages, of_setting
+from reshard.doctor.advice import of_order, of_packages, of_setting
 from reshard.doctor.artefacts import VETOED, mixed_up
-from reshard.doctor.askers import of_engine, of_python, of_python_2, of_submodule, of_wrong_type
+from reshard.doctor.askers import (
+    of_engine,
+    of_hidden_import,
+    of_python,
+    of_python_2,
+    of_submodule,
+    of_wrong_type,
+)
 from reshard.doctor.builds import of_build
 from reshard.doctor.callers import of_call, of_guarded
 from reshard.doctor.clashes import of_clash
@@ -215,11 +222,13 @@ _OF_WORDS = (
     of_resolver,
     of_requirement,
     of_packages,
+    of_order,
     of_model_files,
     of_shadow,
     of_stale,
     of_engine,
     of_guarded,
+    of_hidden_import,
     of_one_package,
     of_python,
     of_python_2,

@@ -78,6 +78,10 @@ _KINDS = (
     ),
 )
 """What a container is, by its name. The first match counts."""
+_FIELD_AS_KEY = re.compile(
+    r"(?P<container>[A-Za-z_][\w.]{0,80})\[(?P<field>[a-z_]\w*\.[\w.]*?(?P<name>\w+))\]"
+)
+"""A table looked up by the value of a setting."""
 _VARIABLE = re.compile(r"(?:config|args|params|metadata)\w*\[[a-z_]\w*\]")
 _SUBSCRIPT = re.compile(
     r"(?<![\w.])(?P<name>[A-Za-z_][\w.]{0,80})(?:\[[^\[\]]{0,80}\]){0,4}"
@@ -95,6 +99,8 @@ def _key(root: Traceback, log: Log) -> Told | None:
     if "torch/distributed/checkpoint/" in "".join(root.frames[-1:]).replace("\\", "/"):
         return None  # the name of a tensor: see `parts.yaml`
     key = match["key"] or match["bare"]
+    if match["bare"] == "None" and (field := _FIELD_AS_KEY.search(root.source)):
+        return "key-is-none", {"field": field["field"], "where": place_in_code(root), **field.groupdict()}
     if _ENVIRONMENT.fullmatch(key) and (
         "environ" in root.source or "/os.py" in "".join(root.frames[-1:]) or not root.source
     ):
@@ -443,6 +449,8 @@ def _attribute(root: Traceback, log: Log) -> Told | None:
     if owner := owner_of(match["kind"], match["name"]):
         shown = {**match.groupdict(), "package": owner.package, "where": place_in_code(root)}
         return "attribute-of-other", shown
+    if re.fullmatch("(?:Parameter|Module|Buffer)Dict", match["kind"]) and match["name"] == "default":
+        return "attribute-of-adapters", {**match.groupdict(), "where": place_in_code(root)}
     if gone := _gone(match["kind"], match["name"]):
         return "attribute-gone", {**match.groupdict(), **gone}
     kind = next((kind for kind, names in _CLASSES if re.fullmatch(names, match["kind"])), None)

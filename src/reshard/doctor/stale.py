@@ -28,6 +28,8 @@ def of_stale(root: Traceback, log: Log) -> Finding | None:
     package = match["module"] or match["owner"]
     if importer["root"] != package or not NOTEBOOK.search(log.text):
         return None
+    if re.search(rf"-packages[/\\]{package}[/\\]__init__\.py", asker(root)):
+        return None  # it runs when the package is imported first, so nothing of it was in memory
     place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
     values = {"package": package, "install": installed_for(package), "frame": asker(root)}
     values["name"] = match["name"] or match["attribute"]

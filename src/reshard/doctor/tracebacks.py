@@ -62,6 +62,7 @@ _FRAMES = (
         r"\s*(?:File )?(?P<file>\S+?):(?P<line>\d+)(?:, | )in (?P<name>[^\s(]+)"
     ),  # IPython 8 and later
     re.compile(r"\s*(?P<file>\S+\.py|<ipython-input-\S+>)(?P<line>) in (?P<name>[^(]+)"),  # IPython 7, Colab
+    re.compile(r"File (?P<file>\S+\.py):(?P<line>\d+)(?P<name>)$"),  # IPython 8, outside of functions
     re.compile(r"\s*(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?P<name>)"),
 )
 _RAISED = re.compile(r"\s*((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (.*)|:?$)")

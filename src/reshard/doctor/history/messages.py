@@ -27,8 +27,10 @@ from reshard.doctor.history.missing import (
     TYPE,
     Missing,
     checkout_of,
+    copy_of,
     forwarded,
     imported,
+    imported_name,
     is_shadowed,
     table_of,
 )
@@ -51,7 +53,7 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
     while failure is not None:  # an exception, then the earlier one in its chain
         if match := _CLASH.search(failure.said):
             return _clash(match["name"], failure, log)
-        own = _package_of(asker(failure))
+        own = _package_of(asker(failure)) or _own_checkout(failure)
         if MODULE.search(failure.said) and imports_itself(failure, log):
             return None
         for asked, found in ((ask, hit) for ask in ASKED for hit in ask(failure.said, failure, log)):
@@ -64,6 +66,14 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
             return _finding(found, bounds, version, failure, log) if bounds else None
         failure = failure.before
     return None
+
+
+def _own_checkout(failure: Traceback) -> str | None:
+    """The package of which a checkout imports a name from itself; None for other failures."""
+    match = IMPORT.search(failure.said)
+    folder = copy_of(match) if match else ""
+    same = match and folder and asker(failure).replace("\\", "/").startswith(f"{folder}/")
+    return PACKAGES.get(match["module"].partition(".")[0]) if match and same else None
 
 
 def _before_all(found: Missing, version: Version | None, failure: Traceback, log: Log) -> Finding | None:
@@ -168,14 +178,22 @@ _NOWHERE = re.compile(
 
 
 def of_shadow(root: Traceback, log: Log) -> Finding | None:
-    """The finding that a folder without `__init__.py` shadows a package: Python then reports "unknown location"."""
-    match = _NOWHERE.search(root.said)
-    own = next(table_of(match["module"]), None) if match else None
-    return (
-        _told("folder-for-package", {"module": match["module"]}, "likely", own, root, log)
-        if match and own
-        else None
-    )
+    """The finding that a folder or file of the same name is imported instead of a package.
+
+    Without `__init__.py`, Python reports "unknown location".
+    """
+    if match := _NOWHERE.search(root.said):
+        own = next(table_of(match["module"]), None)
+        shown = {"module": match["module"], "folder": words("folder-without-init", module=match["module"])}
+        return _told("folder-for-package", shown, "likely", own, root, log) if own else None
+    match = IMPORT.search(root.said)
+    if match is None or "." in match["module"] or not is_shadowed(match["path"]):
+        return None
+    found = next((each for each in imported_name(match) if each.everywhere), None)
+    if found is None or "partially initialized" in root.said:
+        return None
+    shown = {"module": match["module"], "folder": words("folder-of-path", path=match["path"])}
+    return _told("folder-for-package", shown, "likely", found.table, root, log)
 
 
 def of_older_release(root: Traceback, log: Log) -> Finding | None:

@@ -96,8 +96,12 @@ class Missing:
 
 def imported(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     match = IMPORT.search(said)
-    if match is None or (is_shadowed(match["path"]) and not checkout_of(match["path"], match["module"])):
-        return
+    if match and not (is_shadowed(match["path"]) and not checkout_of(match["path"], match["module"])):
+        yield from imported_name(match)
+
+
+def imported_name(match: re.Match[str]) -> Iterator[Missing]:
+    """What a match of `IMPORT` names, wherever it was imported from."""
     for found in table_of(match["module"]):
         yield _name(found, match["module"], match["name"], f"{match['module']}.{match['name']}")
 
@@ -246,8 +250,13 @@ def _functions(function: str, root: Traceback, log: Log) -> list[str]:
     """The qualified names that a message may mean: Python 3.9 writes `__init__()` for any class's."""
     if function != "__init__":
         return [_UNDERSCORED.sub("__init__", function)]
-    source = next((line.text for line in log.lines if line.number == root.last - 1), "")
-    return [f"{name}.__init__" for name in re.findall(r"\b([A-Z]\w*)\(", source)]
+    source = root.source or next((line.text for line in log.lines if line.number == root.last - 1), "")
+    return [f"{name}.__init__" for name in called_in(source)]
+
+
+def called_in(source: str) -> list[str]:
+    """The classes that a line of code calls, by their names."""
+    return re.findall(r"\b([A-Z]\w*)\(", source)
 
 
 def _type(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
@@ -299,6 +308,17 @@ def checkout_of(path: str | None, module: str) -> str:
     if not path or "." not in module or not is_shadowed(path):
         return ""
     found = re.search(rf"^(?P<folder>.*)/{re.escape(whole)}(?:\.py|/__init__\.py)$", path.replace("\\", "/"))
+    return found["folder"] if found else ""
+
+
+_INIT = r"/(?:__|\*\*)init(?:__|\*\*)\.py$"
+
+
+def copy_of(match: re.Match[str]) -> str:
+    """The folder of a package from whose `__init__.py`, or a subpackage's, `IMPORT` reports a name as missing."""
+    path, (package, _, rest) = (match["path"] or "").replace("\\", "/"), match["module"].partition(".")
+    inside = "".join(f"/{part}" for part in rest.split(".") if part)
+    found = re.search(rf"^(?P<folder>.*/{re.escape(package)}){re.escape(inside)}{_INIT}", path)
     return found["folder"] if found else ""
 
 
