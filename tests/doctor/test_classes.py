@@ -199,7 +199,7 @@ CALLS = {
     raised(
         "RuntimeError: The size of tensor a (0) must match the size of tensor b (4096) at non-singleton dimension 1",
         "base_layer.weight.data = base_layer.weight.data + delta_weight",
-    ): ("shapes-differ", "reshard inspect"),
+    ): ("shape-empty-side", "GatheredParameters"),
     "ImportError: No module named swift.llm": ("python-two", "which -a python"),
     "ModuleNotFoundError: No module named 'axolotl.frobs'": ("gone-before", "axolotl<"),
     raised(

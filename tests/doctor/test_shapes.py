@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from reshard.doctor.logs import SHAPES, diagnose_text
+from reshard.doctor.finding import LANGUAGES
+from reshard.doctor.logs import diagnose_text
+from reshard.doctor.rules import told
 from reshard.doctor.shapes import computed, pairs
 
 LOAD = (
@@ -29,11 +31,11 @@ CASES = [
     ("model.layers.0.self_attn.k_proj.weight", [64, 64], [16, 64], "num_key_value_heads"),
     ("model.embed_tokens.weight", [151936, 64], [151665, 64], "271 more"),
     ("lm_head.weight", [32000, 64], [32064, 64], "64 more in the model"),
-    ("model.layers.0.mlp.gate.weight", [64, 32], [60, 32], "64 experts in the file and for 60"),
+    ("model.layers.0.mlp.gate.weight", [64, 32], [60, 32], "64 experts, and the model 60"),
     ("base.layers.0.q_proj.lora_A.default.weight", [16, 64], [8, 64], "rank 16"),
     ("model.norm.weight", [2048], [4096], "one tensor-parallel rank of 2"),
     ("model.layers.0.mlp.up_proj.weight", [2048], [64, 32], "flattened"),
-    ("model.layers.0.mlp.up_proj.weight", [13824, 5120], [11008, 4096], "another"),
+    ("model.layers.0.mlp.up_proj.weight", [13824, 5120], [11008, 4096], "several dimensions"),
     ("layers.19.mlp.up_proj.weight", [13824, 64], [13696, 64], "neither divides"),
     ("classifier.weight", [9, 64], [5, 64], "num_labels=9"),
     ("score.weight", [2, 64], [1, 64], "num_labels=2"),
@@ -42,11 +44,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "saved", "wanted", "told"), CASES, ids=lambda value: str(value)[:30])
-def test_the_class_of_two_shapes(name: str, saved: list[int], wanted: list[int], told: str) -> None:
-    found = computed(LOAD.format(name, saved, wanted))
-    assert found is not None and told in found.en and "{" not in found.en + found.zh
-    assert name in found.zh
+def texts(said: str) -> list[str]:
+    """Title, cause and cure of what is computed from a message, in English and in Chinese."""
+    identifier, values = computed(said) or ("", {})
+    found = told(identifier, [], values)
+    return [" / ".join(each.of(to) for each in (found.message, found.rule, found.remedy)) for to in LANGUAGES]
+
+
+@pytest.mark.parametrize(("name", "saved", "wanted", "shown"), CASES, ids=lambda value: str(value)[:30])
+def test_the_class_of_two_shapes(name: str, saved: list[int], wanted: list[int], shown: str) -> None:
+    english, chinese = texts(LOAD.format(name, saved, wanted))
+    assert shown in english and "{" not in english + chinese
+    assert name in chinese
 
 
 SAVED, WANTED = "torch.Size([32, 64])", "torch.Size([64, 64])"
@@ -81,7 +90,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_what_torch_itself_says_is_computed(name: str) -> None:
-    code, told = RUNS[name]
+    code, shown = RUNS[name]
     ran = subprocess.run(
         [sys.executable, "-c", REAL.format(code)],
         capture_output=True,
@@ -91,7 +100,7 @@ def test_what_torch_itself_says_is_computed(name: str) -> None:
     )
     assert ran.returncode == 1
     (found,) = diagnose_text("log", ran.stderr)
-    assert found.code == SHAPES and found.certainty == "likely" and told in found.rule.en
+    assert found.code.startswith("shape-") and found.certainty == "likely" and shown in found.rule.en
 
 
 def test_an_entry_that_knows_the_message_tells_the_numbers_as_evidence() -> None:
@@ -104,12 +113,11 @@ def test_an_entry_that_knows_the_message_tells_the_numbers_as_evidence() -> None
 
 def test_nothing_is_computed_from_equal_or_unrelated_numbers() -> None:
     assert computed("The size of tensor a (7) must match the size of tensor b (5)") is None
-    nothing = computed("shape '[2048, 1, 4096]' is invalid for input of size 0")
-    assert nothing is not None and "no elements" in nothing.en
-    flat = computed(
+    assert "no elements" in texts("shape '[2048, 1, 4096]' is invalid for input of size 0")[0]
+    flat, _ = texts(
         "The size of tensor a (56124554) must match the size of tensor b (14031139) at non-singleton dimension 0"
     )
-    assert flat is not None and "1/4" in flat.en and "number of ranks" in flat.en
+    assert "1/4" in flat and "number of ranks" in flat
     assert computed(LOAD.format("a.weight", [4, 4], [4, 4])) is None
     assert computed("shape '[2, -1]' is invalid for input of size 7") is None
 
@@ -119,6 +127,6 @@ def test_numbers_that_speak_against_an_entry_are_believed() -> None:
         "base_model.model.layers.19.mlp.up_proj.lora_B.default.weight", [13824, 64], [13696, 64]
     )
     (found,) = diagnose_text("log", said)
-    assert found.code == SHAPES and "neither divides" in found.rule.en
+    assert found.code == "shape-other-size" and "neither divides" in found.rule.en
     rank = LOAD.format("base_model.model.layers.19.mlp.up_proj.lora_A.default.weight", [16, 64], [8, 64])
     assert diagnose_text("log", rank)[0].code == "peft-size-mismatch-rank"

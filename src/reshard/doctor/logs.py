@@ -49,7 +49,7 @@ from reshard.doctor.refusals import of_empty_storage, of_files_from_gpus, of_ref
 from reshard.doctor.resolvers import of_requirement, of_resolver
 from reshard.doctor.rules import told
 from reshard.doctor.sentences import asks, needs, stated
-from reshard.doctor.shapes import computed, contradict
+from reshard.doctor.shapes import computed, contradict, pairs
 from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.stale import of_stale
 from reshard.doctor.systems import of_kernels, of_system, reported
@@ -74,7 +74,6 @@ CHECKS = (
     "Exception",
 )
 """Exceptions of checks of settings; others are Python's own about values."""
-SHAPES = "shapes-differ"
 WORKER_UNSEEN = "worker-traceback-missing"
 LARGEST = 64 << 20
 """Maximum bytes to keep as one text; files of any size are read line by line."""
@@ -298,20 +297,30 @@ def _told_by(match: Match, log: Log) -> list[Text]:
     root = first_sign(log)
     if match.entry.id == "hang-nccl":
         return [*compared(log), *(absent.evidence(root, log) if root else ())]
-    if root is None or not match.at_root:
+    if root is None or not _is_of_root(match):
         return []
     of_kind = told_of(root, log) if match.entry.id in BY_KIND else []
-    of_shapes = computed(_with_table(root, log))
+    of_shapes = _of_shapes(root, log)
     short = shortages.of_failure(root, log)
     numbers = shortages.evidence(short, root, log) if short else []
     return [
         *of_kind,
-        *([of_shapes] if of_shapes else []),
+        *([of_shapes.rule] if of_shapes else []),
         *numbers,
         *absent.evidence(root, log),
         *arguments.evidence(root, log),
         *divisors.evidence(root, log),
     ]
+
+
+def _is_of_root(match: Match) -> bool:
+    """Whether a match is in the first failure, or lists shapes, which some programs print below it."""
+    return match.at_root or any(pairs(match.line.text))
+
+
+def _of_shapes(root: Traceback, log: Log) -> Finding | None:
+    shapes = computed(_with_table(root, log))
+    return shapes and told(shapes[0], [_last_line(root, log)], shapes[1], certainty="likely")
 
 
 TABLE = 60
@@ -334,8 +343,10 @@ def _cure(match: Match, log: Log) -> Text:
     if root and match.entry.id in BY_KIND:
         return Text.lines([*arguments.of_releases(root, log), filled_in(cure, root, log)])
     cure = _with_groups(match, root, cure)
-    way = way_of(root) if root and match.at_root else None
-    return Text.lines([way, cure]) if way else cure
+    if root is None or not _is_of_root(match):
+        return cure
+    of_shapes = _of_shapes(root, log)
+    return Text.lines([each for each in (of_shapes and of_shapes.remedy, way_of(root), cure) if each])
 
 
 def _with_groups(match: Match, root: Traceback | None, cure: Text) -> Text:
@@ -380,8 +391,8 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     if own := own_code(first):
         upstream = words("own-code", frame=own)
     values["upstream"] = Text(*(f"{text}\n" if text else "" for text in (upstream.en, upstream.zh)))
-    if shapes := computed(_with_table(root, log)):
-        return told(SHAPES, [place], {"shown": quoted, "shapes": shapes}, certainty="likely")
+    if of_shapes := _of_shapes(root, log):
+        return replace(of_shapes, rule=Text.lines([of_shapes.rule, quoted]))
     if advice := of_setting(root, log):
         return replace(advice, also=symptoms, evidence=(which_is_first(root),))
     if part := of_part(root, log):

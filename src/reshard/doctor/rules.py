@@ -1,4 +1,4 @@
-"""The texts of the doctor's own rules: `rules.yaml` and `systems.yaml` have what happens, why, and what to do."""
+"""The texts of the doctor's own rules, in the files of `FILES`: what happens, why, and what to do."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def told(
     )
 
 
-FILES = ("rules.yaml", "systems.yaml")
+FILES = ("rules.yaml", "systems.yaml", "shapes.yaml")
 
 
 @lru_cache(maxsize=1)

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from reshard.doctor.finding import Text
-from reshard.doctor.words import words
-
 Shape = tuple[int, ...]
+Told = tuple[str, dict[str, object]]
+"""The id of a rule, and the values for its braces."""
 
 _SIZE = r"(?:torch\.Size\()?[\[(](?P<{0}>[\d, ]*)[\])]\)?"
 _PAIRS = tuple(
@@ -69,14 +68,14 @@ def pairs(said: str) -> Iterator[Pair]:
             yield Pair(match["name"].strip(), _shape(match["saved"]), _shape(match["wanted"]))
 
 
-def computed(said: str) -> Text | None:
-    """What the shapes in a message show, with their numbers; None if there are none, or nothing follows."""
+def computed(said: str) -> Told | None:
+    """The rule for what the shapes in a message show; None if there are none, or nothing follows."""
     for pair in pairs(said):
         if found := _class_of(pair):
             kind, values = found
             kind += ("-more" if pair.saved > pair.wanted else "-fewer") * (kind == "rows")
             shown = {"name": pair.name, "saved": list(pair.saved), "wanted": list(pair.wanted)}
-            return words(f"shape-{kind}", **shown, **values)
+            return f"shape-{kind}", {**shown, **values}
     return _of_elements(said)
 
 
@@ -140,36 +139,36 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
     return ("shard" if ours < theirs else "model-shard"), numbers
 
 
-def _of_elements(said: str) -> Text | None:
+def _of_elements(said: str) -> Told | None:
     """The same for messages with counts only."""
     if match := _NARROW.search(said):
         start, length, size = (int(match[part]) for part in ("start", "length", "size"))
         if not size:
-            return words("shape-placeholder", name="a weight", saved="[0]", wanted=f"[{length}, …]")
+            return "shape-placeholder", {"name": "a weight", "saved": "[0]", "wanted": f"[{length}, …]"}
         if start % length == 0:
-            return words("shape-beyond", start=start, length=length, size=size, rank=start // length)
+            return "shape-beyond", {"start": start, "length": length, "size": size, "rank": start // length}
     if match := _INVALID.search(said):
         wanted, size = _shape(re.sub(r"-1\b", "", match["wanted"])), int(match["size"])
         if not size and wanted:
-            return words("shape-nothing", wanted=match["wanted"])
+            return "shape-nothing", {"wanted": match["wanted"]}
         if wanted and size and all(wanted):
             small, large = sorted((prod(wanted), size))
             if large % small == 0 and large != small:
                 shown = {"wanted": match["wanted"], "size": size, "ratio": large // small}
-                return words("shape-fewer" if size < prod(wanted) else "shape-more", **shown)
+                return "shape-fewer" if size < prod(wanted) else "shape-more", shown
     if _EMPTY.search(said):
-        return words("shape-empty-side", a=0, b="…")
+        return "shape-empty-side", {"a": 0, "b": "…"}
     if match := _UNEQUAL.search(said):
         small, large = sorted((int(match["a"]), int(match["b"])))
         if not small:
-            return words("shape-empty-side", a=match["a"], b=match["b"])
+            return "shape-empty-side", {"a": match["a"], "b": match["b"]}
         if small > 1 and large <= MOST_RANK and _LORA.search(said) and large != small:
-            return words("shape-ranks", a=match["a"], b=match["b"])
+            return "shape-ranks", {"a": match["a"], "b": match["b"]}
         if small > 1 and large % small == 0 and large != small:
-            return words("shape-multiple", a=match["a"], b=match["b"], ratio=large // small)
+            return "shape-multiple", {"a": match["a"], "b": match["b"], "ratio": large // small}
         if small > FLAT and (ratio := round(large / small)) > 1 and -(-large // ratio) == small:
-            return words("shape-flat-shard", a=match["a"], b=match["b"], ratio=ratio)
+            return "shape-flat-shard", {"a": match["a"], "b": match["b"], "ratio": ratio}
         if small != large and match["dimension"]:
             shown = {"a": match["a"], "b": match["b"], "more": large - small}
-            return words("shape-apart", **shown, dimension=match["dimension"] or "?")
+            return "shape-apart", {**shown, "dimension": match["dimension"]}
     return None
