@@ -259,3 +259,32 @@ def test_a_module_that_only_looks_up_is_not_to_be_updated() -> None:
 def test_an_exception_of_a_program_that_embeds_python() -> None:
     said = "CSnakes.Runtime.PythonRuntimeException: module 'torch.frob' has no attribute 'tensor'"
     assert first(f"12:00:00 [ERR] failed\n{said}").code == "module-attribute-missing"
+
+
+def test_a_package_whose_file_is_no_python_is_installed_again() -> None:
+    said = (
+        'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    import frob\n'
+        '  File "/x/lib/python3.12/site-packages/frob/models/rl.py", line 372\n    except Exception as e:\n    ^\n'
+        "IndentationError: expected an indented block after 'try' statement on line 371"
+    )
+    (found,) = diagnose_text("log", said)
+    assert (
+        found.code == "package-at-fault"
+        and "--force-reinstall --no-deps --no-cache-dir frob" in found.remedy.en
+    )
+    assert "frob/models/rl.py" in found.message.zh
+
+
+def test_a_name_that_a_package_forgot_is_its_fault() -> None:
+    said = (
+        'Traceback (most recent call last):\n  File "/x/lib/python3.12/site-packages/frob/a.py", line 3, in f\n'
+        "    wibble()\nNameError: name 'wibble' is not defined"
+    )
+    assert diagnose_text("log", said)[0].code == "package-at-fault"
+    assert diagnose_text("log", "NameError: name 'TypeAdapter' is not defined")[0].code == "name-of-optional"
+
+
+@pytest.mark.parametrize("module", ["training.tokenizer.tokenizer", "optimizer", "legacy.model"])
+def test_what_only_the_sources_of_megatron_have_is_no_release_of_its_package(module: str) -> None:
+    said = f"    from megatron.{module} import X\nModuleNotFoundError: No module named 'megatron.{module}'"
+    assert diagnose_text("log", said)[0].code == "megatron-training-missing"

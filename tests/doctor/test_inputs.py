@@ -115,6 +115,10 @@ INPUTS = {
         "data-mixed-types",
         "json.dumps",
     ),
+    "ArrowTypeError: (\"Expected bytes, got a 'int' object\", 'Conversion failed for column id with type object')": (
+        "data-mixed-types",
+        'record["id"]',
+    ),
     "ArrowInvalid: JSON parse error: Column() changed from object to array in row 0\n\nDuring handling of the above"
     " exception, another exception occurred:\n\nArrowTypeError: Expected bytes, got a 'int' object": (
         "data-mixed-types",

@@ -172,7 +172,7 @@ def test_shapes_after_an_empty_line_belong_to_the_failure() -> None:
     said = "RuntimeError: Error(s) in loading state_dict for GPT:\n\n"
     said += "size mismatch for wte.weight: copying a param with "
     shapes = "shape torch.Size([512, 64]) from checkpoint, the shape in current model is torch.Size([0])."
-    assert "has already sharded it" in diagnose_text("log", said + shapes)[0].rule.en
+    assert "has sharded it over the ranks" in diagnose_text("log", said + shapes)[0].rule.en
 
 
 def test_few_words_are_like_no_entry() -> None:

@@ -190,6 +190,11 @@ def installed_for(module: str) -> str:
     return str(found["command"].en) if found and isinstance(found["command"], Text) else module
 
 
+def at_fault(module: str, what: Text) -> Told:
+    """The rule for a package, by its module, whose own code is wrong."""
+    return "package-at-fault", {"what": what, "module": module, "package": installed_for(module)}
+
+
 @lru_cache(maxsize=1)
 def _supplies() -> dict[str, dict[str, str]]:
     path = Path(__file__).with_name("supplies.yaml")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reshard.doctor.builds import installed_for
+from reshard.doctor.builds import at_fault, installed_for
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.calls import base_of
 from reshard.doctor.history.missing import IMPORT, called_in, table_of
@@ -403,12 +403,15 @@ def _undefined(root: Traceback) -> Told | None:
     own = re.search(r"(?:site|dist)-packages/(\w+)", root.frames[-1]) if root.frames else None
     if root.frames and _CELL.search(root.frames[-1]):
         return "name-of-cell", {"name": match["name"]}
-    if own and (module := _imported_as(match["name"])) and module != own[1]:
+    module = _imported_as(match["name"]) if own or not root.frames else ""
+    if module and not (own and module == own[1]):
         return "name-of-optional", _optional(match["name"], module.replace("_", "-"), module)
     known = [each for each in tables(_EXPORT) if each.name(each.raw["root"], match["name"]).there]
     other = next((each for each in known if own is None or each.raw["root"] != own[1]), None)
     if other:
         return "name-of-optional", _optional(match["name"], other.package, other.raw["root"])
+    if own:
+        return at_fault(own[1], words("uses-undefined", package=own[1], name=match["name"]))
     return "name-undefined", {"name": match["name"]}
 
 
@@ -441,6 +444,7 @@ _ALIASES = {
     **dict.fromkeys(("FusedLayerNorm", "FusedRMSNorm", "amp_C", "apex"), "apex"),
     **dict.fromkeys(("spm", "sentencepiece"), "sentencepiece"),
     **dict.fromkeys(("nn", "torch", "F", "dist"), "torch"),
+    **dict.fromkeys(("TypeAdapter", "BaseModel"), "pydantic"),
     "bnb": "bitsandbytes",
     "tl": "triton",
     "pd": "pandas",

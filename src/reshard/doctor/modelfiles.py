@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from reshard.doctor.builds import at_fault
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.table import table
 from reshard.doctor.log import Log, Traceback
@@ -44,6 +45,26 @@ def _page(root: Traceback, log: Log) -> Told | None:
     files = [hit["file"] for text in near for hit in _FILE.finditer(text)]
     kind = words("page-lfs" if "lfs" in start else "page-html")
     return "page-for-file", {"file": files[-1] if files else "?", "kind": kind}
+
+
+_INSTALLED = re.compile(
+    r"File \"(?P<path>[^\"\n]*(?:site|dist)-packages/(?P<package>\w+)/[^\"\n]*\.py)\", line \d+\s*$"
+)
+_NOT_OLD = re.compile(
+    r"expected (?:an indented block|'[:,)]')|unindent|unexpected indent|unmatched|unterminated|was never closed|tabs"
+)
+"""Messages of syntax errors that no Python accepts: others may be of a release for a newer Python."""
+
+
+def _broken(root: Traceback, log: Log) -> Told | None:
+    """A file of an installed package that is not Python."""
+    near = [line.text for line in log.lines if 0 <= root.last - line.number <= NEAR]
+    found = next((hit for text in near[::-1] if (hit := _INSTALLED.search(text))), None)
+    is_syntax = root.exception.endswith(("SyntaxError", "IndentationError", "TabError"))
+    if found is None or not is_syntax or not _NOT_OLD.search(root.message):
+        return None
+    what = words("file-not-python", file=found["path"].rpartition("-packages/")[2], package=found["package"])
+    return at_fault(found["package"], what)
 
 
 # ------------------------------------------------------------------------------------------ configs
@@ -160,5 +181,5 @@ def _of_base(root: Traceback, log: Log) -> Told | None:
 
 
 _ASKED: tuple[Callable[[Traceback, Log], Told | None], ...] = (
-    *(_page, _config, _auto_class, _no_value, _tokenizer, _of_base),
+    *(_page, _broken, _config, _auto_class, _no_value, _tokenizer, _of_base),
 )

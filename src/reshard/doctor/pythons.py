@@ -47,7 +47,7 @@ _GENERAL = (
 def place_in_code(root: Traceback) -> Text:
     """Where the exception was raised: the innermost frame with its code, as far as the log shows them."""
     frame = root.frames[-1] if root.frames else ""
-    return Text.same(" — ".join(f"`{part}`" for part in (frame, root.source) if part) or "?")
+    return Text.same(" — ".join(f"`{part}`" for part in (frame, root.source) if part))
 
 
 # ------------------------------------------------------------------------------------------ keys

@@ -114,7 +114,11 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
     if len(wanted) == 2 and wanted[1] == 1 and 1 / packed in (2, 8):
         return "packed-model", {"ratio": int(1 / packed)}
     if len(saved) != len(wanted):
-        return ("flat", {"elements": prod(saved), "whole": prod(wanted)}) if len(saved) == 1 else None
+        return (
+            ("flat", {"elements": f"{prod(saved):,}", "whole": f"{prod(wanted):,}"})
+            if len(saved) == 1
+            else None
+        )
     differs = [at for at, (ours, theirs) in enumerate(zip(saved, wanted, strict=True)) if ours != theirs]
     if len(differs) > 1:
         return "other-model", {}
@@ -154,7 +158,7 @@ def _of_elements(said: str) -> Told | None:
         if wanted and size and all(wanted):
             small, large = sorted((prod(wanted), size))
             if large % small == 0 and large != small:
-                shown = {"wanted": match["wanted"], "size": size, "ratio": large // small}
+                shown = {"wanted": match["wanted"], "size": f"{size:,}", "ratio": large // small}
                 return "shape-fewer" if size < prod(wanted) else "shape-more", shown
     if _EMPTY.search(said):
         return "shape-empty-side", {"a": 0, "b": "…"}
