@@ -48,6 +48,19 @@ COMPUTED = {
     ),
     raised("KeyError: None", "kind = STATE_TYPES[state_type]"): ("key-none", "Set it"),
     raised("KeyError: 'I8'", "dtype = DTYPES[info['dtype']]"): ("key-dtype", "--dtype bfloat16"),
+    raised(
+        "ImportError: cannot import name 'top_k_top_p_sampling_from_probs' from 'flashinfer.sampling'",
+        "from flashinfer.sampling import top_k_top_p_sampling_from_probs",
+        f"{SITE}/sglang/srt/server.py",
+    ): ("import-of-other-release", "pip install -U sglang flashinfer-python"),
+    "OSError: Error no file named pytorch_model.bin, model.safetensors or flax_model.msgpack found in directory "
+    r"D:\models\gemma-3-1b-it-q4_0-gguf.": ("artefact-mixed-up", "gguf_file="),
+    "OSError: Can't load tokenizer for 'TheBloke/Llama2-13B-GGUF'. If you were trying to load it from the Hub": (
+        "artefact-mixed-up",
+        "gguf_file=",
+    ),
+    "ValidationError: 1 validation error for LlamaCpp\n__root__\n  Could not load Llama model from path: "
+    "models/llama2-13b.ggmlv3.q6_K.bin. Received error": ("gguf-damaged", "convert_hf_to_gguf.py"),
     "KeyError: 'F8_E4M3'": ("key-dtype", "pip install -U safetensors"),
     raised(
         "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
@@ -151,6 +164,19 @@ OTHER = (
     (
         "ImportError: cannot import name 'flash_attn_func' from 'flash_attn' (/a/flash_attn/__init__.py)",
         "name-of-optional",
+    ),
+    # two parts of the user's own code
+    (
+        raised(
+            "ImportError: cannot import name 'a' from 'helpers' (/home/user/helpers.py)",
+            "from helpers import a",
+        ),
+        "import-of-other-release",
+    ),
+    # a folder whose name says nothing
+    (
+        "OSError: Error no file named model.safetensors found in directory /data/run/final.",
+        "artefact-mixed-up",
     ),
     # an ordinary key
     (raised("KeyError: 'U'", "x = letters[c]"), "key-dtype"),

@@ -43,7 +43,7 @@ KINDS = (
     _kind("FSDP", r"pytorch_model_fsdp_\d|\.distcp$|__\d+_\d+\.distcp", "convert"),
     _kind("InternEvo", r"model_tp\d+_pp\d+\.pt|model_config\.pt", "convert"),
     _kind("original Llama", r"(?:^|/)(?:consolidated\.\d\d\.pth|params\.json)$", "meta", "sought-meta"),
-    _kind("GGUF", r"\.gguf$|[-_]gguf\b", "gguf"),
+    _kind("GGUF", r"(?i:\.gguf$|[-_]gguf\b)", "gguf"),
     _kind("NeMo", r"\.nemo$", "nemo"),
     _kind("Lightning", r"\.ckpt$", "lightning"),
 )
@@ -54,8 +54,14 @@ _LOADS_FOLDERS = re.compile(
     r"|load_adapter|get_peft_model_state_dict|_get_checkpoint_shard_files|find_adapter_config_file|get_config)\b"
 )
 """Functions that take a Hugging Face folder, by the frames of a traceback."""
+_SAYS_SO = re.compile(
+    r"OSError: (?:Error no file named|Can't load (?:\w+ ){1,3}for '|\S{1,300} does not appear to have a file)"
+)
+"""What they report, where the traceback is not shown."""
 _PATH = re.compile(r"""(?<![\w/])(?:[~.]{0,2}/)?[\w.+=@-]+(?:/[\w.+=@-]+)*/?""")
-_QUOTED = re.compile(r"""['"`‘“]([^'"`’”\n]{2,300})['"`’”]|\bin (\S+)\. """)
+_QUOTED = re.compile(
+    r"""(?<!\w)['"`‘“]([^'"`’”\n]{2,300})['"`’”]|\bin (?:directory )?([^\s'"`]+?)\.?(?:\s|$)"""
+)
 
 VETOED = frozenset(
     {"hf-no-config", "hf-path-taken-for-repo", "hf-no-weights", "hf-trainer-checkpoint-sharded"}
@@ -65,9 +71,9 @@ VETOED = frozenset(
 
 def mixed_up(root: Traceback, place: Place) -> Finding | None:
     """The finding if a checkpoint was passed to code for another kind; None otherwise."""
-    if not any(_LOADS_FOLDERS.search(frame) for frame in root.frames):
+    if not _SAYS_SO.search(root.said) and not any(_LOADS_FOLDERS.search(frame) for frame in root.frames):
         return None
-    for path in _paths(root.said):
+    for path in _paths(root.said.replace("\\", "/")):
         for kind in KINDS:
             if kind.pattern.search(path):
                 way_out = words(kind.way_out, path=path)
@@ -84,5 +90,5 @@ def kind_of_file(path: str) -> Kind | None:
 def _paths(said: str) -> Iterator[str]:
     """Paths that a message quotes, or names after "in"."""
     for match in _QUOTED.finditer(said):
-        if _PATH.fullmatch(path := (match[1] or match[2]).strip()):
+        if _PATH.fullmatch(path := re.sub(r"^[A-Za-z]:/", "/", (match[1] or match[2]).strip())):
             yield path

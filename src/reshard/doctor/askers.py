@@ -183,6 +183,35 @@ def imports_itself(root: Traceback, log: Log) -> bool:
     return bool(_RELATIVE.match(root.source or next(before, "")))
 
 
+_PAIR = re.compile(
+    r"cannot import name ['\"`‘’](?P<name>\w+)['\"`‘’]? from "
+    r"['\"`‘’](?P<module>(?P<package>[A-Za-z]\w*)(?:\.\w+)*)['\"`‘’]"
+    r"(?! \(unknown location)(?: \((?P<path>[^)\n]{0,300}))?"
+)
+
+
+def of_pair(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a package imports a name which the installed release of another one does not have.
+
+    For packages whose history is not known.
+    """
+    match, asking = _PAIR.search(root.said), owner(root.frames[-1]) if root.frames else None
+    if match is None or asking is None or "partially initialized" in root.said:
+        return None
+    called = match["package"]
+    own = match["path"] and not _INSTALLED.search(match["path"])
+    if own or called in (asking, *_NAMESPACES) or called in sys.stdlib_module_names or called in PACKAGES:
+        return None
+    values: dict[str, object] = {
+        **match.groupdict(),
+        "package": called,
+        "distribution": installed_for(called),
+        "importer": PACKAGES.get(asking, asking.replace("_", "-")),
+    }
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("import-of-other-release", [place], values, certainty="likely")
+
+
 _OF_ENGINE = re.compile(
     r"'(?P<kind>LLM|LLMEngine|AsyncLLM|EngineCore\w*|InprocClient|SyncMPClient|MultiprocExecutor|UniProcExecutor)'"
     r" object has no attribute '(?P<name>model_executor|driver_worker|workers?|model_runner|scheduler|llm_engine)'"

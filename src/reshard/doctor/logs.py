@@ -14,6 +14,7 @@ from reshard.doctor.artefacts import VETOED, mixed_up
 from reshard.doctor.askers import (
     of_engine,
     of_hidden_import,
+    of_pair,
     of_python,
     of_python_2,
     of_submodule,
@@ -244,6 +245,7 @@ _OF_WORDS = (
     of_call,
     divisors.of_divisors,
     of_submodule,
+    of_pair,
     described,
 )
 
