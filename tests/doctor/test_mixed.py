@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reshard.doctor.logs import UNKNOWN
 from tests.doctor.test_classes import SITE, first, raised
 
 FSDP = "distributed_type: FSDP\n"
@@ -100,6 +101,24 @@ CAUSES = {
         "part-failed",
         "set_z3_leaf_modules",
     ),
+    "OverflowError: out of range integral type conversion attempted": ("ids-not-decodable", "np.where(ids"),
+    "IndexError: piece id is out of range.": ("ids-not-decodable", "len(tokenizer)"),
+    "TypeError: argument 'tokens': 'NoneType' object cannot be converted to 'PyString'": (
+        "ids-not-decodable",
+        "vocab_size",
+    ),
+    "ValueError: Adapter name pop not found in the model.": ("adapter-not-added", 'set_adapter("pop")'),
+    "ValueError: The adapter pop does not exist": ("adapter-not-added", "model.peft_config"),
+    "KeyError: 'NetForCausalLM'": ("model-not-supported", "--model_type"),
+    "KeyError: 'auto_map'": ("key-of-config", "transformers_version"),
+    "NotImplementedError: Unsloth: org/Net-8B is not supported in your current Unsloth version!": (
+        "model-not-supported",
+        "unsloth",
+    ),
+    "ValueError: Received 3 parameters not in model:\nmodel.a.weight,\nmodel.b.weight": (
+        "names-only-file",
+        "strict=False",
+    ),
     "RuntimeError: indices should be either on cpu or on the same device as the indexed tensor (cpu)": (
         "devices-mixed",
         "inputs.to(model.device)",
@@ -112,6 +131,11 @@ def test_causes_across_frameworks(text: str) -> None:
     found = first(text)
     assert found.code == CAUSES[text][0]
     assert CAUSES[text][1] in found.remedy.en and CAUSES[text][1].split(" ")[0] in found.remedy.zh
+
+
+def test_a_key_without_code_is_told_only_if_its_kind_is_known() -> None:
+    for key in ("frob", "type", "name", "Frob"):
+        assert first(f"KeyError: '{key}'").code == UNKNOWN
 
 
 @pytest.mark.parametrize("backend", ["CUDA", "This", "NCCL"])

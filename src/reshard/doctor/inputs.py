@@ -175,6 +175,14 @@ _OF_RUN = {
     "accelerate-state-reset": r"`?'?(?P<kind>AcceleratorState|PartialState|GradientState)'?`? object has no attribute",
     "processor-not-loaded": r"[Pp]rocessor was not found, please check and update your (?:processor config|model file)",
     "offload-optimizer": r"ZeRO-Offload with a client provided optimizer \(<class '(?P<kind>[\w.]{1,100})",
+    "ids-not-decodable": (
+        r"out of range integral type conversion attempted|can't convert negative int to unsigned"
+        r"|piece id is out of range|argument 'tokens': 'NoneType' object cannot be converted to 'PyString'"
+    ),
+    "adapter-not-added": (
+        r"(?:Adapter name|[Tt]he adapter|Adapter) ['\"`]?(?P<name>[\w.-]{1,80})['\"`]?"
+        r" (?:is )?(?:not found|does not exist)"
+    ),
     "fsdp-nested": r"Expected (?P<name>[\w.]+) to NOT be FullyShardedDataParallel",
     "zero-no-optimizer": r"(?i:zero) stage (?P<stage>\d) requires an optimizer",
     "tokenizer-for-images": r"dataset appears to be vision-related[^\n]{0,80}but the provided model does not seem",

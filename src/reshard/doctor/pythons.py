@@ -36,6 +36,7 @@ _GENERAL = (
     "attribute-of-",
     "key-other",
     "key-of-batch",
+    "key-of-config",
     "value-is-none",
     "setting-is-none",
     "output-is-none",
@@ -134,7 +135,7 @@ def _key(root: Traceback, log: Log) -> Told | None:
     if kind == "config" and _VARIABLE.search(root.source):
         kind = None  # things by the names that a caller gives, not settings
     if not container:
-        return ("key-of-batch", {"key": key}) if kind == "record" and not root.frames else None
+        return None if root.frames else _unshown(key, kind)
     known = {
         "key": key,
         "container": container,
@@ -144,6 +145,36 @@ def _key(root: Traceback, log: Log) -> Told | None:
     return f"key-{kind or 'other'}", known
 
 
+def _unshown(key: str, kind: str | None) -> Told | None:
+    """What a key is that was looked up by code which the log does not show: a column, an architecture, a setting."""
+    if kind == "record":
+        return "key-of-batch", {"key": key}
+    if _ARCHITECTURE.fullmatch(key):
+        return "model-not-supported", {"what": key, "update": words("update-unnamed")}
+    if file := next((file for file, keys in _OF_CONFIGS.items() if key in keys), None):
+        return "key-of-config", {"key": key, "file": file}
+    return None
+
+
+_ARCHITECTURE = re.compile(
+    r"(?<!\w)[A-Z]\w{1,50}(?:ForCausalLM|ForConditionalGeneration|LMHeadModel|ForSequenceClassification|ForMaskedLM)"
+)
+_OF_CONFIGS = {
+    "config.json": (
+        *(
+            "auto_map",
+            "architectures",
+            "model_type",
+            "rope_scaling",
+            "rope_theta",
+            "rope_type",
+            "torch_dtype",
+        ),
+        *("quantization_config", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"),
+    ),
+    "adapter_config.json": ("base_model_name_or_path", "peft_type", "lora_alpha", "target_modules"),
+}
+"""Keys that only these files have."""
 _MODALITIES = {
     **dict.fromkeys(("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"), "image"),
     **dict.fromkeys(
@@ -168,7 +199,7 @@ _DTYPE = re.compile(r"[IU](?:8|16|32)|B?F16|F4|F8_E\dM\d|torch\.(?:uint(?:16|32)
 
 def _looked_up(source: str) -> tuple[str | Text, str]:
     """The variable with which a line of code looks something up, and the container."""
-    found = re.findall(r"([\w.]+)\[([A-Za-z_][\w.]*)\]", source)
+    found = re.findall(r"(?<![\w.])([\w.]{1,80})\[([A-Za-z_][\w.]{0,80})\]", source)
     return (f"`{found[-1][1]}`", found[-1][0]) if found else (words("the-key"), "?")
 
 

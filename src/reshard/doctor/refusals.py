@@ -251,9 +251,18 @@ _NO_MODEL = re.compile(
 )
 
 
+_NOT_IN_YOURS = re.compile(
+    r"(?P<what>[\w./-]{2,200}) is not supported (?:in|by) (?:your|the) (?:current|installed)"
+    r" (?P<package>\w{2,40}) version"
+)
+
+
 def _not_yet(said: str, log: Log) -> Told | None:
     """Something that this release of a package does not support."""
     first = said.split("\n")[0]
+    if yours := _NOT_IN_YOURS.search(first):
+        update = words("update-alone", package=yours["package"].lower())
+        return "model-not-supported", {"what": yours["what"], "update": update}
     match = _YET.search(f"{first}\n") if _LATER_ONE.search(first) else None
     if model := _NO_MODEL.search(first):
         root = first_sign(log)

@@ -18,8 +18,8 @@ _MISSING = re.compile(
     r"(?i:missing key(?:\(s\)|s)?(?: in (?:the )?(?:source )?state_dict)?)\s*[:=]\s*" + _LIST.format("names")
 )
 _UNEXPECTED = re.compile(
-    r"(?i:unexpected key(?:\(s\)|s)?(?: in (?:the )?(?:source )?state_dict)?)\s*[:=]\s*"
-    + _LIST.format("names")
+    r"(?i:unexpected key(?:\(s\)|s)?(?: in (?:the )?(?:source )?state_dict)?|received \d{1,9} parameters not in model)"
+    r"\s*[:=]\s*" + _LIST.format("names")
 )
 _ONE = tuple(
     re.compile(pattern)
