@@ -38,8 +38,8 @@ SAID = {
     ),
     SWIFT.replace("/home/user/ms-swift", SITE): ("api-is-gone", "likely", "ms-swift<3.0.0"),
     raised(LLAVA.format(SITE), "from llava.model import X", f"{SITE}/frob/a.py"): (
-        "import-name-missing",
-        "possible",
+        "import-of-other-release",
+        "likely",
         "llava",
     ),
     LLAVA.format("/home/user/LLaVA").replace(
@@ -73,8 +73,8 @@ SAID = {
     ),
     f"P-Tuning chatglm\n{UNEQUAL}": ("virtual-tokens", "likely", "pre_seq_len=128"),
     f"num_virtual_tokens=10\nRuntimeError: {MASK}": ("virtual-tokens", "likely", "LoRA"),
-    f"num_virtual_tokens=7\nRuntimeError: {MASK}": ("shapes-differ", "likely", "reshard inspect"),
-    UNEQUAL: ("shapes-differ", "likely", "reshard inspect"),
+    f"num_virtual_tokens=7\nRuntimeError: {MASK}": ("shape-apart", "likely", "max_length"),
+    UNEQUAL: ("shape-multiple", "likely", "reshard inspect"),
     raised("KeyError: None", "model = MODEL_TYPES[config.task_type](model)"): (
         "key-is-none",
         "likely",
@@ -101,6 +101,28 @@ SAID = {
         "transformer_layer_cls_to_wrap",
     ),
     FREED: ("unknown-failure", "possible", ""),
+    "RuntimeError: expected there to be only one unique element in <generator object"
+    " Init._convert_to_deepspeed_param.<locals>.all_gather_coalesced.<locals>.<genexpr> at 0x7f2e>": (
+        "zero3-dtypes",
+        "likely",
+        "pip install -U deepspeed",
+    ),
+    "RuntimeError: size mismatch, got 896, 896x4096,0": ("zero3-weight-2d", "likely", "with an engine"),
+    "RuntimeError: Invalid device string: '0'": (
+        "device-name",
+        "likely",
+        'Pass `cuda:0`, or the number: `device_map={"": 0}`',
+    ),
+    "AttributeError: 'NoneType' object has no attribute 'absmax'": (
+        "quant-state-none",
+        "likely",
+        "unsloth_zoo",
+    ),
+    raised("IndexError: list index out of range", "x = lines[-2]", f"{SITE}/unsloth/models/rl.py"): (
+        "part-failed",
+        "possible",
+        "unsloth_zoo",
+    ),
     "ImportError: Megatron is not installed. please build it from source.": (
         "backend-of-config",
         "likely",

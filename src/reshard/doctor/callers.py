@@ -28,19 +28,21 @@ def of_call(root: Traceback, log: Log) -> Finding | None:
     """The finding for a call or a line of code that failed; None for other kinds of exceptions."""
     first = root.root
     found = next((each for ask in _ASKED if (each := ask(first))), None)
-    if found is None:
+    if found is None or (found[0] in _GENERAL and installed_of(first) in _REWRITING):
         return None
     place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
     values = {"where": place_in_code(first), "update": update_of(first), **found[1]}
     return told(found[0], [place], values, certainty="possible" if found[0] in _GENERAL else "likely")
 
 
+_REWRITING = ("unsloth", "unsloth-zoo")
+"""Packages that rewrite the source of others: what fails in them is a release that they do not know."""
 _TERM = r"[a-z]{2,20}(?: [a-z]{2,20})?"
 _CHOSEN = r"[`'\"]?(?P<{}>[\w.-]{{2,60}})[`'\"]?"
 _UNHEARD = re.compile(
     rf"(?:ValueError|KeyError|NotImplementedError|RuntimeError): (?:(?P<kind>(?=[A-Z])(?i:{_TERM}))"
     rf" {_CHOSEN.format('value')} (?:does not exist|is not (?:registered|recognized|known|defined))"
-    rf"|(?:Unknown|Unrecognized) (?P<other>{_TERM}):? {_CHOSEN.format('given')})\.?\s*$",
+    rf"|(?:Unknown|Unrecognized|[Uu]nhandled) (?P<other>{_TERM}):? {_CHOSEN.format('given')})\.?\s*$",
     re.MULTILINE,
 )
 
@@ -75,7 +77,7 @@ _GENERAL = (
 
 _MISSING = re.compile(
     r"TypeError: (?P<function>[\w.<>]+)\(\) missing (?P<count>\d+) required (?:positional"
-    r"|keyword-only) arguments?: (?P<names>(?:['‘]\w+['’](?:,? and |, )?)+)"
+    r"|keyword-only) arguments?: (?P<names>(?:['‘`]\w+['’`](?:,? and |, )?)+)"
 )
 _COUNT = re.compile(
     r"TypeError: (?P<function>[\w.<>]+)\(\) (?P<what>takes (?:from \d+ to "
@@ -522,6 +524,19 @@ def _python(root: Traceback) -> Told | None:
     return "python-too-old", {"version": Text(f" {version}", f" {version}") if version else Text.same("")}
 
 
+_DEVICE = re.compile(r"RuntimeError: Invalid device string: ['\"](?P<name>[^'\"\n]{0,40})['\"]")
+
+
+def _device(root: Traceback) -> Told | None:
+    """A device by a name that torch does not know."""
+    match = _DEVICE.match(root.said)
+    if match is None:
+        return None
+    number = re.search(r"\d+", match["name"])
+    near = f"cuda:{number[0]}" if number else "cuda"
+    return "device-name", {"name": match["name"], "near": near, "where": place_in_code(root)}
+
+
 _DENIED = re.compile(
     r"(?:PermissionError|OSError): \[Errno (?P<number>13|30|1)\] (?P<what>Permission denied"
     r"|Read-only file system|Operation not permitted)(?:: ['\"](?P<path>[^'\"\n]+))?"
@@ -548,6 +563,7 @@ _ASKED: tuple[Callable[[Traceback], Told | None], ...] = (
         _empty,
         _python,
         _denied,
+        _device,
         _unheard,
     ),
 )

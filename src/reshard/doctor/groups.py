@@ -83,6 +83,16 @@ def _ssh(root: Traceback, log: Log) -> Told | None:
 NEAR = 30
 """Lines at the end of a log in which ssh and pdsh print why they failed."""
 
+_ONE_DTYPE = re.compile(
+    r"expected there to be only one unique element in <generator object [^\n]{0,200}gather"
+)
+
+
+def _dtypes(root: Traceback, log: Log) -> Told | None:
+    """Parameters of several dtypes that ZeRO-3 gathers in one buffer."""
+    return ("zero3-dtypes", {}) if _ONE_DTYPE.search(root.said) else None
+
+
 _BACKWARD = re.compile(r"torch/_tensor\.py:\d+ backward")
 _ENGINES = re.compile(r"/(?:deepspeed|accelerate|colossalai|lightning\w*|pytorch_lightning)/")
 _ZERO = re.compile(r"deepspeed/runtime/zero/|'DeepSpeedZeroOptimizer\w*' object")
@@ -122,4 +132,6 @@ def sharded(root: Traceback, log: Log) -> Finding | None:
     return told("fsdp-bypassed", [place], {}, certainty="likely")
 
 
-_ASKED: tuple[Callable[[Traceback, Log], Told | None], ...] = (_dimensions, _outside, _rendezvous, _ssh)
+_ASKED: tuple[Callable[[Traceback, Log], Told | None], ...] = (
+    *(_dimensions, _outside, _rendezvous, _ssh, _dtypes),
+)

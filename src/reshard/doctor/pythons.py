@@ -267,12 +267,18 @@ _NATIVE = {
 """Functions of packages' compiled libraries: None lacks them where the library was not loaded."""
 
 
+_QUANT_STATE = ("absmax", "quant_state", "quant_type", "blocksize", "nested_absmax")
+"""Fields of the state that bitsandbytes keeps with a 4-bit weight."""
+
+
 def _none(root: Traceback, log: Log) -> Told | None:
     match = _NONE.match(root.said)
     if match and match["name"]:
         for package, names in _NATIVE.items():
             if names.fullmatch(match["name"]):
                 return "library-not-loaded", {"package": package, "symbol": match["name"]}
+        if match["name"] in _QUANT_STATE:
+            return "quant-state-none", {"name": match["name"], "where": place_in_code(root)}
     if match is None or not (root.frames or root.source):
         return None
     what = _none_of(root.source, match) + ("(…)" if match["unpacked"] else "")
