@@ -106,6 +106,11 @@ def _unknown(root: Traceback) -> Told | None:
     if _OF_MODEL.fullmatch(match["name"]) and _OF_ADAPTER.match(function):
         return "adapter-config-of-model", {"function": function, "name": match["name"]}
     kind, _, method = function.rpartition(".")
+    if method == "__init__" and match["name"] in FROM_PRETRAINED and _MODEL.search(kind):
+        since, until = FROM_PRETRAINED[match["name"]]
+        span = words("span-between" if until else "span-since", since=since, last=until)
+        pin = f"transformers>={since}" + (",<5" if until else "")
+        return "keyword-of-loading", {"kind": kind, "name": match["name"], "span": span, "pin": pin}
     if method == "forward" and not function.startswith("_"):
         return _of_forward(function, match["name"], root)
     if refused := _of_no_release(function, match["name"]):
@@ -152,6 +157,16 @@ def _misspelled(function: str, name: str) -> Told | None:
     return None
 
 
+FROM_PRETRAINED = {
+    "load_in_4bit": ("4.30.0", "4.57"),
+    "load_in_8bit": ("4.22.0", "4.57"),
+    "use_flash_attention_2": ("4.34.0", "4.57"),
+    "attn_implementation": ("4.36.0", ""),
+    "quantization_config": ("4.27.0", ""),
+    "dtype": ("4.56.0", ""),
+}
+"""Arguments of `from_pretrained`, which passes those that it does not know to the model's class, and their releases."""
+_MODEL = re.compile(r"For[A-Z]\w+$|Model$|LMHeadModel")
 FROM_TRAINER = {"num_items_in_batch": "4.46.0", "return_dict": "3.0.0", "logits_to_keep": "4.49.0"}
 """Arguments that transformers itself passes to models, and since when."""
 

@@ -40,6 +40,16 @@ CLASHES = (
         re.compile(r"(?i)lightning"),
         *("pytorch-lightning>=1.9", "torch<2", "clash-scheduler"),
     ),
+    # fsspec 2023.10 gave its local file system two protocols, and a glob pattern another meaning
+    Clash(
+        *("datasets", "fsspec"),
+        re.compile(
+            r"Loading a dataset cached in a LocalFileSystem is not supported"
+            r"|Invalid pattern: '\*\*' can only be an entire path component"
+        ),
+        re.compile(""),
+        *("datasets>=2.14.6", "fsspec<2023.10", "clash-fsspec"),
+    ),
 )
 
 

@@ -54,6 +54,7 @@ from reshard.doctor.shapes import computed, contradict, pairs
 from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.stale import of_stale
 from reshard.doctor.systems import of_kernels, of_system, reported
+from reshard.doctor.tasks import of_task
 from reshard.doctor.upstream import own_code, search_of
 from reshard.doctor.weightnames import of_names, way_of
 from reshard.doctor.words import words
@@ -236,6 +237,7 @@ _OF_WORDS = (
     of_no_release,
     of_older_release,
     of_input,
+    of_task,
     of_names,
     of_records,
     of_empty_storage,

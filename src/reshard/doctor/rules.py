@@ -82,7 +82,7 @@ def told(
     )
 
 
-FILES = ("rules.yaml", "systems.yaml", "shapes.yaml")
+FILES = ("rules.yaml", "systems.yaml", "shapes.yaml", "tasks.yaml")
 
 
 @lru_cache(maxsize=1)
