@@ -89,7 +89,7 @@ def _of_command(args: str) -> Iterator[str]:
 
 _ORDER = re.compile(
     r"import (?P<first>[A-Za-z]\w*) before (?:importing )?(?P<then>[A-Za-z]\w*)"
-    r"|(?P<other>[A-Za-z]\w*) (?:must|should|has to|needs to) be imported before (?P<later>[A-Za-z]\w*)"
+    r"|(?<!\w)(?P<other>[A-Za-z]\w{0,60}) (?:must|should|has to|needs to) be imported before (?P<later>[A-Za-z]\w*)"
 )
 
 

@@ -172,7 +172,7 @@ FROM_TRAINER = {"num_items_in_batch": "4.46.0", "return_dict": "3.0.0", "logits_
 
 
 _LAYER = re.compile(
-    r"\w*(?:Attention\w*|Layer\w*|Block|MLP|MoE|Experts|Router|Linear\w*|Norm|RotaryEmbedding|Decoder|Mixin)\.forward"
+    r"(?<!\w)\w{0,60}(?:Attention\w*|Layer\w*|Block|MLP|MoE|Experts|Router|Linear\w*|Norm|RotaryEmbedding|Decoder|Mixin)\.forward"
 )
 """Functions of a model's layers, which the model calls, not the Trainer."""
 

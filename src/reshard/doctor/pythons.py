@@ -80,7 +80,7 @@ _KINDS = (
 )
 """What a container is, by its name. The first match counts."""
 _FIELD_AS_KEY = re.compile(
-    r"(?P<container>[A-Za-z_][\w.]{0,80})\[(?P<field>[a-z_]\w*\.[\w.]*?(?P<name>\w+))\]"
+    r"(?<![\w.])(?P<container>[A-Za-z_][\w.]{0,80})\[(?P<field>[a-z_]\w{0,60}\.(?:\w{1,60}\.){0,6}(?P<name>\w{1,60}))\]"
 )
 """A table looked up by the value of a setting."""
 _VARIABLE = re.compile(r"(?:config|args|params|metadata)\w*\[[a-z_]\w*\]")
