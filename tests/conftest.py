@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -66,20 +67,29 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def genuine(tmp_path_factory: pytest.TempPathFactory, transformer_engine: Executor) -> Callable[..., Genuine]:
-    """Get a checkpoint of `tests.genuine.megatron.VARIANTS`, made once per session; see `make`."""
+    """Get a checkpoint of `tests.genuine.megatron.VARIANTS`, made once for all workers; see `make`."""
     from tests.genuine import megatron as variants
 
-    made: dict[tuple[str, str | None], Genuine] = {}
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "megatron"
+    folder.mkdir(exist_ok=True)
 
     def get(name: str, megatron: str | None = None) -> Genuine:
-        if (name, megatron) not in made:
-            out = tmp_path_factory.mktemp("megatron")
-            if megatron is None and variants.VARIANTS[name].spec == "te":
-                transformer_engine.submit(variants._make_here, name, out).result(timeout=120)
-                made[name, megatron] = variants.existing(name, out)
-            else:
-                made[name, megatron] = variants.make(name, out, megatron)
-        return made[name, megatron]
+        out = folder / f"{megatron or 'installed'}-{name}"
+        with open(f"{out}.lock", "w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            if not out.exists():
+                make(name, partial := Path(f"{out}.partial"), megatron)
+                partial.rename(out)
+        return variants.existing(name, out)
+
+    def make(name: str, out: Path, megatron: str | None) -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        if megatron is None and variants.VARIANTS[name].spec == "te":
+            transformer_engine.submit(variants._make_here, name, out).result(timeout=120)
+        else:
+            variants.make(name, out, megatron)
 
     return get
 
