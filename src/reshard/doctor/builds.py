@@ -16,11 +16,8 @@ import yaml
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import told
+from reshard.doctor.rules import Told, told
 from reshard.doctor.words import words
-
-Told = tuple[str, dict[str, object]]
-"""The id of a rule, and the values for its braces."""
 
 _BUILDING = re.compile(
     r"Error building extension|CalledProcessError|subcommand failed|subprocess-exited-with-error|CompilationError"

@@ -11,10 +11,7 @@ from reshard.doctor.failures import CUT_OFF, is_consequence
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import told
-
-Told = tuple[str, dict[str, object]]
-"""The id of a rule, and the values for its braces."""
+from reshard.doctor.rules import Told, told
 
 
 def of_groups(root: Traceback, log: Log) -> Finding | None:

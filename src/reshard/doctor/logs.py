@@ -21,7 +21,7 @@ from reshard.doctor.askers import (
     of_wrong_type,
 )
 from reshard.doctor.builds import of_build
-from reshard.doctor.callers import of_call, of_guarded
+from reshard.doctor.callers import of_call
 from reshard.doctor.clashes import of_clash
 from reshard.doctor.collectives import compared, described
 from reshard.doctor.entries import Entry, catalogue
@@ -55,6 +55,7 @@ from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.stale import of_stale
 from reshard.doctor.systems import of_kernels, of_system, reported
 from reshard.doctor.tasks import of_task
+from reshard.doctor.undefined import of_guarded
 from reshard.doctor.upstream import own_code, search_of
 from reshard.doctor.weightnames import of_names, way_of
 from reshard.doctor.words import words

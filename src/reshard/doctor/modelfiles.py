@@ -10,12 +10,9 @@ from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.table import table
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import told
+from reshard.doctor.rules import Told, told
 from reshard.doctor.upstream import own_code
 from reshard.doctor.words import words
-
-Told = tuple[str, dict[str, object]]
-"""The id of a rule, and the values for its braces."""
 
 
 def of_model_files(root: Traceback, log: Log) -> Finding | None:

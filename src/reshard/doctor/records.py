@@ -8,11 +8,8 @@ from collections.abc import Callable
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import told
+from reshard.doctor.rules import Told, told
 from reshard.doctor.words import words
-
-Told = tuple[str, dict[str, object]]
-"""The id of a rule, and the values for its braces."""
 
 _OF_DATASETS = re.compile(
     r"datasets\.\w+\.Dataset\w*|Dataset(?:Generation)?(?:Cast)?Error|generating the dataset|Arrow\w+|pyarrow|CastError"

@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from reshard.doctor.dtypes import of_dtypes
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.match import first_sign
-from reshard.doctor.pythons import installed_of
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import told
+from reshard.doctor.rules import Told, told
 from reshard.doctor.shortages import shortage
+from reshard.doctor.upstream import installed_of
 from reshard.doctor.words import words
 from reshard.suggest import closest
-
-Told = tuple[str, dict[str, object]]
-"""The id of a rule, and the values for its braces."""
-
 
 _OWN = re.compile(
     r"\breshard\.errors\.ReshardError: (?P<title>[^\n]{1,400})"
@@ -408,79 +405,6 @@ def _hub(said: str, log: Log) -> Told | None:
     return "hub-answers", {**shown, "why": words(f"hub-{kind}"), "cure": words(f"hub-{kind}-cure")}
 
 
-# ------------------------------------------------------------------------------------------ dtypes
-
-_DTYPE = (
-    r"(?:torch\.|c10::)?(?P<{}>[Ff]loat(?:16|32|64|8\w*)?|[Hh]alf|[Bb][Ff]loat16|[Dd]ouble|[Bb]yte"
-    r"|[Cc]har|u?int(?:8|16|32|64)|[Ii]nt|[Ll]ong|[Bb]ool)"
-)
-_DTYPES = tuple(
-    re.compile(pattern.replace("ONE", _DTYPE.format("one")).replace("TWO", _DTYPE.format("two")))
-    for pattern in (
-        r"Found dtype ONE but expected TWO",
-        r"have dtype ONE,? but got TWO",
-        r"[Ee]xpected (?:scalar type|dtype) ONE,? but (?:got|found)(?: scalar type)? TWO",
-        r"same d?type,?(?: but)? got:? ONE (?:!=|and|vs) TWO",
-        r"type \(ONE\) and (?:weight|bias) type \(TWO\)",
-        r"expected m\w+1 and m\w+2 to have the same dtype, but got: ONE != TWO",
-        r"value cannot be converted to type (?!u?int|[Ii]nt|[Ll]ong|[Cc]har|[Bb]yte)ONE without overflow(?P<two>)",
-        r"dtypes?:? ONE (?:and|!=|vs\.?) TWO",
-        r"query\.dtype: ONE key\.dtype: TWO",
-        r"Index put requires the source and destination dtypes match, got ONE for the destination and TWO",
-    )
-)
-_SAME = re.compile(
-    r"\b(?:self|m\w+1|input|query)(?:, \w+)? and (?:m\w+2|weight|other|\w*value) must have the same dtype\s*$"
-)
-_GRADIENT = re.compile(r"[Oo]nly Tensors of floating point (?:and complex )?dtype can require gradients")
-
-
-_FLAT = re.compile(
-    r"Cannot flatten integer dtype|Integer parameters are unsupported"
-    r"|(?:FlatParameter requires|Must flatten tensors with) uniform dtype"
-    r"(?: but got (?P<one>[\w.]+) and (?P<two>[\w.]+))?"
-)
-_ASSERTED = re.compile(r"(?:^|: )assert [^\n]*\bdtype\b[^\n]*==", re.MULTILINE)
-"""The source of an assertion that compares dtypes."""
-
-
-_PACKED = re.compile(
-    r"(?:only supports?|[Ee]xpected|must be|support(?:s|ed) (?:only|for))[^\n]{0,80}(?:float|half|bit)[^\n]{0,60}"
-    r"(?:got|found|is) (?:torch\.)?(?P<dtype>u?int8)\b"
-)
-
-
-_LATER = re.compile(r"only supports?[^\n]{0,80}(?:got|found) (?:torch\.)?(?P<dtype>bfloat16|float8\w*)\b")
-
-
-_NEWER_GPU = re.compile(r"type (?P<dtype>fp8\w{0,12}|bf16) not supported in this architecture")
-_BYTES = re.compile(
-    r"Input type \((?:[\w.:]*\b(?:Byte|Char)Tensor|unsigned char|signed char|c10::Byte|c10::Char)\)"
-)
-
-
-def _dtypes(said: str, log: Log) -> Told | None:
-    if newer := _NEWER_GPU.search(said):
-        return "dtype-of-newer-gpu", newer.groupdict()
-    if _BYTES.search(said):
-        return "input-of-bytes", {}
-    if packed := _PACKED.search(said):
-        return "already-quantized", {"dtype": packed["dtype"]}
-    if later := _LATER.search(said):
-        return "dtype-unsupported", {"dtype": later["dtype"]}
-    if flat := _FLAT.search(said):
-        mixed = flat["one"] and not re.search(r"int", flat["one"] + flat["two"])
-        return ("fsdp-dtypes", {"one": flat["one"], "two": flat["two"]}) if mixed else ("fsdp-integers", {})
-    if _ASSERTED.search(said):
-        return "dtypes-asserted", {}
-    if _GRADIENT.search(said):
-        return "gradient-of-integers", {}
-    if _SAME.search(said):
-        return "dtypes-differ-unnamed", {}
-    match = next((hit for pattern in _DTYPES if (hit := pattern.search(said))), None)
-    return ("dtypes-differ", {"one": match["one"], "two": match["two"] or "?"}) if match else None
-
-
 # ------------------------------------------------------------------------------------------ Python's own release
 
 _PYTHON = re.compile(
@@ -531,5 +455,5 @@ _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
         _cuda,
         _hub,
     ),
-    *(_no_cuda, _counts, _no_operator, _dtypes, _devices, _metric, _not_given),
+    *(_no_cuda, _counts, _no_operator, of_dtypes, _devices, _metric, _not_given),
 )

@@ -12,6 +12,8 @@ import yaml
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.words import filled
 
+Told = tuple[str, dict[str, object]]
+"""The id of a rule, and the values for its braces."""
 CAUSES: dict[str, tuple[str, ...]] = {
     "env-device-map-tp": (
         "dtensor-mixed-cat-ddp",

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-Shape = tuple[int, ...]
-Told = tuple[str, dict[str, object]]
-"""The id of a rule, and the values for its braces."""
+from reshard.doctor.rules import Told
 
+Shape = tuple[int, ...]
 _SIZE = r"(?:torch\.Size\()?[\[(](?P<{0}>[\d, ]*)[\])]\)?"
 _PAIRS = tuple(
     re.compile(pattern.replace("SAVED", _SIZE.format("saved")).replace("WANTED", _SIZE.format("wanted")))

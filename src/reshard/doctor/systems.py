@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from reshard.doctor.builds import Told, package_of_extension, supplied, way_to_rebuild
+from reshard.doctor.builds import package_of_extension, supplied, way_to_rebuild
 from reshard.doctor.failures import CUT_OFF, EXIT
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.table import table
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import rules, told
+from reshard.doctor.rules import Told, rules, told
 from reshard.doctor.wheels import of_build, of_offered, of_platform, of_wheel
 from reshard.doctor.words import words
 from reshard.suggest import closest

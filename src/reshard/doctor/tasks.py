@@ -7,13 +7,10 @@ from collections.abc import Callable
 
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.pythons import place_in_code
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import told
+from reshard.doctor.rules import Told, told
+from reshard.doctor.upstream import place_in_code
 from reshard.doctor.words import words
-
-Told = tuple[str, dict[str, object]]
-"""The id of a rule, and the values for its braces."""
 
 
 def of_task(root: Traceback, log: Log) -> Finding | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from urllib.parse import quote_plus
 
+from reshard.doctor.finding import Text
+from reshard.doctor.history.table import PACKAGES
 from reshard.doctor.tracebacks import Traceback
+from reshard.doctor.words import words
 
 REPOSITORIES = {
     "accelerate": "huggingface/accelerate",
@@ -137,3 +140,33 @@ def package_of(frame: str) -> str | None:
         return known[0]  # a folder inside a package may be named like another one
     outer = re.search(rf"/(?P<name>\w+)/{known[-1]}/", path)
     return outer["name"] if outer and outer["name"] in REPOSITORIES else known[-1]
+
+
+def place_in_code(root: Traceback) -> Text:
+    """Where the exception was raised: the innermost frame with its code, as far as the log shows them."""
+    frame = root.frames[-1] if root.frames else ""
+    return Text.same(" — ".join(f"`{part}`" for part in (frame, root.source) if part))
+
+
+def update_of(root: Traceback) -> Text:
+    """What to update: the package of the innermost frame, or both caller and called code."""
+    if "/transformers_modules/" in "".join(root.frames[-2:]).replace("\\", "/"):
+        return words("update-remote")
+    package = installed_of(root)
+    return words("update-asker", package=package) if package else words("update-both")
+
+
+def installed_of(root: Traceback) -> str:
+    """The package of a failure's innermost frame; "" for a script and for Python itself."""
+    frame = root.frames[-1].replace("\\", "/") if root.frames else ""
+    if _LOOKS_UP.search(frame):
+        return ""  # torch only says that the module which the caller named has no such attribute
+    match = INSTALLED.search(frame)
+    found = (match["name"] if match else package_of(frame) or "").partition("/")[0]
+    return PACKAGES.get(found, found.replace("_", "-"))
+
+
+INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z]\w*)/")
+
+
+_LOOKS_UP = re.compile(r"/torch/nn/modules/module\.py\S* __getattr__")

@@ -8,10 +8,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from reshard.doctor.builds import Told
 from reshard.doctor.finding import Text
 from reshard.doctor.log import Log
 from reshard.doctor.reading import clipped
+from reshard.doctor.rules import Told
 from reshard.doctor.words import words
 
 _OFFERED = re.compile(
