@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from reshard.doctor.builds import installed_for
 from reshard.doctor.failures import CUT_OFF, EXIT
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.table import ROOTS
@@ -17,6 +18,7 @@ from reshard.doctor.words import words
 _INSTALL = re.compile(
     r"(?P<quote>[`'\"“]?)\bpip3? install (?P<args>[^`“”\n]{1,300})"
     r"|(?<![\w-])(?P<required>[A-Za-z][\w-]+)['`\"]? (?:backend|library|package) is required\b"
+    r"|\b(?:requires?|needs?) (?P<needed>[\w.-]{2,60}?) (?:to be |is |be )?installed\b"
     r"|following packages that were not found in your environment: (?P<named>[^\n]{1,200}?)(?:\.\s|\.?$)",
     re.MULTILINE,
 )
@@ -41,11 +43,11 @@ def of_packages(root: Traceback, log: Log) -> Finding | None:
     found = list(dict.fromkeys(_packages(root.message)))
     if not found or root.exception in (CUT_OFF, EXIT):
         return None
-    modules = ", ".join(re.split(r"[<>=!~\[]", each)[0].replace("-", "_") for each in found)
+    modules = (re.split(r"[<>=!~\[]", each.split()[-1].strip("'"))[0].replace("-", "_") for each in found)
     values = {
-        "packages": ", ".join(found),
-        "specs": " ".join(f"'{each}'" if re.search(r"[<>=!~\[]", each) else each for each in found),
-        "modules": modules,
+        "packages": ", ".join(each.split()[-1].strip("'") for each in found),
+        "specs": " ".join(f"'{each}'" if re.search(r"^[^' ]*[<>=!~\[]", each) else each for each in found),
+        "modules": ", ".join(modules),
     }
     place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
     return told("packages-to-install", [place], values, certainty="likely")
@@ -60,6 +62,9 @@ def _packages(message: str) -> Iterator[str]:
         if match["required"]:
             if match["required"].lower() in ROOTS:
                 yield match["required"].lower()
+            continue
+        if match["needed"]:
+            yield installed_for(match["needed"])
             continue
         if match["named"]:
             yield from re.findall(_PACKAGE, match["named"])

@@ -45,7 +45,8 @@ def of_none(root: Traceback, log: Log) -> Told | None:
         whose = words("none-of-checkpoint", name=what)
     if package and what.isidentifier() and len(root.frames) > 1 and (by := _own_caller(root)):
         whose = words("none-passed", name=what, by=by)
-    if _SETTING.fullmatch(what):
+    of_options = any(map(_READS_OPTIONS.search, root.frames[-1:])) and what.startswith("self.")
+    if _SETTING.fullmatch(what) or of_options:
         unset = "`, `".join(each.rpartition(".")[2] for each in what.split(" and "))
         return "setting-is-none", {"names": unset, "what": what, "where": place_in_code(root)}
     shown = words("none-named", what=what) if what else words("none-unnamed")
@@ -73,6 +74,8 @@ _SETTING = re.compile(
     r"(?<![\w.])(?:self\.)?\w{0,30}(?:args|cfg|hparams|opts?|arguments)\.[a-z]\w{0,60}(?: and [\w.]{1,90})?"
 )
 """An option of a run, as code reads it."""
+_READS_OPTIONS = re.compile(r"(?:args|arguments|config)\w*\.py:\d+ __post_init__$")
+"""Where a dataclass of options checks its own."""
 
 
 def _own_caller(root: Traceback) -> str:
@@ -228,6 +231,15 @@ _OF_TENSORS = (
 """Attributes of tensors, and objects in a model's output that are none."""
 
 
+_OF_ENGINE = (
+    *("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model", "zero_optimization_stage"),
+    *("zero_optimization", "is_gradient_accumulation_boundary", "allreduce_gradients", "global_steps"),
+)
+"""Attributes of DeepSpeed's engine that no model has."""
+_MODELS = r"\w*(?:Model(?:For\w+)?|For[A-Z]\w+|Module|Parallel)"
+_BUILTIN = {each.__name__: each for each in (list, dict, tuple, set, int, float, bool)}
+
+
 def of_attribute(root: Traceback, log: Log) -> Told | None:
     match = _ATTRIBUTE.match(root.said)
     if match is None:
@@ -237,6 +249,11 @@ def of_attribute(root: Traceback, log: Log) -> Told | None:
         return "attribute-of-other", shown
     if re.fullmatch("(?:Parameter|Module|Buffer)Dict", match["kind"]) and match["name"] == "default":
         return "attribute-of-adapters", {**match.groupdict(), "where": place_in_code(root)}
+    if match["name"] in _OF_ENGINE and re.fullmatch(_MODELS, match["kind"]):
+        return "attribute-of-engine", {**match.groupdict(), "where": place_in_code(root)}
+    builtin = _BUILTIN.get(match["kind"])
+    if builtin and hasattr(str, match["name"]) and not hasattr(builtin, match["name"]):
+        return "text-expected", {**match.groupdict(), "where": place_in_code(root)}
     if gone := _gone(match["kind"], match["name"]):
         return "attribute-gone", {**match.groupdict(), **gone}
     kind = next((kind for kind, names in _CLASSES if re.fullmatch(names, match["kind"])), None)

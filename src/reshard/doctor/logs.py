@@ -344,10 +344,10 @@ def _with_table(root: Traceback, log: Log) -> str:
 
 
 def _cure(match: Match, log: Log) -> Text:
-    root, cure = first_sign(log), match.entry.cure
+    root = first_sign(log)
+    cure = _with_groups(match, root, match.entry.cure)
     if root and match.entry.id in BY_KIND:
         return Text.lines([*arguments.of_releases(root, log), filled_in(cure, root, log)])
-    cure = _with_groups(match, root, cure)
     if root is None or not _is_of_root(match):
         return cure
     of_shapes = _of_shapes(root, log)

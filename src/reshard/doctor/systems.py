@@ -52,7 +52,7 @@ def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
         failure = failure.before
     shown = "\n".join([*root.frames, root.said])
     near = [line for line in log.lines if line.stream == root.stream and 0 < root.last - line.number < BEFORE]
-    if root.exception == EXIT:
+    if root.exception == EXIT or any(map(_LAUNCHES.search, root.frames[-1:])):
         yield from ((line.text, line.number) for line in near[-LAST_WORDS:][::-1])
     for at, line in enumerate(near):
         if _HIDDEN.search(line.text) and not _OTHERS.search(line.text):
@@ -62,7 +62,10 @@ def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
 
 
 LAST_WORDS = 12
-"""Lines before a process ended itself that may contain its reason."""
+"""Lines before a process ended itself, or before its launcher's traceback, that may contain its reason."""
+_LAUNCHES = re.compile(
+    r"accelerate[/\\]commands[/\\]|torch[/\\]distributed[/\\](?:run|launch)|launcher[/\\]api\.py"
+)
 _OTHERS = re.compile(r"tensorflow|TF-TRT|libnvinfer|dso_loader|jax", re.IGNORECASE)
 """Packages that report missing libraries as a matter of course."""
 _PACKAGE = re.compile(
