@@ -50,7 +50,7 @@ def plan(files: list[OutputFile]) -> Plan:
     return Plan("a", "b", files, 0, 0, {}, [], [])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_view_is_gathered_as_numpy_sees_it(tmp_path_factory: pytest.TempPathFactory, data) -> None:
     folder = tmp_path_factory.mktemp("gather")
@@ -72,7 +72,7 @@ def test_any_view_is_gathered_as_numpy_sees_it(tmp_path_factory: pytest.TempPath
     files.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), max_size=12), st.booleans())
 def test_checksums_add_up_from_any_ranges(tmp_path_factory, reads, damaged) -> None:
     folder = tmp_path_factory.mktemp("ledger")
@@ -242,7 +242,7 @@ def test_many_files_and_more_blocks_than_threads(tmp_path: Path) -> None:
     assert written == values.tobytes()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_file_of_literals_and_blocks_is_put_together(tmp_path_factory, data) -> None:
     folder = tmp_path_factory.mktemp("file")

@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard as api
@@ -30,7 +30,6 @@ def as_range(begin: int, end: int) -> tuple[int, int, int]:
     return begin, end, crc32(DATA[begin:end])
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 399), st.integers(1, 60)), max_size=40))
 def test_ranges_come_in_any_order(spans: list[tuple[int, int]]) -> None:
     """Compared with a set of all bytes: adjacent ranges merge, with the right CRC32, and no byte is in two ranges."""

@@ -176,7 +176,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(PLAIN)
 def test_plain_values_survive(value: Any) -> None:
     import pickle
