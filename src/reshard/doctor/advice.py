@@ -36,6 +36,24 @@ _WITH_VALUE = (
 )
 _PROSE = frozenset(("to", "for", "if", "then", "in", "with", "before", "first", "from", "it", "the", "on"))
 """Words that end a command inside a sentence."""
+_NOT_OF_PIP = frozenset(
+    (
+        "cuda",
+        "cudatoolkit",
+        "cudnn",
+        "nvcc",
+        "driver",
+        "drivers",
+        "git",
+        "docker",
+        "gcc",
+        "g++",
+        "make",
+        "mpi",
+        "them",
+    )
+)
+"""What messages require that pip does not install."""
 
 
 def of_packages(root: Traceback, log: Log) -> Finding | None:
@@ -64,7 +82,8 @@ def _packages(message: str) -> Iterator[str]:
                 yield match["required"].lower()
             continue
         if match["needed"]:
-            yield installed_for(match["needed"])
+            if match["needed"].lower() not in _PROSE | _NOT_OF_PIP:
+                yield installed_for(match["needed"])
             continue
         if match["named"]:
             yield from re.findall(_PACKAGE, match["named"])
