@@ -17,6 +17,7 @@ CASES = {
         "packages-to-install",
         "install -U --no-build-isolation 'transformer-engine[pytorch]'",
     ),
+    "ImportError: PyTorch must be installed to use this": ("packages-to-install", "install -U torch\n"),
     "ImportError: cannot import name 'helpers' from 'megatron.data' (/w/megatron/data/__init__.py)": (
         "dataset-helpers-unbuilt",
         "make -C",

@@ -19,6 +19,7 @@ _INSTALL = re.compile(
     r"(?P<quote>[`'\"“]?)\bpip3? install (?P<args>[^`“”\n]{1,300})"
     r"|(?<![\w-])(?P<required>[A-Za-z][\w-]+)['`\"]? (?:backend|library|package) is required\b"
     r"|\b(?:requires?|needs?) (?P<needed>[\w.-]{2,60}?) (?:to be |is |be )?installed\b"
+    r"|(?P<lacking>[\w.-]{2,60}) (?:needs to|must|has to|should) be installed\b"
     r"|following packages that were not found in your environment: (?P<named>[^\n]{1,200}?)(?:\.\s|\.?$)",
     re.MULTILINE,
 )
@@ -38,19 +39,32 @@ _PROSE = frozenset(("to", "for", "if", "then", "in", "with", "before", "first", 
 """Words that end a command inside a sentence."""
 _NOT_OF_PIP = frozenset(
     (
-        "cuda",
-        "cudatoolkit",
-        "cudnn",
-        "nvcc",
-        "driver",
-        "drivers",
-        "git",
-        "docker",
-        "gcc",
-        "g++",
-        "make",
-        "mpi",
-        "them",
+        *(
+            "cuda",
+            "cudatoolkit",
+            "cudnn",
+            "nvcc",
+            "driver",
+            "drivers",
+            "toolkit",
+            "git",
+            "docker",
+            "gcc",
+            "g++",
+            "make",
+        ),
+        *(
+            "mpi",
+            "compiler",
+            "package",
+            "packages",
+            "library",
+            "libraries",
+            "dependency",
+            "dependencies",
+            "module",
+        ),
+        *("version", "backend", "following", "both", "them", "they", "this", "that", "which"),
     )
 )
 """What messages require that pip does not install."""
@@ -81,9 +95,9 @@ def _packages(message: str) -> Iterator[str]:
             if match["required"].lower() in ROOTS:
                 yield match["required"].lower()
             continue
-        if match["needed"]:
-            if match["needed"].lower() not in _PROSE | _NOT_OF_PIP:
-                yield installed_for(match["needed"])
+        if needed := match["needed"] or match["lacking"]:
+            if needed.lower() not in _PROSE | _NOT_OF_PIP:
+                yield installed_for(needed)
             continue
         if match["named"]:
             yield from re.findall(_PACKAGE, match["named"])

@@ -189,7 +189,11 @@ def installed_for(module: str) -> str:
 
 def at_fault(module: str, what: Text) -> Told:
     """The rule for a package, by its module, whose own code is wrong."""
-    return "package-at-fault", {"what": what, "module": module, "package": installed_for(module)}
+    return "package-at-fault", {
+        "what": what,
+        "module": module,
+        "package": installed_for(module).split()[-1].strip("'"),
+    }
 
 
 @lru_cache(maxsize=1)
