@@ -36,6 +36,12 @@ def test_a_message_without_frames_is_enough(said: str) -> None:
     assert found.code == code and all(cure in found.remedy.of(language) for language in LANGUAGES)
 
 
+@pytest.mark.parametrize("needed", ["CUDA", "it", "git", "both", "this package"])
+def test_what_pip_does_not_install_is_no_package(needed: str) -> None:
+    found = diagnose_text("log", f"RuntimeError: this operator requires {needed} to be installed.")
+    assert all(each.code != "packages-to-install" for each in found)
+
+
 @pytest.mark.parametrize(
     "said", ["'list' object has no attribute 'append_all'", "'dict' object has no attribute 'x'"]
 )
