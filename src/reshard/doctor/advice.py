@@ -19,7 +19,7 @@ _INSTALL = re.compile(
     r"(?P<quote>[`'\"“]?)\bpip3? install (?P<args>[^`“”\n]{1,300})"
     r"|(?<![\w-])(?P<required>[A-Za-z][\w-]+)['`\"]? (?:backend|library|package) is required\b"
     r"|\b(?:requires?|needs?) (?P<needed>[\w.-]{2,60}?) (?:to be |is |be )?installed\b"
-    r"|(?P<lacking>[\w.-]{2,60}) (?:needs to|must|has to|should) be installed\b"
+    r"|(?<![\w.-])(?P<lacking>[\w.-]{2,60}) (?:needs to|must|has to|should) be installed\b"
     r"|following packages that were not found in your environment: (?P<named>[^\n]{1,200}?)(?:\.\s|\.?$)",
     re.MULTILINE,
 )
