@@ -83,7 +83,7 @@ def test_an_exception_copied_from_a_notebook() -> None:
         ("i get an error:\nmodule 'fastchat.conversation' has no attribute 'x'", "module-attribute-missing"),
         ("Unsloth: No config file found - is the `model_name` correct?", "unknown-failure"),
         ("ImportError: libcudart.so.11.0: cannot open shared object file: No such", "cuda-library-missing"),
-        (raised("FileNotFoundError: Cannot find /work/iter_864.pth"), "file-missing"),
+        (raised("FileNotFoundError: Cannot find /data/iter_864.pth"), "file-missing"),
         (
             raised("TypeError: cannot unpack non-iterable NoneType object", "a, b = build("),
             "value-is-none",
