@@ -161,47 +161,4 @@ def _apart(root: Traceback) -> Told | None:
     return "device-cpu", {**shown, "why": words(side), "cure": words(f"{side}-cure")}
 
 
-# ------------------------------------------------------------------------------------------ parts of a run
-
-_OF_RUN = {
-    "checkpoint-weights-only": r"Trying to restore (?:optimizer|training) state but checkpoint contains only the model",
-    "optimizer-state-empty": (
-        r"The state of _OptimStateKey\(unflat_param_names=\((?P<names>'[\w.]+'(?:, '[\w.]+')?)[^\n]{0,4000}is empty"
-    ),
-    "accelerate-state-reset": r"`?'?(?P<kind>AcceleratorState|PartialState|GradientState)'?`? object has no attribute",
-    "processor-not-loaded": r"[Pp]rocessor was not found, please check and update your (?:processor config|model file)",
-    "offload-optimizer": r"ZeRO-Offload with a client provided optimizer \(<class '(?P<kind>[\w.]{1,100})",
-    "ids-not-decodable": (
-        r"out of range integral type conversion attempted|can't convert negative int to unsigned"
-        r"|piece id is out of range|argument 'tokens': 'NoneType' object cannot be converted to 'PyString'"
-    ),
-    "adapter-not-added": (
-        r"(?:Adapter name|[Tt]he adapter|Adapter) ['\"`]?(?P<name>[\w.-]{1,80})['\"`]?"
-        r" (?:is )?(?:not found|does not exist)"
-    ),
-    "fsdp-nested": r"Expected (?P<name>[\w.]+) to NOT be FullyShardedDataParallel",
-    "zero-no-optimizer": r"(?i:zero) stage (?P<stage>\d) requires an optimizer",
-    "tokenizer-for-images": r"dataset appears to be vision-related[^\n]{0,80}but the provided model does not seem",
-    "config-of-other-kind": (
-        r"[Cc]onfig: (?P<given>\w+)[^\n]{0,2000}(?:\n[^\n]*){0,200}? has to be of type"
-        r" <class '(?:\w+\.)*(?P<wants>\w+)'>"
-    ),
-    "strategies-differ": (
-        r"load_best_model_at_end requires the save and eval(?:uation)? strategy to match, but found\s+"
-        r"- Evaluation strategy: (?P<evaluation>[\w.]+)\s+- Save strategy: (?P<save>[\w.]+)"
-    ),
-}
-"""By rule: how a package says that two parts of a run do not go together."""
-
-
-def _of_run(root: Traceback) -> Told | None:
-    """Parts that do not go together: accelerate's state, FSDP's units, an optimizer, a processor, a config."""
-    for rule, pattern in _OF_RUN.items():
-        if match := re.search(pattern, root.root.said) or re.search(pattern, root.said):
-            return rule, match.groupdict()
-    return None
-
-
-_ASKED: tuple[Callable[[Traceback], Told | None], ...] = (
-    *(_no_loss, _unreadable, _named, _moved, _apart, _of_run),
-)
+_ASKED: tuple[Callable[[Traceback], Told | None], ...] = (*(_no_loss, _unreadable, _named, _moved, _apart),)

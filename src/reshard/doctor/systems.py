@@ -17,6 +17,7 @@ from reshard.doctor.history.table import table
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import Told, rules, told
+from reshard.doctor.upstream import place_in_code
 from reshard.doctor.wheels import of_build, of_offered, of_platform, of_wheel
 from reshard.doctor.words import words
 from reshard.suggest import closest
@@ -29,7 +30,8 @@ def of_system(root: Traceback, log: Log) -> Finding | None:
             if found := ask(said, log):
                 place = Place(log.name, number, clipped(said.strip().split("\n")[0], 300))
                 sure = "possible" if found[0] in _GENERAL else "likely"
-                return told(found[0], [place], found[1], certainty=sure)
+                where = place_in_code(root.root) if root.root.frames else ""
+                return told(found[0], [place], {"where": where, **found[1]}, certainty=sure)
     return None
 
 

@@ -16,7 +16,7 @@ from reshard.doctor.words import words
 def of_task(root: Traceback, log: Log) -> Finding | None:
     """The finding for data, labels or a head of another task; None for other failures."""
     said = root.root.said
-    found = next((each for ask in _ASKED if (each := ask(said))), None) or _plain(said)
+    found = next((each for ask in _ASKED if (each := ask(said))), None)
     if found is None:
         return None
     place = Place(log.name, root.root.last, clipped(said.split("\n")[0], 300))
@@ -133,29 +133,6 @@ def _json(said: str) -> Told | None:
     """A number of NumPy or torch in something that is written as JSON."""
     match = _JSON.search(said)
     return ("json-number", match.groupdict()) if match and _NUMBERS.fullmatch(match["kind"]) else None
-
-
-_PLAIN = {
-    "eval-metric-missing": r"KeyError: ['\"](?P<name>eval_\w+)['\"]\s*$",
-    "tokenizer-no-text": (
-        r"(?P<what>text input must be of type `?str`?|TextEncodeInput must be Union|PreTokenizedEncodeInput must be)"
-    ),
-    "graph-twice": r"Trying to backward through the graph a second time",
-    "scaler-without-gradients": r"No inf checks were recorded for this optimizer",
-    "precision-needs-gpu": (
-        r"(?P<what>(?:[Mm]ixed precision|[Hh]alf precision|fp16|bf16)[^\n]{0,120}?"
-        r"(?:can only be used on CUDA|requires? (?:a|an?)? ?(?:GPU|CUDA)))"
-    ),
-    "numpy-two-copy": r"Unable to avoid copy while creating an array as requested",
-}
-"""Messages that say all that can be known, by rule."""
-
-
-def _plain(said: str) -> Told | None:
-    for rule, pattern in _PLAIN.items():
-        if match := re.search(pattern, said, re.MULTILINE):
-            return rule, match.groupdict()
-    return None
 
 
 _ASKED: tuple[Callable[[str], Told | None], ...] = (
