@@ -228,5 +228,5 @@ def test_every_message_is_of_a_rule_whose_braces_it_fills() -> None:
     for name, patterns in messages():
         texts = "".join(rules()[name][key]["en"] for key in ("title", "cause", "cure"))
         braces = set(re.findall(r"(?<!\{)\{(\w+)\}(?!\})", texts))
-        filled = set(UNNAMED.get(name, {}))
+        filled = {"where"} | set(UNNAMED.get(name, {}))
         assert all(braces <= pattern.groupindex.keys() | filled for pattern in patterns), name

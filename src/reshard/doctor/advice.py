@@ -81,7 +81,7 @@ def of_packages(root: Traceback, log: Log) -> Finding | None:
         "specs": " ".join(f"'{each}'" if re.search(r"^[^' ]*[<>=!~\[]", each) else each for each in found),
         "modules": ", ".join(modules),
     }
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("packages-to-install", [place], values, certainty="likely")
 
 
@@ -139,7 +139,7 @@ def of_order(root: Traceback, log: Log) -> Finding | None:
     first, then = match["first"] or match["other"], match["then"] or match["later"]
     by = words("asked-by", frame=root.frames[-2]) if len(root.frames) > 1 else Text.same("")
     values = {"first": first, "then": then, "module": first.lower(), "frames": by}
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("import-order", [place], values, certainty="likely")
 
 
@@ -172,5 +172,5 @@ def of_setting(root: Traceback, log: Log) -> Finding | None:
     line = next(line for line in first.message.split("\n") if asked.split("\n")[0][:SHOWS] in line)
     problem = re.split(r"(?<=[.!;])\s+|, (?=please )", line.strip())[0].rstrip(".")
     values = {"title": clipped(problem, 160), "asked": clipped(asked, 600), "said": clipped(first.said, 600)}
-    place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
+    place = Place.of(log.name, first.last, first.said)
     return told("message-names-cure", [place], values, certainty="likely")

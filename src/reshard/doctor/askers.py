@@ -12,7 +12,6 @@ from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.missing import IMPORT, copy_of
 from reshard.doctor.history.table import PACKAGES
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.upstream import is_of_package, package_of
 from reshard.doctor.words import words
@@ -69,7 +68,7 @@ def of_hidden_import(root: Traceback, log: Log) -> Finding | None:
         if suspect
         else Text.same("")
     )
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("import-hidden", [place], {**values, "cure": cure}, certainty="likely" if own else "possible")
 
 
@@ -117,7 +116,7 @@ def of_wrong_type(root: Traceback, log: Log) -> Finding | None:
         values["whose"] = words("type-of-script", frame=root.frames[caller], package=values["package"])
     else:
         values["whose"] = words("type-of-other", other=str(by).replace("_", "-"), package=values["package"])
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("value-of-another-type", [place], values, certainty="possible")
 
 
@@ -138,7 +137,7 @@ def of_python(root: Traceback, log: Log) -> Finding | None:
         which = words("a-newer" if later else "an-older")
         other = f"{here[0]}.{here[1]}" if later else f"{there[0]}.{there[1] - 1}"
         values = {**match.groupdict(), "which": which, "other": other}
-        place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+        place = Place.of(log.name, root.last, root.said)
         return told("python-release", [place], values, certainty="likely")
     return None
 
@@ -152,7 +151,7 @@ def of_python_2(root: Traceback, log: Log) -> Finding | None:
     match = _PYTHON_2.search(root.said)
     if match is None:
         return None
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("python-two", [place], {"module": match["module"].partition(".")[0]}, certainty="likely")
 
 
@@ -169,7 +168,7 @@ def of_submodule(root: Traceback, log: Log) -> Finding | None:
     if match is None or match["package"] in _NAMESPACES | sys.stdlib_module_names:
         return None
     values = {**match.groupdict(), "distribution": PACKAGES.get(match["package"], match["package"])}
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     own = imports_itself(root, log) or (root.frames and owner(root.frames[-1]) == match["package"])
     return told("package-without-part" if own else "submodule-missing", [place], values, certainty="likely")
 
@@ -208,7 +207,7 @@ def of_pair(root: Traceback, log: Log) -> Finding | None:
         "distribution": installed_for(called),
         "importer": PACKAGES.get(asking, asking.replace("_", "-")),
     }
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("import-of-other-release", [place], values, certainty="likely")
 
 
@@ -223,7 +222,7 @@ def of_engine(root: Traceback, log: Log) -> Finding | None:
     match = _OF_ENGINE.search(root.said)
     if match is None:
         return None
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("vllm-engine-of-v0", [place], match.groupdict(), certainty="likely")
 
 

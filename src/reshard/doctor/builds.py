@@ -33,7 +33,7 @@ def of_build(root: Traceback, log: Log) -> Finding | None:
     for ask in _ASKED:
         for text, number in _texts(root, log):
             if found := ask(text, log):
-                place = Place(log.name, number, clipped(text.strip().split("\n")[0], 300))
+                place = Place.of(log.name, number, text)
                 return told(found[0], [place], found[1], certainty="likely")
     return None
 

@@ -13,7 +13,6 @@ from reshard.doctor.history.calls import base_of
 from reshard.doctor.history.missing import called_in
 from reshard.doctor.history.table import ROOTS, Span, Table, tables
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import Told, told
 from reshard.doctor.undefined import of_undefined, optional
 from reshard.doctor.upstream import installed_of, place_in_code, update_of
@@ -27,7 +26,7 @@ def of_call(root: Traceback, log: Log) -> Finding | None:
     found = next((each for ask in _ASKED if (each := ask(first))), None)
     if found is None or (found[0] in _GENERAL and installed_of(first) in _REWRITING):
         return None
-    place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
+    place = Place.of(log.name, first.last, first.said)
     values = {"where": place_in_code(first), "update": update_of(first), **found[1]}
     return told(found[0], [place], values, certainty="possible" if found[0] in _GENERAL else "likely")
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.history.table import table
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.words import words
 
@@ -61,7 +60,7 @@ def of_clash(root: Traceback, log: Log) -> Finding | None:
             continue
         if (name := match.groupdict().get("name")) and not _is_of_torch(name):
             return None
-        place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+        place = Place.of(log.name, root.last, root.said)
         values = {**clash._asdict(), "why": words(clash.why)}
         return told("releases-clash", [place], values, certainty="likely")
     return None

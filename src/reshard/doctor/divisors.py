@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.shortages import shortage
 from reshard.doctor.words import words
@@ -57,7 +56,7 @@ def of_divisors(root: Traceback, log: Log) -> Finding | None:
     check = None if shortage(root.said) else checked(root.root, log)
     if check is None:
         return None
-    place = Place(log.name, root.root.last, clipped(root.root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.root.last, root.root.said)
     kind = next((kind for kind, pattern in ADVICE if pattern.search(check.whole)), "other")
     cure = Text.lines([*_fits(check), words(f"divides-{kind}")])
     shown = {

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from reshard.doctor.reading import clipped
 from reshard.errors import Problem
 from reshard.shown import shown, shown_lines
 
@@ -48,6 +49,10 @@ class Text(str):
         return Text("\n".join(each.en for each in given), "\n".join(each.zh for each in given))
 
 
+SHOWN = 300
+"""Maximum characters of a line that are shown: some messages list every model."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a problem shows. `line` counts from 1, `text` is that line, `fixed` its fixed version."""
@@ -56,6 +61,11 @@ class Place:
     line: int | None = None
     text: str = ""
     fixed: str = ""
+
+    @staticmethod
+    def of(target: str, line: int, said: str) -> Place:
+        """The place of a message: its first line, as far as it is shown."""
+        return Place(target, line, clipped(said.strip().split("\n")[0], SHOWN))
 
     def __str__(self) -> str:
         return self.target if self.line is None else f"{self.target}:{self.line}"

@@ -10,7 +10,6 @@ from packaging.version import Version
 from reshard.doctor.failures import CUT_OFF, is_consequence
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import Told, told
 
 
@@ -18,7 +17,7 @@ def of_groups(root: Traceback, log: Log) -> Finding | None:
     """The finding about the processes of a run and their groups; None for other failures."""
     for ask in _ASKED:
         if found := ask(root, log):
-            place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+            place = Place.of(log.name, root.last, root.said)
             return told(found[0], [place], found[1], certainty="likely")
     return None
 
@@ -108,7 +107,7 @@ def bypassed(root: Traceback, log: Log) -> Finding | None:
         return None
     if version and Version(version) >= TAKES_LOSSES:
         return None
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("engine-bypassed", [place], {"frame": root.frames[at - 1]}, certainty="likely")
 
 
@@ -125,7 +124,7 @@ def sharded(root: Traceback, log: Log) -> Finding | None:
     """The finding that a module of an FSDP model ran without the wrapper that gathers its parameters."""
     if not _FREED.search(root.root.said) or not _FSDP.search(log.text) or _ZERO_3.search(log.text):
         return None
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("fsdp-bypassed", [place], {}, certainty="likely")
 
 

@@ -273,8 +273,6 @@ def _counted_out(root: Traceback, log: Log, matches: list[Match]) -> list[Findin
 
 LONGEST_SAID = 2000
 """Maximum characters of a message that are shown as the cause."""
-SHOWN = 300
-"""Maximum characters of a line that are shown: some messages list every model."""
 NEAR = 12
 """Maximum lines between two that belong to one message."""
 WARNINGS = ("warning", "silent")
@@ -290,7 +288,7 @@ def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
         remedy=_cure(match, log),
         certainty=match.certainty,
         severity="warning" if entry.kind in WARNINGS else "error",
-        places=(Place(log.name, match.line.number, clipped(match.line.text.strip(), SHOWN)),),
+        places=(Place.of(log.name, match.line.number, match.line.text),),
         evidence=(*match.evidence, *_told_by(match, log)),
         sources=entry.sources,
         also=(*match.also, *also),
@@ -368,7 +366,7 @@ def _with_groups(match: Match, root: Traceback | None, cure: Text) -> Text:
 def _last_line(root: Traceback, log: Log) -> Place:
     """The place of a failure, with the first line of its message."""
     said = (root.message if root.exception in (CUT_OFF, EXIT) else root.said).split("\n")[0]
-    return Place(log.name, root.last, clipped(said, SHOWN))
+    return Place.of(log.name, root.last, said)
 
 
 def _unseen(root: Traceback, log: Log) -> Finding:

@@ -20,7 +20,7 @@ def of_model_files(root: Traceback, log: Log) -> Finding | None:
     first = root.root
     for ask in _ASKED:
         if found := ask(first, log):
-            place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
+            place = Place.of(log.name, first.last, first.said)
             return told(found[0], [place], found[1], certainty="likely")
     return None
 

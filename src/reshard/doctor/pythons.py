@@ -13,7 +13,6 @@ from reshard.doctor.attributes import of_attribute, of_none
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.lookups import of_key
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import Told, told
 from reshard.doctor.upstream import place_in_code
 from reshard.doctor.words import words
@@ -24,7 +23,7 @@ def of_pythons(root: Traceback, log: Log) -> Finding | None:
     first = root.root
     for ask in _ASKED:
         if found := ask(first, log):
-            place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
+            place = Place.of(log.name, first.last, first.said)
             sure = "possible" if found[0].startswith(_GENERAL) else "likely"
             return told(found[0], [place], found[1], certainty=sure)
     return None

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import Told, told
 from reshard.doctor.words import words
 
@@ -29,7 +28,7 @@ def of_records(root: Traceback, log: Log) -> Finding | None:
     for text, number in texts:
         for ask in _ASKED:
             if found := ask(text):
-                place = Place(log.name, number, clipped(text.split("\n")[0], 300))
+                place = Place.of(log.name, number, text)
                 return told(found[0], [place], found[1], certainty="likely")
     return None
 

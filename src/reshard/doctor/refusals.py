@@ -39,7 +39,7 @@ def of_refusal(root: Traceback, log: Log) -> Finding | None:
     for failure in (first, root) if first is not root else (root,):
         for ask in _ASKED:
             if found := ask(failure.said, log):
-                place = Place(log.name, failure.last, clipped(failure.said.split("\n")[0], 300))
+                place = Place.of(log.name, failure.last, failure.said)
                 return told(found[0], [place], found[1], certainty="likely")
     return None
 
@@ -342,7 +342,7 @@ def of_files_from_gpus(root: Traceback, log: Log) -> Finding | None:
     combines = bool(first.frames and _COMBINES.search(first.frames[-1])) and "torch.cat" in first.source
     if not combines or not _FROM_GPUS.search(root.said):
         return None
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("files-from-gpus", [place], {"frame": first.frames[-1]}, certainty="likely")
 
 
@@ -355,7 +355,7 @@ def of_empty_storage(root: Traceback, log: Log) -> Finding | None:
     rebuilt = bool(first.frames) and re.search(r"torch[/\\]_utils\.py\S* _rebuild_tensor", first.frames[-1])
     if _RESIZED not in first.said or not rebuilt:
         return None
-    place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
+    place = Place.of(log.name, first.last, first.said)
     return told("storage-without-elements", [place], {}, certainty="likely")
 
 

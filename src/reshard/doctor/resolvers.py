@@ -129,7 +129,7 @@ def of_requirement(root: Traceback, log: Log) -> Finding | None:
     ways = installed_for(str(values["package"]).replace("-", "_")).split()
     values["flags"] = "".join(f"{each} " for each in ways if each.startswith("--"))
     values["newer"] = words("or-newer", who=who) if who else Text.same("")
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("version-required", [place], values, certainty="likely")
 
 

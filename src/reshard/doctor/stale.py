@@ -8,7 +8,6 @@ from reshard.doctor.builds import installed_for
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.kinds import NOTEBOOK
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.upstream import asker
 
@@ -30,7 +29,7 @@ def of_stale(root: Traceback, log: Log) -> Finding | None:
         return None
     if re.search(rf"-packages[/\\]{package}[/\\]__init__\.py", asker(root)):
         return None  # it runs when the package is imported first, so nothing of it was in memory
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     values = {"package": package, "install": installed_for(package), "frame": asker(root)}
     values["name"] = match["name"] or match["attribute"]
     return told("stale-in-memory", [place], values, certainty="likely")

@@ -15,7 +15,6 @@ from reshard.doctor.failures import CUT_OFF, EXIT
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.table import table
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import Told, rules, told
 from reshard.doctor.upstream import place_in_code
 from reshard.doctor.wheels import of_build, of_offered, of_platform, of_wheel
@@ -28,7 +27,7 @@ def of_system(root: Traceback, log: Log) -> Finding | None:
     for ask in _ASKED:
         for said, number in _texts(root, log):
             if found := ask(said, log):
-                place = Place(log.name, number, clipped(said.strip().split("\n")[0], 300))
+                place = Place.of(log.name, number, said)
                 sure = "possible" if found[0] in _GENERAL else "likely"
                 where = place_in_code(root.root) if root.root.frames else ""
                 return told(found[0], [place], {"where": where, **found[1]}, certainty=sure)
@@ -365,7 +364,7 @@ def _tokenizer(said: str, log: Log) -> Told | None:
 def of_kernels(root: Traceback, log: Log) -> Finding | None:
     """The finding for a package without kernels for this GPU."""
     found = _image(root, log)
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told(found[0], [place], found[1], certainty="likely") if found else None
 
 

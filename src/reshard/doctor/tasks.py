@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import Told, told
 from reshard.doctor.upstream import place_in_code
 from reshard.doctor.words import words
@@ -19,7 +18,7 @@ def of_task(root: Traceback, log: Log) -> Finding | None:
     found = next((each for ask in _ASKED if (each := ask(said))), None)
     if found is None:
         return None
-    place = Place(log.name, root.root.last, clipped(said.split("\n")[0], 300))
+    place = Place.of(log.name, root.root.last, said)
     where = place_in_code(root.root) if root.root.frames else Text.same("")
     return told(found[0], [place], {"where": where, **found[1]}, certainty="likely")
 

@@ -9,7 +9,6 @@ from reshard.doctor.finding import Finding, Place
 from reshard.doctor.history.missing import IMPORT, table_of
 from reshard.doctor.history.table import PACKAGES, tables
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import Told, told
 from reshard.doctor.words import words
 
@@ -47,7 +46,7 @@ def of_guarded(root: Traceback, log: Log) -> Finding | None:
         return None  # the release decides
     values = optional(match["name"], PACKAGES.get(module, module.replace("_", "-")), module)
     values["where"] = words("only-if-imported", module=match["module"], other=module)
-    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    place = Place.of(log.name, root.last, root.said)
     return told("name-of-optional", [place], values, certainty="likely")
 
 

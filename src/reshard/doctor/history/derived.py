@@ -9,7 +9,6 @@ from reshard.doctor.history.messages import read_from
 from reshard.doctor.history.missing import MEMBER
 from reshard.doctor.history.table import ROOTS, Presence, Span, Table, tables
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.upstream import asker, package_of
 from reshard.doctor.words import words
@@ -107,7 +106,7 @@ def _taken(own: Table, kind: str, name: str) -> Span:
 
 
 def _place(root: Traceback, log: Log) -> Place:
-    return Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return Place.of(log.name, root.last, root.said)
 
 
 def _is_named_after(kind: str, base: str, own: Table) -> bool:

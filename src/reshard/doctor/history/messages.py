@@ -37,7 +37,6 @@ from reshard.doctor.history.missing import (
 from reshard.doctor.history.table import PACKAGES, ROOTS, Bounds, Table, table, tables
 from reshard.doctor.kinds import filled_in
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.upstream import asker
 from reshard.doctor.words import words
@@ -338,7 +337,7 @@ def _clash(name: str, failure: Traceback, log: Log) -> Finding | None:
 def _told(
     kind: str, values: dict[str, object], certainty: str, found: Table, failure: Traceback, log: Log
 ) -> Finding:
-    place = Place(log.name, failure.last, clipped(failure.said.split("\n")[0], 300))
+    place = Place.of(log.name, failure.last, failure.said)
     finding = told(kind, [place], values, certainty=certainty, evidence=[read_from(found)])
     return replace(finding, remedy=filled_in(finding.remedy, failure, log))
 
