@@ -1,7 +1,7 @@
 """What the system below a run reports: its driver, GPU, shared libraries, compilers, installers and platform.
 
-Most of these messages have one meaning, whatever the run does: `systems.yaml` has them with their rules. Others name
-something from which the cause follows: a library, an architecture, releases on offer, a wheel's tags.
+Most of these messages have one meaning, whatever the run does: the files in `rules/` have them with their rules. Others
+name something from which the cause follows: a library, an architecture, releases on offer, a wheel's tags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The texts of the doctor's own rules, in the files of `FILES`: what happens, why, and what to do."""
+"""The texts of the doctor's own rules, in this folder: what happens, why, and what to do.
+
+Braces are filled in by whoever tells a rule. `said` has messages with one meaning, whatever the run does: their named
+groups fill the braces, and the first rule that matches counts, by the names of the files. Without `said`, code computes
+when a rule applies.
+"""
 
 from __future__ import annotations
 
@@ -84,13 +89,10 @@ def told(
     )
 
 
-FILES = ("rules.yaml", "systems.yaml", "shapes.yaml", "tasks.yaml")
-
-
 @lru_cache(maxsize=1)
 def rules() -> dict[str, dict[str, Any]]:
     """All rules by id."""
     content: dict[str, dict[str, Any]] = {}
-    for name in FILES:
-        content |= yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    for file in sorted(Path(__file__).parent.glob("*.yaml")):
+        content |= yaml.safe_load(file.read_text(encoding="utf-8"))
     return content
