@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +49,7 @@ DEEP = {name: {"ep": 4} if name in MOE else {"pp": 2, "vpp": 2} for name in VARI
 SHARED = {name: {"tp": 4, "ep": 2, "etp": 1} if name in MOE else {"tp": 4} for name in VARIANTS}
 OTHER = {name: Layout(pp=2, vpp=2, ep=2 if name in MOE else 1) for name in VARIANTS}
 FORMATS = ("megatron", "megatron-legacy")
+BIASED = ("internlm3_bias", "qwen2_moe")
 DELTA = {name for name, (_, own) in VARIANTS.items() if "linear_num_key_heads" in own}
 
 
@@ -79,25 +81,40 @@ def converted(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return get
 
 
-# Rank files have the names and shards of torch_dist: all families in them are for `make test-all`.
-IN_RANK_FILES = ("llama", "qwen3_moe", "deepseek_v3_mtp", "gpt_oss")
-MOST_CASES = [
-    pytest.param(name, to, marks=() if to == "megatron" or name in IN_RANK_FILES else pytest.mark.slow)
-    for name, to in CASES
-]
+# One family for each way in which megatron-core computes. `make test` has every family once; the other formats and
+# layouts of the others are for `make test-all`.
+MECHANISMS = ("llama", "qwen3_moe", "deepseek_v3_mtp", "gpt_oss", "qwen3_next")
 
 
-@pytest.mark.parametrize("name, to", MOST_CASES)
+def case(name: str, *values: Any, fast: bool = False) -> Any:
+    """A case of every test run for the families in `MECHANISMS`, or if `fast`; otherwise of the slow tests."""
+    return pytest.param(name, *values, marks=() if fast or name in MECHANISMS else pytest.mark.slow)
+
+
+MOST_CASES = [case(name, to, fast=to == "megatron") for name, to in CASES]
+
+
+@pytest.mark.parametrize(
+    "name, to, layouts",
+    [
+        case(name, to, layouts, fast=to == "megatron" and layouts is WIDE)
+        for name, to in CASES
+        for layouts in (WIDE, DEEP)
+    ],
+    ids=[f"{name}-{to}-{shape}" for name, to in CASES for shape in ("wide", "deep")],
+)
 def test_megatron_computes_the_same_at_the_layout_that_was_written(
-    name: str, to: str, hf_model: Models, converted: Callable[..., Path]
+    name: str,
+    to: str,
+    layouts: dict[str, dict[str, int]],
+    hf_model: Models,
+    converted: Callable[..., Path],
 ) -> None:
-    expected = by_transformers(hf_model(name))
-    for layout in (WIDE[name], DEEP[name]):
-        result = judged_by_megatron(converted(name, to, layout))
-        assert_agree(result.logits, expected)
+    result = judged_by_megatron(converted(name, to, layouts[name]))
+    assert_agree(result.logits, by_transformers(hf_model(name)))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [case(name) for name in VARIANTS])
 def test_megatron_computes_the_same_at_another_layout(
     name: str, hf_model: Models, converted: Callable[..., Path]
 ) -> None:
@@ -129,7 +146,11 @@ def test_modules_of_transformer_engine_are_given_no_other_names(
 # megatron-core cannot build latent attention and delta nets of its local modules without help, so nobody has these.
 @pytest.mark.parametrize(
     "name, to",
-    [case for case in MOST_CASES if case.values[0] not in LATENT | DELTA],
+    [
+        case(name, to, fast=name in BIASED and to == "megatron")
+        for name, to in CASES
+        if name not in LATENT | DELTA
+    ],
 )
 def test_local_modules_find_all_their_keys(
     name: str, to: str, hf_model: Models, converted: Callable[..., Path]
@@ -159,14 +180,10 @@ def test_the_way_back_is_bit_for_bit(
     assert ours.special_tokens_map == theirs.special_tokens_map
 
 
-# A bias, and a norm of queries and keys; the rest is for `make test-all`.
-SHARING = ("internlm3_bias", "qwen3")
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in SHARING else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow)
         for name in sorted(VARIANTS.keys() - LATENT - DELTA)  # megatron-core 0.16.1 does not share gates
     ],
 )

@@ -108,6 +108,17 @@ CASES = {
 }
 
 
+# Rank files have the names and shards of torch_dist: the other cases in them are for `make test-all`.
+IN_RANK_FILES = (
+    "dense",
+    "uneven virtual stages",
+    "experts, sparse set of files",
+    "gated shared expert, local",
+    "two MTP layers",
+    "ranks that share a query group, experts",
+)
+
+
 def saved_again(folder: Path, out: Path, layout: Layout, spec: Spec, format: Format) -> Path:
     """Load `folder` strictly at `layout` into megatron-core, and let it save the weights."""
     checkpoint = reshard.open(folder)
@@ -125,11 +136,18 @@ def saved_again(folder: Path, out: Path, layout: Layout, spec: Spec, format: For
     ).folder
 
 
-@pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "name, to",
+    [
+        pytest.param(name, to, marks=() if to == "megatron" or name in IN_RANK_FILES else pytest.mark.slow)
+        for name in CASES
+        for to in FORMATS
+    ],
+)
 def test_megatron_writes_the_same(
-    case: Case, to: str, hf_model: Models, transformer_engine: Executor, tmp_path: Path
+    name: str, to: str, hf_model: Models, transformer_engine: Executor, tmp_path: Path
 ) -> None:
+    case = CASES[name]
     ours = case.write(hf_model, to, tmp_path / "ours")
     request = (saved_again, ours, tmp_path / "theirs", case.layout, case.spec, FORMATS[to])
     theirs = (
@@ -356,26 +374,36 @@ def by_megatron(checkpoint: Genuine, format: Format) -> Any:
     )
 
 
+ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2-tp2-pp2", {"tp": 1, "pp": 2, "vpp": 2}),
+    ("qwen2-tied-pp2", {"tp": 2}),
+    ("qwen2-uneven", {"tp": 2, "pp": 2}),
+    ("qwen2-pipeline-layout", {"pp": 2, "stages": (1, 3)}),
+    ("qwen3-pp2-vpp2", {"tp": 2, "pp": 4}),
+    ("qwen3-moe-ep2", {"tp": 2, "pp": 2, "ep": 4, "etp": 1}),
+    ("qwen3-moe-ep2", {"tp": 4, "ep": 2, "etp": 2}),
+    ("qwen2-shared-group-tp4", {"tp": 2, "pp": 2}),
+    ("deepseek-v3-te", {"tp": 1, "pp": 2, "ep": 4}),
+]
+FAST = {
+    ("torch", "megatron"): [name for name, _ in ELSEWHERE],
+    ("torch_dist", "megatron-legacy"): ["qwen2-tp2-pp2"],
+}
+
+
 @pytest.mark.parametrize(
-    "format, to",
+    "variant, layout, format, to",
     [
-        pytest.param(format, to, marks=() if format != FORMATS[to] else pytest.mark.slow)
+        pytest.param(
+            variant,
+            layout,
+            format,
+            to,
+            marks=() if variant in FAST.get((format, to), ()) else pytest.mark.slow,
+        )
+        for variant, layout in ELSEWHERE
         for format in FORMATS.values()
         for to in FORMATS
-    ],
-)
-@pytest.mark.parametrize(
-    "variant, layout",
-    [
-        ("qwen2-tp2-pp2", {"tp": 1, "pp": 2, "vpp": 2}),
-        ("qwen2-tied-pp2", {"tp": 2}),
-        ("qwen2-uneven", {"tp": 2, "pp": 2}),
-        ("qwen2-pipeline-layout", {"pp": 2, "stages": (1, 3)}),
-        ("qwen3-pp2-vpp2", {"tp": 2, "pp": 4}),
-        ("qwen3-moe-ep2", {"tp": 2, "pp": 2, "ep": 4, "etp": 1}),
-        ("qwen3-moe-ep2", {"tp": 4, "ep": 2, "etp": 2}),
-        ("qwen2-shared-group-tp4", {"tp": 2, "pp": 2}),
-        ("deepseek-v3-te", {"tp": 1, "pp": 2, "ep": 4}),
     ],
 )
 def test_megatron_to_megatron_in_another_layout(

@@ -45,8 +45,11 @@ def assert_saved(run: Run, sent: signal.Signals, shown: str) -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        *(signal.SIGINT, signal.SIGUSR1),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP)),
+        signal.SIGINT,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+        ),
     ],
 )
 def test_a_signal_to_the_launcher_saves_the_step(sent: signal.Signals, make_run: Make) -> None:
