@@ -22,7 +22,7 @@ from reshard.doctor.entries import catalogue
 from reshard.doctor.reading import LONGEST_LINE
 from reshard.doctor.shortages import _FLAG, _kinds, _of_memory
 from reshard.doctor.spelling import _shows
-from reshard.doctor.systems import messages
+from reshard.doctor.systems import beside, messages
 
 if sys.version_info >= (3, 11):
     from re import _parser as parser
@@ -122,7 +122,8 @@ def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
         for path, pattern in patterns_in(entry.id, [entry.patterns, entry.needs, entry.unless, entry.hints]):
             yield path, pattern, "search"
     of_data = {f"short-{kind}": patterns for kind, patterns, *_ in _kinds()} | _of_memory() | _shows()
-    for path, pattern in patterns_in("systems", dict(messages())):
+    of_rules = {name: (*patterns, beside(name)) for name, patterns in messages()}
+    for path, pattern in patterns_in("systems", of_rules):
         yield path, pattern, "search"
     for path, pattern in patterns_in("data", {**of_data, "typed": re.compile(_FLAG.format(8))}):
         yield path, pattern, "search"

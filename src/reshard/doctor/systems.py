@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from reshard.doctor.builds import package_of_extension, supplied, way_to_rebuild
 from reshard.doctor.failures import CUT_OFF, EXIT
@@ -28,14 +28,12 @@ def of_system(root: Traceback, log: Log) -> Finding | None:
         for said, number in _texts(root, log):
             if found := ask(said, log):
                 place = Place.of(log.name, number, said)
-                sure = "possible" if found[0] in _GENERAL else "likely"
+                sure = rules()[found[0]].get("certainty", "likely")
                 where = place_in_code(root.root) if root.root.frames else ""
                 return told(found[0], [place], {"where": where, **found[1]}, certainty=sure)
     return None
 
 
-_GENERAL = ("library-not-found", "build-failed", "gpu-too-old-for-kernel", "pickle-not-of-torch")
-"""Rules for messages with several causes."""
 _HIDDEN = re.compile(
     r"cannot open shared object file|undefined symbol: \w|can't load C\+\+/CUDA extensions"
     r"|is not a recognized processor|[Cc]ould not load library"
@@ -101,7 +99,8 @@ def reported(log: Log) -> Traceback | None:
 
 def _said(said: str, log: Log) -> Told | None:
     for identifier, patterns in messages():
-        if match := next((hit for pattern in patterns if (hit := pattern.search(said))), None):
+        match = next((hit for pattern in patterns if (hit := pattern.search(said))), None)
+        if match and beside(identifier).search(log.text):
             defaults = UNNAMED.get(identifier, {})
             given = {name: value for name, value in match.groupdict().items() if value}
             return identifier, {**defaults, **given}
@@ -122,6 +121,12 @@ def messages() -> tuple[tuple[str, tuple[re.Pattern[str], ...]], ...]:
     """The rules that are told by messages, with these messages, in order."""
     told_by = ((name, rule["said"]) for name, rule in rules().items() if "said" in rule)
     return tuple((name, tuple(map(re.compile, patterns))) for name, patterns in told_by)
+
+
+@cache
+def beside(identifier: str) -> re.Pattern[str]:
+    """What a log has to contain besides the message of a rule."""
+    return re.compile(rules()[identifier].get("beside", ""))
 
 
 # ------------------------------------------------------------------------------------------ shared libraries

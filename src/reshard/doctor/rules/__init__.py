@@ -1,8 +1,9 @@
 """The texts of the doctor's own rules, in this folder: what happens, why, and what to do.
 
 Braces are filled in by whoever tells a rule. `said` has messages with one meaning, whatever the run does: their named
-groups fill the braces, and the first rule that matches counts, by the names of the files. Without `said`, code computes
-when a rule applies.
+groups fill the braces, and the first rule that matches counts, by the names of the files. If such words have several
+meanings, `beside` has what else the log must contain, or `certainty` is possible. Without `said`, code computes when a
+rule applies.
 """
 
 from __future__ import annotations
