@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from reshard.doctor.builds import installed_for
 from reshard.doctor.failures import CUT_OFF, EXIT
-from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.finding import Finding, Text
 from reshard.doctor.history.table import ROOTS
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import told
+from reshard.doctor.rules import told_at
 from reshard.doctor.sentences import asks
 from reshard.doctor.words import words
 
@@ -81,8 +81,7 @@ def of_packages(root: Traceback, log: Log) -> Finding | None:
         "specs": " ".join(f"'{each}'" if re.search(r"^[^' ]*[<>=!~\[]", each) else each for each in found),
         "modules": ", ".join(modules),
     }
-    place = Place.of(log.name, root.last, root.said)
-    return told("packages-to-install", [place], values, certainty="likely")
+    return told_at(("packages-to-install", values), log.name, root.last, root.said)
 
 
 def _packages(message: str) -> Iterator[str]:
@@ -139,8 +138,7 @@ def of_order(root: Traceback, log: Log) -> Finding | None:
     first, then = match["first"] or match["other"], match["then"] or match["later"]
     by = words("asked-by", frame=root.frames[-2]) if len(root.frames) > 1 else Text.same("")
     values = {"first": first, "then": then, "module": first.lower(), "frames": by}
-    place = Place.of(log.name, root.last, root.said)
-    return told("import-order", [place], values, certainty="likely")
+    return told_at(("import-order", values), log.name, root.last, root.said)
 
 
 _VERB = (
@@ -172,5 +170,4 @@ def of_setting(root: Traceback, log: Log) -> Finding | None:
     line = next(line for line in first.message.split("\n") if asked.split("\n")[0][:SHOWS] in line)
     problem = re.split(r"(?<=[.!;])\s+|, (?=please )", line.strip())[0].rstrip(".")
     values = {"title": clipped(problem, 160), "asked": clipped(asked, 600), "said": clipped(first.said, 600)}
-    place = Place.of(log.name, first.last, first.said)
-    return told("message-names-cure", [place], values, certainty="likely")
+    return told_at(("message-names-cure", values), log.name, first.last, first.said)

@@ -12,7 +12,7 @@ from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.missing import IMPORT, copy_of
 from reshard.doctor.history.table import PACKAGES
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import told
+from reshard.doctor.rules import told, told_at
 from reshard.doctor.upstream import is_of_package, package_of
 from reshard.doctor.words import words
 
@@ -116,8 +116,7 @@ def of_wrong_type(root: Traceback, log: Log) -> Finding | None:
         values["whose"] = words("type-of-script", frame=root.frames[caller], package=values["package"])
     else:
         values["whose"] = words("type-of-other", other=str(by).replace("_", "-"), package=values["package"])
-    place = Place.of(log.name, root.last, root.said)
-    return told("value-of-another-type", [place], values, certainty="possible")
+    return told_at(("value-of-another-type", values), log.name, root.last, root.said)
 
 
 _OF_PYTHON = re.compile(
@@ -137,8 +136,7 @@ def of_python(root: Traceback, log: Log) -> Finding | None:
         which = words("a-newer" if later else "an-older")
         other = f"{here[0]}.{here[1]}" if later else f"{there[0]}.{there[1] - 1}"
         values = {**match.groupdict(), "which": which, "other": other}
-        place = Place.of(log.name, root.last, root.said)
-        return told("python-release", [place], values, certainty="likely")
+        return told_at(("python-release", values), log.name, root.last, root.said)
     return None
 
 
@@ -151,8 +149,9 @@ def of_python_2(root: Traceback, log: Log) -> Finding | None:
     match = _PYTHON_2.search(root.said)
     if match is None:
         return None
-    place = Place.of(log.name, root.last, root.said)
-    return told("python-two", [place], {"module": match["module"].partition(".")[0]}, certainty="likely")
+    return told_at(
+        ("python-two", {"module": match["module"].partition(".")[0]}), log.name, root.last, root.said
+    )
 
 
 _SUBMODULE = re.compile(r"No module named ['\"](?P<module>(?P<package>[A-Za-z_]\w*)(?:\.\w+)+)['\"]")
@@ -168,9 +167,9 @@ def of_submodule(root: Traceback, log: Log) -> Finding | None:
     if match is None or match["package"] in _NAMESPACES | sys.stdlib_module_names:
         return None
     values = {**match.groupdict(), "distribution": PACKAGES.get(match["package"], match["package"])}
-    place = Place.of(log.name, root.last, root.said)
     own = imports_itself(root, log) or (root.frames and owner(root.frames[-1]) == match["package"])
-    return told("package-without-part" if own else "submodule-missing", [place], values, certainty="likely")
+    identifier = "package-without-part" if own else "submodule-missing"
+    return told_at((identifier, values), log.name, root.last, root.said)
 
 
 _RELATIVE = re.compile(r"^\s*from \.[\w.]* import\b")
@@ -207,8 +206,7 @@ def of_pair(root: Traceback, log: Log) -> Finding | None:
         "distribution": installed_for(called),
         "importer": PACKAGES.get(asking, asking.replace("_", "-")),
     }
-    place = Place.of(log.name, root.last, root.said)
-    return told("import-of-other-release", [place], values, certainty="likely")
+    return told_at(("import-of-other-release", values), log.name, root.last, root.said)
 
 
 _OF_ENGINE = re.compile(
@@ -222,8 +220,7 @@ def of_engine(root: Traceback, log: Log) -> Finding | None:
     match = _OF_ENGINE.search(root.said)
     if match is None:
         return None
-    place = Place.of(log.name, root.last, root.said)
-    return told("vllm-engine-of-v0", [place], match.groupdict(), certainty="likely")
+    return told_at(("vllm-engine-of-v0", match.groupdict()), log.name, root.last, root.said)
 
 
 def owner(frame: str) -> str | None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.finding import Finding, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import Told, told
+from reshard.doctor.rules import Told, told_at
 from reshard.doctor.words import words
 
 _BUILDING = re.compile(
@@ -33,8 +33,7 @@ def of_build(root: Traceback, log: Log) -> Finding | None:
     for ask in _ASKED:
         for text, number in _texts(root, log):
             if found := ask(text, log):
-                place = Place.of(log.name, number, text)
-                return told(found[0], [place], found[1], certainty="likely")
+                return told_at(found, log.name, number, text)
     return None
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.finding import Finding, Text
 from reshard.doctor.history.calls import base_of
 from reshard.doctor.history.missing import called_in
 from reshard.doctor.history.table import ROOTS, Span, Table, tables
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import Told, told
+from reshard.doctor.rules import Told, told_at
 from reshard.doctor.undefined import of_undefined, optional
 from reshard.doctor.upstream import installed_of, place_in_code, update_of
 from reshard.doctor.words import words
@@ -24,11 +24,12 @@ def of_call(root: Traceback, log: Log) -> Finding | None:
     """The finding for a call or a line of code that failed; None for other kinds of exceptions."""
     first = root.root
     found = next((each for ask in _ASKED if (each := ask(first))), None)
-    if found is None or (found[0] in _GENERAL and installed_of(first) in _REWRITING):
+    if found is None:
         return None
-    place = Place.of(log.name, first.last, first.said)
-    values = {"where": place_in_code(first), "update": update_of(first), **found[1]}
-    return told(found[0], [place], values, certainty="possible" if found[0] in _GENERAL else "likely")
+    identifier, values = found
+    shown = {"where": place_in_code(first), "update": update_of(first), **values}
+    finding = told_at((identifier, shown), log.name, first.last, first.said)
+    return None if finding.certainty == "possible" and installed_of(first) in _REWRITING else finding
 
 
 _REWRITING = ("unsloth", "unsloth-zoo")
@@ -50,25 +51,6 @@ def _unheard(root: Traceback) -> Told | None:
         return None
     kind, value = match["kind"] or match["other"], match["value"] or match["given"]
     return "choice-of-other-release", {"kind": kind.lower(), "value": value, "package": package}
-
-
-_GENERAL = (
-    "call-lacks",
-    "call-differs",
-    "call-unknown",
-    "keyword-owners",
-    "forward-refuses",
-    "unpack-differs",
-    "model-returns-other",
-    "name-undefined",
-    "never-assigned",
-    "index-beyond",
-    "no-case-for-it",
-    "set-up-twice",
-    "not-set-up",
-    "nothing-to-choose",
-)
-"""Rules that say where to look rather than why."""
 
 
 _MISSING = re.compile(

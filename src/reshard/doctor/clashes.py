@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding
 from reshard.doctor.history.table import table
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import told
+from reshard.doctor.rules import told_at
 from reshard.doctor.words import words
 
 
@@ -60,9 +60,8 @@ def of_clash(root: Traceback, log: Log) -> Finding | None:
             continue
         if (name := match.groupdict().get("name")) and not _is_of_torch(name):
             return None
-        place = Place.of(log.name, root.last, root.said)
         values = {**clash._asdict(), "why": words(clash.why)}
-        return told("releases-clash", [place], values, certainty="likely")
+        return told_at(("releases-clash", values), log.name, root.last, root.said)
     return None
 
 

@@ -8,17 +8,16 @@ from collections.abc import Callable
 from packaging.version import Version
 
 from reshard.doctor.failures import CUT_OFF, is_consequence
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import Told, told
+from reshard.doctor.rules import Told, told_at
 
 
 def of_groups(root: Traceback, log: Log) -> Finding | None:
     """The finding about the processes of a run and their groups; None for other failures."""
     for ask in _ASKED:
         if found := ask(root, log):
-            place = Place.of(log.name, root.last, root.said)
-            return told(found[0], [place], found[1], certainty="likely")
+            return told_at(found, log.name, root.last, root.said)
     return None
 
 
@@ -107,8 +106,7 @@ def bypassed(root: Traceback, log: Log) -> Finding | None:
         return None
     if version and Version(version) >= TAKES_LOSSES:
         return None
-    place = Place.of(log.name, root.last, root.said)
-    return told("engine-bypassed", [place], {"frame": root.frames[at - 1]}, certainty="likely")
+    return told_at(("engine-bypassed", {"frame": root.frames[at - 1]}), log.name, root.last, root.said)
 
 
 _FREED = re.compile(
@@ -124,8 +122,7 @@ def sharded(root: Traceback, log: Log) -> Finding | None:
     """The finding that a module of an FSDP model ran without the wrapper that gathers its parameters."""
     if not _FREED.search(root.root.said) or not _FSDP.search(log.text) or _ZERO_3.search(log.text):
         return None
-    place = Place.of(log.name, root.last, root.said)
-    return told("fsdp-bypassed", [place], {}, certainty="likely")
+    return told_at(("fsdp-bypassed", {}), log.name, root.last, root.said)
 
 
 _ASKED: tuple[Callable[[Traceback, Log], Told | None], ...] = (

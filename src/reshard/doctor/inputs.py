@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import Told, told
+from reshard.doctor.rules import Told, told_at
 from reshard.doctor.upstream import package_of, place_in_code
 from reshard.doctor.words import words
 
@@ -16,8 +16,7 @@ def of_input(root: Traceback, log: Log) -> Finding | None:
     """The finding for an input that transformers could not use; None for other failures."""
     for found in (*(ask(root) for ask in _ASKED), _virtual(root, log)):
         if found:
-            place = Place.of(log.name, root.last, root.said)
-            return told(found[0], [place], found[1], certainty="likely")
+            return told_at(found, log.name, root.last, root.said)
     return None
 
 

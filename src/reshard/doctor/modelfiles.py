@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 
 from reshard.doctor.builds import at_fault
-from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.finding import Finding, Text
 from reshard.doctor.history.table import table
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import Told, told
+from reshard.doctor.rules import Told, told_at
 from reshard.doctor.upstream import own_code
 from reshard.doctor.words import words
 
@@ -20,8 +20,7 @@ def of_model_files(root: Traceback, log: Log) -> Finding | None:
     first = root.root
     for ask in _ASKED:
         if found := ask(first, log):
-            place = Place.of(log.name, first.last, first.said)
-            return told(found[0], [place], found[1], certainty="likely")
+            return told_at(found, log.name, first.last, first.said)
     return None
 
 

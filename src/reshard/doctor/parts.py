@@ -9,10 +9,10 @@ from pathlib import Path
 
 import yaml
 
-from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.finding import Finding, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import told
+from reshard.doctor.rules import told_at
 
 INNERMOST = 2
 """Number of innermost frames in which a part must occur: further out it only called what failed."""
@@ -53,10 +53,9 @@ def of_part(root: Traceback, log: Log) -> Finding | None:
     part = next((part for part in _parts() if part.shows(first)), None)
     if part is None:
         return None
-    said = clipped(first.said.split("\n")[0], 300)
     where = "".join(f"  `{frame}`\n" for frame in first.frames[-3:])
     values = {"what": part.what, "way": part.way, "shown": Text.same(f"{where}  {_quoted(first.said)}")}
-    return told("part-failed", [Place(log.name, first.last, said)], values, certainty="possible")
+    return told_at(("part-failed", values), log.name, first.last, first.said)
 
 
 def _quoted(said: str) -> str:

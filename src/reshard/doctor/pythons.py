@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from reshard.doctor.artefacts import kind_of_file
 from reshard.doctor.attributes import of_attribute, of_none
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.lookups import of_key
-from reshard.doctor.rules import Told, told
+from reshard.doctor.rules import Told, told_at
 from reshard.doctor.upstream import place_in_code
 from reshard.doctor.words import words
 
@@ -23,23 +23,8 @@ def of_pythons(root: Traceback, log: Log) -> Finding | None:
     first = root.root
     for ask in _ASKED:
         if found := ask(first, log):
-            place = Place.of(log.name, first.last, first.said)
-            sure = "possible" if found[0].startswith(_GENERAL) else "likely"
-            return told(found[0], [place], found[1], certainty=sure)
+            return told_at(found, log.name, first.last, first.said)
     return None
-
-
-_GENERAL = (
-    "attribute-of-",
-    "key-other",
-    "key-of-batch",
-    "key-of-config",
-    "value-is-none",
-    "setting-is-none",
-    "output-is-none",
-    "file-missing",
-)
-"""Rules that say where to look rather than why."""
 
 
 # ------------------------------------------------------------------------------------------ files

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import Told, told
+from reshard.doctor.rules import Told, told_at
 from reshard.doctor.words import words
 
 _OF_DATASETS = re.compile(
@@ -28,8 +28,7 @@ def of_records(root: Traceback, log: Log) -> Finding | None:
     for text, number in texts:
         for ask in _ASKED:
             if found := ask(text):
-                place = Place.of(log.name, number, text)
-                return told(found[0], [place], found[1], certainty="likely")
+                return told_at(found, log.name, number, text)
     return None
 
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 
 from reshard.doctor.dtypes import of_dtypes
-from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.finding import Finding, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.match import first_sign
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import Told, told
+from reshard.doctor.rules import Told, told_at
 from reshard.doctor.shortages import shortage
 from reshard.doctor.upstream import installed_of
 from reshard.doctor.words import words
@@ -39,8 +39,7 @@ def of_refusal(root: Traceback, log: Log) -> Finding | None:
     for failure in (first, root) if first is not root else (root,):
         for ask in _ASKED:
             if found := ask(failure.said, log):
-                place = Place.of(log.name, failure.last, failure.said)
-                return told(found[0], [place], found[1], certainty="likely")
+                return told_at(found, log.name, failure.last, failure.said)
     return None
 
 
@@ -342,8 +341,7 @@ def of_files_from_gpus(root: Traceback, log: Log) -> Finding | None:
     combines = bool(first.frames and _COMBINES.search(first.frames[-1])) and "torch.cat" in first.source
     if not combines or not _FROM_GPUS.search(root.said):
         return None
-    place = Place.of(log.name, root.last, root.said)
-    return told("files-from-gpus", [place], {"frame": first.frames[-1]}, certainty="likely")
+    return told_at(("files-from-gpus", {"frame": first.frames[-1]}), log.name, root.last, root.said)
 
 
 _RESIZED = "Trying to resize storage that is not resizable"
@@ -355,8 +353,7 @@ def of_empty_storage(root: Traceback, log: Log) -> Finding | None:
     rebuilt = bool(first.frames) and re.search(r"torch[/\\]_utils\.py\S* _rebuild_tensor", first.frames[-1])
     if _RESIZED not in first.said or not rebuilt:
         return None
-    place = Place.of(log.name, first.last, first.said)
-    return told("storage-without-elements", [place], {}, certainty="likely")
+    return told_at(("storage-without-elements", {}), log.name, first.last, first.said)
 
 
 _METRIC = tuple(

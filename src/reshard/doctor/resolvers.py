@@ -13,7 +13,7 @@ from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.table import PACKAGES, ROOTS
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
-from reshard.doctor.rules import told
+from reshard.doctor.rules import told, told_at
 from reshard.doctor.words import words
 
 _FAILED = re.compile(
@@ -129,8 +129,7 @@ def of_requirement(root: Traceback, log: Log) -> Finding | None:
     ways = installed_for(str(values["package"]).replace("-", "_")).split()
     values["flags"] = "".join(f"{each} " for each in ways if each.startswith("--"))
     values["newer"] = words("or-newer", who=who) if who else Text.same("")
-    place = Place.of(log.name, root.last, root.said)
-    return told("version-required", [place], values, certainty="likely")
+    return told_at(("version-required", values), log.name, root.last, root.said)
 
 
 def _published(name: str) -> str:

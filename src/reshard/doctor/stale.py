@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from reshard.doctor.builds import installed_for
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding
 from reshard.doctor.kinds import NOTEBOOK
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import told
+from reshard.doctor.rules import told_at
 from reshard.doctor.upstream import asker
 
 _IMPORT = re.compile(
@@ -29,7 +29,6 @@ def of_stale(root: Traceback, log: Log) -> Finding | None:
         return None
     if re.search(rf"-packages[/\\]{package}[/\\]__init__\.py", asker(root)):
         return None  # it runs when the package is imported first, so nothing of it was in memory
-    place = Place.of(log.name, root.last, root.said)
     values = {"package": package, "install": installed_for(package), "frame": asker(root)}
     values["name"] = match["name"] or match["attribute"]
-    return told("stale-in-memory", [place], values, certainty="likely")
+    return told_at(("stale-in-memory", values), log.name, root.last, root.said)

@@ -12,10 +12,10 @@ from functools import cache, lru_cache
 
 from reshard.doctor.builds import package_of_extension, supplied, way_to_rebuild
 from reshard.doctor.failures import CUT_OFF, EXIT
-from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.finding import Finding, Text
 from reshard.doctor.history.table import table
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import Told, rules, told
+from reshard.doctor.rules import Told, rules, told_at
 from reshard.doctor.upstream import place_in_code
 from reshard.doctor.wheels import of_build, of_offered, of_platform, of_wheel
 from reshard.doctor.words import words
@@ -27,10 +27,8 @@ def of_system(root: Traceback, log: Log) -> Finding | None:
     for ask in _ASKED:
         for said, number in _texts(root, log):
             if found := ask(said, log):
-                place = Place.of(log.name, number, said)
-                sure = rules()[found[0]].get("certainty", "likely")
                 where = place_in_code(root.root) if root.root.frames else ""
-                return told(found[0], [place], {"where": where, **found[1]}, certainty=sure)
+                return told_at((found[0], {"where": where, **found[1]}), log.name, number, said)
     return None
 
 
@@ -369,8 +367,7 @@ def _tokenizer(said: str, log: Log) -> Told | None:
 def of_kernels(root: Traceback, log: Log) -> Finding | None:
     """The finding for a package without kernels for this GPU."""
     found = _image(root, log)
-    place = Place.of(log.name, root.last, root.said)
-    return told(found[0], [place], found[1], certainty="likely") if found else None
+    return told_at(found, log.name, root.last, root.said) if found else None
 
 
 _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (

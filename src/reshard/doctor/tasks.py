@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.finding import Finding, Text
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import Told, told
+from reshard.doctor.rules import Told, told_at
 from reshard.doctor.upstream import place_in_code
 from reshard.doctor.words import words
 
@@ -18,9 +18,8 @@ def of_task(root: Traceback, log: Log) -> Finding | None:
     found = next((each for ask in _ASKED if (each := ask(said))), None)
     if found is None:
         return None
-    place = Place.of(log.name, root.root.last, said)
     where = place_in_code(root.root) if root.root.frames else Text.same("")
-    return told(found[0], [place], {"where": where, **found[1]}, certainty="likely")
+    return told_at((found[0], {"where": where, **found[1]}), log.name, root.root.last, said)
 
 
 # ------------------------------------------------------------------------------------------ shapes

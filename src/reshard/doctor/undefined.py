@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from reshard.doctor.builds import at_fault, installed_for
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding
 from reshard.doctor.history.missing import IMPORT, table_of
 from reshard.doctor.history.table import PACKAGES, tables
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import Told, told
+from reshard.doctor.rules import Told, told_at
 from reshard.doctor.words import words
 
 _NAME = re.compile(r"NameError: (?:free variable|global name|name) ['‘`](?P<name>\w+)['’`] ")
@@ -46,8 +46,7 @@ def of_guarded(root: Traceback, log: Log) -> Finding | None:
         return None  # the release decides
     values = optional(match["name"], PACKAGES.get(module, module.replace("_", "-")), module)
     values["where"] = words("only-if-imported", module=match["module"], other=module)
-    place = Place.of(log.name, root.last, root.said)
-    return told("name-of-optional", [place], values, certainty="likely")
+    return told_at(("name-of-optional", values), log.name, root.last, root.said)
 
 
 def optional(name: str, package: str, module: str) -> dict[str, object]:

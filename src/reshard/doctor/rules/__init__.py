@@ -2,8 +2,8 @@
 
 Braces are filled in by whoever tells a rule. `said` has messages with one meaning, whatever the run does: their named
 groups fill the braces, and the first rule that matches counts, by the names of the files. If such words have several
-meanings, `beside` has what else the log must contain, or `certainty` is possible. Without `said`, code computes when a
-rule applies.
+meanings, `beside` has what else the log must contain. `certainty` is "possible" for rules that say where to look rather
+than why. Without `said`, code computes when a rule applies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import yaml
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.words import filled
 
-Told = tuple[str, dict[str, object]]
+Told = tuple[str, Mapping[str, object]]
 """The id of a rule, and the values for its braces."""
 CAUSES: dict[str, tuple[str, ...]] = {
     "env-device-map-tp": (
@@ -88,6 +88,13 @@ def told(
         evidence=tuple(evidence),
         sources=tuple(rule["sources"]),
     )
+
+
+def told_at(found: Told, target: str, line: int, said: str) -> Finding:
+    """The finding of a rule for what a line says; `likely`, unless the rule has another `certainty`."""
+    identifier, values = found
+    certainty = rules()[identifier].get("certainty", "likely")
+    return told(identifier, [Place.of(target, line, said)], values, certainty=certainty)
 
 
 @lru_cache(maxsize=1)
