@@ -65,6 +65,7 @@ _LOGGED = re.compile(
       | \bNCCL\ WARN\ .{0,300}(?:[Ff]ail|[Ee]rror|[Tt]imed?\ ?out)
       | No\ solution\ found\ when\ resolving | ^.{0,100}\bProblem:\s
       | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
+      | ^(?:Unable\ to\ import\ Megatron|Checkpoint\ does\ not\ specify\ argument|Loader\ exited,\ exiting\ saver)
       | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing
       | :\ command\ not\ found$
       | \ is\ not\ recognized\ as\ (?:an\ internal|(?:the|a)\ name\ of\ a\ cmdlet)

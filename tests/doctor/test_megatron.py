@@ -1,0 +1,113 @@
+"""Messages of Megatron, of programs built on it, and of their kernels that have one meaning."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.doctor.test_classes import first, raised
+
+MESSAGES = {
+    "AssertionError: Using tensor model parallelism or context parallelism require setting the environment "
+    "variable CUDA_DEVICE_MAX_CONNECTIONS to 1": (
+        "max-connections-not-one",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1",
+    ),
+    "RuntimeError: Using sequence parallelism requires setting the environment variable "
+    "CUDA_DEVICE_MAX_CONNECTIONS to 1": ("max-connections-not-one", "before `ray start`"),
+    "AssertionError: FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS value large than one": (
+        "max-connections-one",
+        "unset CUDA_DEVICE_MAX_CONNECTIONS",
+    ),
+    "AssertionError: world size (1) is not divisible by tensor model parallel size (2)": (
+        "layout-on-one-process",
+        "torchrun --nproc-per-node 2",
+    ),
+    "AssertionError: world size (4) is not divisible by total_model_size (total_model_size=8)": (
+        "layout-beyond-processes",
+        "Start a multiple of 8 processes",
+    ),
+    "AssertionError: One or both of the .idx and .bin files cannot be found at the path prefix /data/my": (
+        "dataset-prefix-wrong",
+        "--data-path /data/my_text_document",
+    ),
+    "AssertionError: One or both of the .idx and .bin files cannot be found at the path prefix /data/my.bin": (
+        "dataset-prefix-with-suffix",
+        "--data-path /data/my\n",
+    ),
+    "ModuleNotFoundError: No module named 'apex'": ("apex-missing", "APEX_CUDA_EXT=1"),
+    "ModuleNotFoundError: No module named 'scaled_upper_triang_masked_softmax_cuda'": (
+        "fused-softmax-missing",
+        "--no-masked-softmax-fusion",
+    ),
+    "ModuleNotFoundError: No module named 'xentropy_cuda_lib'": (
+        "flash-attn-extras-missing",
+        "csrc/xentropy",
+    ),
+    "ModuleNotFoundError: No module named 'torch._six'": ("torch-six-gone", "from torch import inf"),
+    "RuntimeError: Rank 5, node n1, device 5, iteration 31: Unexpected result nan (message='found NaN in local "
+    "forward loss calculation')": ("nan-in-megatron", "--lr-warmup-iters"),
+    "AssertionError: Rank 6: found NaN in local grad norm in backward pass before data-parallel communication "
+    "collective. Device: 6, node: n2": ("nan-in-megatron", "--no-check-for-nan-in-loss-and-grad"),
+    "ValueError: During training, performance may degrade if MoE and tensor parallelismare enabled without also "
+    "enabling sequence parallelism.": ("experts-need-sequence-parallel", "--sequence-parallel"),
+    "ImportError: DeepEP is not installed. Please install DeepEP package from "
+    "https://github.com/deepseek-ai/deepep.": ("deepep-missing", "--moe-token-dispatcher-type alltoall"),
+    "ValueError: No dot product attention backend is available for the provided inputs. Please run with "
+    "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to find out the reasons for disabling all backends.": (
+        "attention-backend-none",
+        "unset NVTE_FLASH_ATTN",
+    ),
+    "AssertionError: Device compute capability 8.9 or higher required for FP8 execution.": (
+        "fp8-needs-newer-gpu",
+        "Train in bf16",
+    ),
+    "AssertionError: FP8 execution requires the product of all dimensions except the last to be divisible by 8 "
+    "and the last dimension to be divisible by 16, but got tensor with dims=[1023, 4096]": (
+        "fp8-sizes",
+        "pad_to_multiple_of=16",
+    ),
+    "AssertionError: rope_theta in hf config 5000000 is not equal to rotary_base 1000000, please check the "
+    "config.": ("arguments-of-other-model", "MODEL_ARGS_ROTARY_BASE=5000000"),
+    "RuntimeError: Could not find 'RANK' in the torch environment, visit https://www.colossalai.org/ for more "
+    "information on launching with torch": ("colossalai-without-launcher", "colossalai run"),
+    "TypeError: launch_from_torch() got an unexpected keyword argument 'config'": (
+        "colossalai-launch-config",
+        "colossalai.launch_from_torch(seed=42)",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", MESSAGES)
+def test_message_has_one_meaning(said):
+    code, cure = MESSAGES[said]
+    found = first(raised(said))
+    assert found.code == code
+    assert cure in found.remedy.en
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "cure"),
+    [
+        (
+            "make: *** No rule to make target 'default'.  Stop.\n"
+            "ERROR:megatron.core.datasets.utils:Failed to compile the C++ dataset helper functions\n",
+            "dataset-helpers-unbuilt",
+            "pip install pybind11",
+        ),
+        (
+            "Starting loader...\nUnable to import Megatron, please specify the path to Megatron using "
+            "--megatron-path. Exiting.\nLoader exited, exiting saver\n",
+            "conversion-without-megatron",
+            "export PYTHONPATH=$PWD",
+        ),
+        (
+            "sending transformer layer 24\nreceived transformer layer 24\nLoader exited, exiting saver\n",
+            "conversion-loader-died",
+            "free -g",
+        ),
+    ],
+)
+def test_last_words_of_a_tool(log, code, cure):
+    found = first(log)
+    assert found.code == code
+    assert cure in found.remedy.en

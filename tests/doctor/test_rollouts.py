@@ -1,0 +1,84 @@
+"""Messages of reinforcement learning with rollouts: batches, rewards, Ray, engines that sleep."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.doctor.test_classes import first, raised
+
+MESSAGES = {
+    "AssertionError: real_train_batch_size (20) must be divisible by minimal possible batch size (8)": (
+        "rollout-batch-of-processes",
+        "data.train_batch_size=8",
+    ),
+    "AssertionError: ppo_mini_batch_size 0 should be larger than 0 after normalization": (
+        "rollout-mini-batch-empty",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    ),
+    "AssertionError: normalized ppo_mini_batch_size 20 should be divisible by ppo_micro_batch_size_per_gpu 8": (
+        "rollout-mini-batch-uneven",
+        "use_dynamic_bsz=True",
+    ),
+    "AssertionError: max_token_len must be greater than the sequence length. Got max_token_len=4096 and "
+    "max_seq_len=5120": ("rollout-tokens-below-sequence", "ppo_max_token_len_per_gpu=5120"),
+    "RuntimeError: Prompt length 1385 is longer than 1024.": (
+        "rollout-prompt-too-long",
+        "data.filter_overlong_prompts=True",
+    ),
+    "NotImplementedError: sequence_length=2113 is larger than max_length=2048": (
+        "rollout-prompt-too-long",
+        "data.max_length=2113",
+    ),
+    "NotImplementedError: Reward function is not implemented for data_source='my_math'": (
+        "rollout-reward-unknown",
+        "custom_reward_function.path",
+    ),
+    "AssertionError: Expandable segments are not compatible with memory pool. Please track "
+    "https://github.com/pytorch/pytorch/issues/147851 for the latest updates.": (
+        "engine-sleep-expandable-segments",
+        "unset PYTORCH_CUDA_ALLOC_CONF",
+    ),
+    "ValueError: Please don't set ROCR_VISIBLE_DEVICES when HIP/CUDA_VISIBLE_DEVICES is set.": (
+        "visible-devices-of-two-vendors",
+        "unset ROCR_VISIBLE_DEVICES",
+    ),
+    "wandb.errors.errors.UsageError: api_key not configured (no-tty). call wandb.login(key=[your_api_key])": (
+        "tracker-without-key",
+        "export WANDB_API_KEY",
+    ),
+    "AssertionError: TorchMemorySaver observes invalid LD_PRELOAD. You can use configure_subprocess() utility": (
+        "engine-memory-saver-not-loaded",
+        "export LD_PRELOAD",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", MESSAGES)
+def test_message_has_one_meaning(said):
+    code, cure = MESSAGES[said]
+    found = first(raised(said))
+    assert found.code == code
+    assert cure in found.remedy.en
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "cure"),
+    [
+        (
+            "(autoscaler +1m12s) Warning: The following resource request cannot be scheduled right now: "
+            "{'CPU': 1.0, 'GPU': 1.0}. This is likely due to all cluster resources being claimed by actors.",
+            "ray-lacks-resources",
+            "ray status",
+        ),
+        (
+            "[2025-02-20 15:42:42,123 E 40123 40123] core_worker.cc:201: Failed to register worker to Raylet: "
+            "IOError: [RayletClient] Unable to register worker with raylet. Failed to read data from the socket",
+            "ray-worker-not-registered",
+            "--num-cpus 16",
+        ),
+    ],
+)
+def test_what_ray_logs(line, code, cure):
+    found = first(f"{line}\n")
+    assert found.code == code
+    assert cure in found.remedy.en
