@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import lzma
+import re
 import subprocess
 import sys
 import tarfile
@@ -107,14 +108,23 @@ def test_what_a_log_misses_is_gone_even_if_newer_files_may_hide_it(tmp_path: Pat
         assert "'transformers<4.50.0'" in first(log).remedy.en
 
 
+def test_a_name_that_came_and_went_is_pinned_on_both_sides(tmp_path: Path) -> None:
+    """A release without it is likely newer than those that have it, but may be older."""
+    log = tmp_path / "run.log"
+    log.write_text("TypeError: DPOTrainer.__init__() got an unexpected keyword argument 'loss_type'\n")
+    found = first(log)
+    assert found.code == "api-is-gone" and "those older than 0.7" in found.rule.en
+    assert re.search(r"'trl>=0\.7[.\d]*,<0\.13\.0'", found.remedy.en)
+
+
 QUIET = {
     "a file of one's own": "ImportError: cannot import name 'GRPOTrainer' from 'trl' (/home/user/train/trl.py)",
     "a circle": "ImportError: cannot import name 'GRPOTrainer' from partially initialized module 'trl' "
     "(/home/user/venv/lib/python3.11/site-packages/trl/__init__.py)",
     "a name that none has": "ImportError: cannot import name 'nowhere' from 'trl' "
     "(/home/user/venv/lib/python3.11/site-packages/trl/__init__.py)",
-    "a name that all have": "ImportError: cannot import name 'SFTTrainer' from 'trl' "
-    "(/home/user/venv/lib/python3.11/site-packages/trl/__init__.py)",
+    "a name that all have": "ImportError: cannot import name 'AutoTokenizer' from 'transformers' "
+    "(/home/user/venv/lib/python3.11/site-packages/transformers/__init__.py)",
     "a class of one's own": "TypeError: MyTrainer.__init__() got an unexpected keyword argument 'tokenizer'",
     "another package": "ModuleNotFoundError: No module named 'nowhere.else'",
 }

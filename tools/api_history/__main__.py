@@ -22,7 +22,7 @@ from tools.api_history.index import Index
 from tools.api_history.table import table
 
 EARLIER = {
-    **dict.fromkeys(("accelerate", "peft", "transformers"), "2022-01-01"),
+    **dict.fromkeys(("accelerate", "peft", "transformers", "trl"), "2022-01-01"),
     "pytorch-lightning": "2021-06-01",
 }
 """Packages for whose early releases scripts and images are still in use."""

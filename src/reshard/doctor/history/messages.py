@@ -300,7 +300,7 @@ def _finding(
         "again": bounds.again or "",
         "version": version or "",
         "pin": f"{package}{bounds.specifier}",
-        "yours": words("yours-is", package=package, version=version) if version else words("yours-unknown"),
+        "yours": _yours(package, version, bounds),
         "instead": _instead(found, failure),
     }
     certainty = (
@@ -312,6 +312,13 @@ def _finding(
         remedy = words("update-checkout", folder=folder, package=package, pin=values["pin"])
         return replace(told_of, remedy=remedy)
     return told_of
+
+
+def _yours(package: str, version: Version | None, bounds: Bounds) -> Text:
+    """What is known of the installed release."""
+    if version:
+        return words("yours-is", package=package, version=version)
+    return words("yours-or-older", first=bounds.first) if bounds.first else words("yours-unknown")
 
 
 def _clash(name: str, failure: Traceback, log: Log) -> Finding | None:

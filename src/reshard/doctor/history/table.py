@@ -98,8 +98,11 @@ class Presence:
             return None  # it was added and removed more than once
         until = self._next(last) if max(self.among) > last else None
         recent = until is None or last - first < LONG or max(self.among) - last <= FEW
-        since = self.table.versions[first] if min(self.among) < first and recent else None
-        return Bounds(since, until, self.table.versions[last], self._is_patch(first))
+        oldest = self.table.versions[first] if min(self.among) < first else None
+        newest = self.table.versions[last]
+        if recent:
+            return Bounds(oldest, until, newest, self._is_patch(first))
+        return Bounds(None, until, newest, self._is_patch(first), first=oldest)
 
     def _since(self, first: int) -> Bounds:
         last = first
@@ -128,6 +131,8 @@ class Bounds:
 
     again: str | None = None
     """The last release that had it before it was missing for a while."""
+    first: str | None = None
+    """The first release that has it, if older ones that lack it are hardly installed anywhere."""
 
     @property
     def shown(self) -> str:
@@ -138,7 +143,8 @@ class Bounds:
     def specifier(self) -> str:
         """A specifier for pip, by PEP 440."""
         newest = f"<={self.last}" if not self.until or self._ends_inside_a_minor else f"<{self.until}"
-        parts = [f">={self.since}"] * bool(self.since) + [newest] * bool(self.until or not self.since)
+        oldest = self.since or self.first
+        parts = [f">={oldest}"] * bool(oldest) + [newest] * bool(self.until or not self.since)
         return ",".join(parts)
 
     @property
