@@ -310,7 +310,9 @@ _FAMILIES = re.compile(
 )
 _FAMILY = {"2": "IPv4", "10": "IPv6"}
 """AF_INET and AF_INET6 of Linux."""
-_NO_INTERFACE = re.compile(r"Unable to find (?:address|interface) for:? \[?(?P<name>[\w.:%-]+)")
+_NO_INTERFACE = re.compile(
+    r"(?:Unable to find (?:address|interface) for:?|unresolved host) \[?(?P<name>\w[\w.:%-]*)"
+)
 
 
 def _addresses(text: str, log: Log) -> Told | None:

@@ -348,8 +348,9 @@ def _cure(match: Match, log: Log) -> Text:
         return Text.lines([*arguments.of_releases(root, log), filled_in(cure, root, log)])
     if root is None or not _is_of_root(match):
         return cure
-    of_shapes = _of_shapes(root, log)
-    return Text.lines([each for each in (of_shapes and of_shapes.remedy, way_of(root), cure) if each])
+    of_shapes, short = _of_shapes(root, log), shortages.of_failure(root, log)
+    first = short and shortages.way(short, root)
+    return Text.lines([each for each in (of_shapes and of_shapes.remedy, way_of(root), first, cure) if each])
 
 
 def _with_groups(match: Match, root: Traceback | None, cure: Text) -> Text:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,8 @@ _NCCL = re.compile(r"(?<![\w.-])(?P<host>[\w.-]+):\d+:\d+ \[(?P<gpu>\d+)\] [^\n]
 _NODE = re.compile(r"Memory on the node \(IP: (?P<host>[\w.:]+)")
 MUCH = 0.1
 """The minimum share of a device that other processes must use to be the cause."""
+UNSEEN = 0.25
+"""The same, if the message does not list them: the process itself uses some memory outside of torch."""
 
 
 def shortage(said: str, alone: bool = False) -> Shortage | None:
@@ -120,7 +122,26 @@ def finding(found: Shortage, root: Traceback, log: Log, place: Place) -> Finding
     """The finding of a shortage that no catalogue entry explains better."""
     texts = evidence(found, root, log)
     values = {**_shown(found), "told": _sentence(texts)}
-    return told(f"short-{found.kind}", [place], values, certainty="likely")
+    told_of = told(f"short-{found.kind}", [place], values, certainty="likely")
+    first = way(found, root)
+    return replace(told_of, remedy=Text.lines([first, told_of.remedy])) if first else told_of
+
+
+_PROCESSES = re.compile(r"Process (\d+) has [\d.]+ [KMGT]i?B memory in use")
+_BARE = re.compile(r"(?:CUDA|HIP) error: out of memory")
+
+
+def way(found: Shortage, root: Traceback) -> Text | None:
+    """What to do first about device memory, if its numbers show a reason other than the size of the run."""
+    if found.kind != "device-memory":
+        return None
+    if _BARE.search(root.said) and not found.numbers:
+        return words("memory-bare-way")
+    verdict = _reason(found.numbers)
+    if verdict == "memory-others":
+        return words("memory-others-way", processes=" ".join(_PROCESSES.findall(root.said)[:8]) or "PID")
+    known = ("memory-fragments", "memory-limited", "memory-never")
+    return words(f"{verdict}-way") if verdict in known else None
 
 
 def evidence(found: Shortage, root: Traceback, log: Log) -> list[Text]:
@@ -168,6 +189,11 @@ def _memory(said: str) -> Numbers:
             numbers[name] = sum(sizes) if name == "others" else sizes[0]
     if "reserved" in numbers and "allocated" in numbers:
         numbers.setdefault("unallocated", max(0.0, numbers["reserved"] - numbers["allocated"]))
+    own = numbers.get("own", numbers.get("reserved"))
+    if own is not None and "total" in numbers and "there" in numbers:
+        others = numbers["total"] - numbers["there"] - own
+        if others > UNSEEN * numbers["total"]:
+            numbers.setdefault("others", others)
     return numbers
 
 
@@ -250,24 +276,35 @@ def _listed(ranks: list[str]) -> str:
 
 
 def _verdict(numbers: Numbers) -> Text | None:
-    """Why device memory was short, by its numbers; the most specific reason first."""
-    asked, total, free = (numbers.get(name, 0.0) for name in ("asked", "total", "there"))
+    """Why device memory was short, by its numbers."""
+    reason = _reason(numbers)
     shown: dict[str, object] = {name: _size(value) for name, value in numbers.items()}
+    if reason in ("memory-own", "memory-taken"):
+        total, taken = numbers["total"], _taken(numbers)
+        shown |= {"allocated": _size(taken), "share": round(100 * taken / total)}
+    return words(reason, **shown) if reason else None
+
+
+def _reason(numbers: Numbers) -> str:
+    """The name of the reason why device memory was short, the most specific one first; "" if there is none."""
+    asked, total, free = (numbers.get(name, 0.0) for name in ("asked", "total", "there"))
     if total and asked > total:
-        return words("memory-never", **shown)
+        return "memory-never"
     if total and numbers.get("others", 0.0) > MUCH * total:
-        return words("memory-others", **shown)
+        return "memory-others"
     if asked and numbers.get("unallocated", 0.0) >= asked:
-        return words("memory-fragments", **shown)
+        return "memory-fragments"
     if asked and free > asked:
-        return words("memory-limited", **shown)
-    taken = numbers.get("allocated", total - free if free else 0.0)
-    if total and taken:
-        return words(
-            "memory-own" if "allocated" in numbers else "memory-taken",
-            **{**shown, "allocated": _size(taken), "share": round(100 * taken / total)},
-        )
-    return None
+        return "memory-limited"
+    if total and _taken(numbers):
+        return "memory-own" if "allocated" in numbers else "memory-taken"
+    return ""
+
+
+def _taken(numbers: Numbers) -> float:
+    """The bytes of a device that are in use."""
+    free = numbers.get("there", 0.0)
+    return numbers.get("allocated", numbers.get("total", 0.0) - free if free else 0.0)
 
 
 _ROW = re.compile(

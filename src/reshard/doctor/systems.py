@@ -110,6 +110,8 @@ UNNAMED: dict[str, dict[str, object]] = {
     "windows-library": {"what": "a library"},
     "compiler-too-old": {"standard": "17"},
     "engine-does-not-shard": {"what": ""},
+    "collective-on-cpu": {"device": "cpu"},
+    "ray-disk-full": {"path": "/tmp/ray"},
 }
 """Values for braces, if the message has none."""
 
