@@ -482,8 +482,8 @@ REFUSALS = {
         '"fp16": {"enabled": "auto"}',
     ),
     "ValueError: You passed packing=False, but you didn't pass a dataset_text_field or formatting_func argument.": (
-        "setting-not-given",
-        "Set `dataset_text_field or formatting_func`",
+        "sft-text-column",
+        "dataset_text_field=",
     ),
     "`AcceleratorState` object has no attribute `distributed_type`.": (
         "accelerate-state-reset",

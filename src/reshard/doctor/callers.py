@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from reshard.doctor.finding import Finding, Text
 from reshard.doctor.history.calls import base_of
-from reshard.doctor.history.missing import called_in
+from reshard.doctor.history.missing import called_in, meant
 from reshard.doctor.history.table import ROOTS, Span, Table, tables
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.rules import Told, told_at
@@ -214,7 +214,9 @@ def _of_no_release(function: str, name: str) -> Told | None:
         or any(name in each.ever(to) for each, to in bases)
     ):
         return None
-    shown = {"function": kind, "name": name, "package": own.package}
+    new = meant(own, function, name)
+    instead = words("write-instead-of-none", new=new) if new else Text.same("")
+    shown = {"function": kind, "name": name, "package": own.package, "instead": instead}
     return "argument-of-none", {**shown, "first": own.versions[0], "last": own.versions[-1]}
 
 

@@ -53,7 +53,7 @@ from reshard.doctor.sentences import asks, needs, stated
 from reshard.doctor.shapes import computed, contradict, pairs
 from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.stale import of_stale
-from reshard.doctor.systems import of_kernels, of_system, reported
+from reshard.doctor.systems import is_over_history, of_kernels, of_system, reported
 from reshard.doctor.tasks import of_task
 from reshard.doctor.undefined import of_guarded
 from reshard.doctor.upstream import own_code, search_of
@@ -181,7 +181,8 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
     It takes precedence over entries that only depend on the kind of the exception, or guess otherwise. Other entries
     that explain the failure are kept after it.
     """
-    found = None if of_engine(root, log) or of_guarded(root, log) else of_failure(root, log)
+    known = of_engine(root, log) or of_guarded(root, log) or is_over_history(root)
+    found = None if known else of_failure(root, log)
     if found is None:
         return None
     own = next((match for match in causes if match.at_root or match.line.number == root.last), None)

@@ -112,6 +112,8 @@ UNNAMED: dict[str, dict[str, object]] = {
     "engine-does-not-shard": {"what": ""},
     "collective-on-cpu": {"device": "cpu"},
     "ray-disk-full": {"path": "/tmp/ray"},
+    "reward-function-arguments": {"name": "**kwargs"},
+    "mergekit-vocabulary": {"one": "–"},
 }
 """Values for braces, if the message has none."""
 
@@ -127,6 +129,16 @@ def messages() -> tuple[tuple[str, tuple[re.Pattern[str], ...]], ...]:
 def beside(identifier: str) -> re.Pattern[str]:
     """What a log has to contain besides the message of a rule."""
     return re.compile(rules()[identifier].get("beside", ""))
+
+
+def is_over_history(failure: Traceback) -> bool:
+    """Whether a rule knows a message better than the history of releases: `over_history` in its file."""
+    return any(
+        pattern.search(failure.said)
+        for name, patterns in messages()
+        if rules()[name].get("over_history")
+        for pattern in patterns
+    )
 
 
 # ------------------------------------------------------------------------------------------ shared libraries

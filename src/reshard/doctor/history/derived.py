@@ -68,6 +68,10 @@ def _between(own: Table, first: int, last: int) -> str:
     return f">={own.versions[first]}{until}"
 
 
+USUAL = ("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig")
+"""Configs of trainers, the most used first."""
+
+
 def _of_heirs(kind: str, name: str, root: Traceback, log: Log) -> Finding | None:
     """The finding that a class was passed where a derived class with the attribute is needed."""
     if any(own.attribute(kind, name).there for own in tables(ROOTS)):
@@ -78,12 +82,14 @@ def _of_heirs(kind: str, name: str, root: Traceback, log: Log) -> Finding | None
         having = {each: there for each, there in having.items() if there}
         if having:
             named = sorted(having, key=lambda each: (min(having[each]), len(each)))
-            first, heirs = own.versions[min(having[named[0]])], ", ".join(named[:4])
+            first = own.versions[min(having[named[0]])]
+            heirs = ", ".join(sorted(named, key=lambda each: each not in USUAL)[:4])
             first_ones = [each for each in named if not own.ancestors(each) & having.keys()]
-            meant = [each for each in named if _trainer_of(each) in log.text] or first_ones
+            meant = [each for each in named if _is_of_trainer(each, log.text)] or first_ones
             one = meant[0] if len(meant) == 1 else None
+            usual = next((each for each in USUAL if each in having), "XConfig")
             values: dict[str, object] = {"kind": kind, "name": name, "package": own.package, "heirs": heirs}
-            values |= {"heir": one or "XConfig", "first": first}
+            values |= {"heir": one or usual, "first": first}
             values["needed"] = one or words("config-of-trainer", heirs=heirs)
             return told(
                 "attribute-of-heir",
@@ -95,9 +101,10 @@ def _of_heirs(kind: str, name: str, root: Traceback, log: Log) -> Finding | None
     return None
 
 
-def _trainer_of(config: str) -> str:
-    """The class that takes a config, by its name: GRPOTrainer takes a GRPOConfig."""
-    return re.sub(r"(?:Config|Arguments)$", "Trainer", config)
+def _is_of_trainer(config: str, text: str) -> bool:
+    """Whether a log names the class that takes a config, or its file: GRPOTrainer takes a GRPOConfig."""
+    stem = re.sub(r"(?:Config|Arguments)$", "", config)
+    return f"{stem}Trainer" in text or f"/{stem.lower()}_trainer.py" in text
 
 
 def _taken(own: Table, kind: str, name: str) -> Span:

@@ -25,6 +25,7 @@ from reshard.doctor.history.table import (
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.upstream import package_of
 from reshard.doctor.words import words
+from reshard.suggest import closest
 
 QUOTE = r"[`'\"‘’“”]"
 IMPORT = re.compile(
@@ -201,7 +202,41 @@ def _taken(found: Table, function: str, name: str) -> Missing:
             wider = base[0].parameter(base[1], name)
     new = renames.get(name)
     shown = f"{function.removesuffix('.__init__')}({name}=…)"
-    return Missing(shown, presence, f"{new}=…" if new else None, wider=wider)
+    instead = _in_config(found, function, new or name) or (f"{new}=…" if new else None)
+    return Missing(shown, presence, instead, wider=wider)
+
+
+def _in_config(found: Table, function: str, name: str) -> str | None:
+    """How a trainer's config takes a parameter that the trainer itself no longer takes; None if it does not."""
+    kind = function.removesuffix(".__init__")
+    config = re.sub(r"Trainer$", "Config", kind)
+    takes = config != kind and _takes_now(found, config, name)
+    return f'{kind}(..., args={config}(output_dir="OUT", {name}=…))' if takes else None
+
+
+def _takes_now(found: Table, kind: str, name: str) -> bool:
+    """Whether a class takes a parameter in the last known release."""
+    return found.last in found.own_parameter(f"{kind}.__init__", name).there
+
+
+def meant(found: Table, function: str, name: str) -> str | None:
+    """What was meant by a parameter that no release has: a new name, one of the trainer or config, or a similar one."""
+    kind = function.removesuffix(".__init__")
+    new = found.renames.get(name, name)
+    if in_config := _in_config(found, function, new):
+        return in_config
+    trainer = re.sub(r"Config$", "Trainer", kind)
+    if trainer != kind and _takes_now(found, trainer, new):
+        return f"{trainer}(..., {new}=…)"
+    near = closest(
+        name, {each for each in found.ever(function) if _takes_now(found, kind, each)}, cutoff=CLOSE
+    )
+    known = new if _takes_now(found, kind, new) else next(iter(near), None)
+    return f"{kind}({known}=…)" if known else None
+
+
+CLOSE = 0.85
+"""Minimum similarity of a parameter that may have been meant."""
 
 
 def _needed(said: str, root: Traceback, log: Log) -> Iterator[Missing]:

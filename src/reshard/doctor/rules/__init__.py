@@ -3,7 +3,8 @@
 Braces are filled in by whoever tells a rule. `said` has messages with one meaning, whatever the run does: their named
 groups fill the braces, and the first rule that matches counts, by the names of the files. If such words have several
 meanings, `beside` has what else the log must contain. `certainty` is "possible" for rules that say where to look rather
-than why. Without `said`, code computes when a rule applies.
+than why. `over_history` rules know a message better than the history of releases. Without `said`, code computes when a
+rule applies.
 """
 
 from __future__ import annotations

@@ -1,0 +1,160 @@
+"""Adapters, quantized models and TRL's trainers: what their messages mean."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.doctor.test_classes import first, raised
+
+ADAPTERS = {
+    "ValueError: Target module QuantLinear() is not supported. Currently, only `torch.nn.Linear` and `Conv1D` are"
+    " supported.": ("lora-target-quantized", "gptqmodel"),
+    "ValueError: Target module Dropout(p=0.0, inplace=False) is not supported. Currently, only the following modules"
+    " are supported: `torch.nn.Linear`.": ("lora-target-kind", '"all-linear"'),
+    "RuntimeError: Error(s) in loading state_dict for PeftModelForCausalLM:\n\tsize mismatch for base_model.model."
+    "model.layers.0.self_attn.q_proj.lora_A.default.weight: copying a param with shape torch.Size([16, 4096]) from"
+    " checkpoint, the shape in current model is torch.Size([16, 5120]).": (
+        "adapter-of-other-base",
+        "base_model_name_or_path",
+    ),
+    "ValueError: Cannot merge LORA layers when the model is gptq quantized": (
+        "merge-into-quantized",
+        "merge_and_unload()",
+    ),
+    "ValueError: We need an `offload_dir` to dispatch this model according to this `device_map`, the following"
+    " submodules need to be offloaded: base_model.model.model.layers.14.": (
+        "adapter-offloaded",
+        'device_map={"": 0}',
+    ),
+    "KeyError: 'base_model.model.model.model.layers.14.input_layernorm'": (
+        "adapter-offloaded",
+        "offload_folder",
+    ),
+    "ValueError: The model you are trying to fine-tune is quantized with QuantizationMethod.FP8 but that quantization"
+    " method do not support training.": ("quantized-not-trainable", "dequantize=True"),
+    "ValueError: You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk offload.": (
+        "quantized-offloaded-training",
+        "nvidia-smi",
+    ),
+    "importlib.metadata.PackageNotFoundError: No package metadata was found for bitsandbytes": (
+        "package-without-metadata",
+        "pip install -U bitsandbytes",
+    ),
+    "RuntimeError: None of the available devices `available_devices = None` are supported by the bitsandbytes version"
+    " you have installed": ("gpu-not-there", "torch.cuda.is_available()"),
+    "Exception: cublasLt ran into an error!": ("bitsandbytes-cublaslt", "bitsandbytes>=0.45"),
+    "ImportError: cannot import name 'PytorchGELUTanh' from 'transformers.activations' (/x/site-packages/transformers/"
+    "activations.py)": ("autoawq-ended", "autoawq==0.2.9"),
+    "ImportError: Loading a GPTQ quantized model requires optimum (`pip install optimum`)": (
+        "gptq-packages",
+        "gptqmodel",
+    ),
+    "ValueError: Found modules on cpu/disk. Using Exllama backend requires all the modules to be on GPU.": (
+        "exllama-offloaded",
+        "use_exllama=False",
+    ),
+    "torch._C._LinAlgError: linalg.cholesky: The factorization could not be completed because the input is not"
+    " positive-definite (the leading minor of order 18163 is not positive-definite).": (
+        "gptq-not-positive",
+        "damp_percent",
+    ),
+    "ValueError: Unknown quantization type, got fp8 - supported types are: ['awq', 'gptq']": (
+        "quantization-type-unknown",
+        "pip install -U transformers",
+    ),
+    "ValueError: You passed `packing=False` to the SFTTrainer/SFTConfig, but you didn't pass a `dataset_text_field` or"
+    " `formatting_func` argument.": ("sft-text-column", 'dataset_text_field="text"'),
+    "RuntimeError: Unsloth: You must specify a `formatting_func`": ("sft-text-column", "column_names"),
+    "ValueError: The `formatting_func` should return a list of processed strings since it can lead to silent bugs.": (
+        "sft-formatting-batch",
+        "zip(",
+    ),
+    "ValueError: Cannot handle batch sizes > 1 if no padding token is defined.": (
+        "pad-token-of-model",
+        "model.config.pad_token_id",
+    ),
+    "TypeError: PPOTrainer.__init__() got an unexpected keyword argument 'config'": (
+        "ppo-rewritten",
+        "trl<0.12",
+    ),
+    "RuntimeError: Unsloth currently does not support multi GPU setups - but we are working on it!": (
+        "unsloth-several-gpus",
+        "CUDA_VISIBLE_DEVICES=0",
+    ),
+    "RuntimeError: Unsloth: Quantization failed for /content/model/unsloth.BF16.gguf": (
+        "unsloth-gguf",
+        "cmake --build",
+    ),
+    "ValueError: The model's quantization config from the arguments has no `quant_method` attribute.": (
+        "quantization-without-method",
+        "mlx-lm",
+    ),
+    "ValueError: The model is quantized with FineGrainedFP8Config but you are passing a BitsAndBytesConfig config.": (
+        "quantized-twice",
+        "no quantization_config",
+    ),
+    "KeyError: 'input_ids_chosen'": ("reward-pairs", "remove_unused_columns=False"),
+    "TypeError: reward_len() got an unexpected keyword argument 'prompts' in grpo_trainer.py": (
+        "reward-function-arguments",
+        "def reward_len(prompts, completions, **kwargs)",
+    ),
+    "RuntimeError: The expanded size of the tensor (8) must match the existing size (1) in rewards_per_func": (
+        "reward-count",
+        "None where it does not apply",
+    ),
+    "RuntimeError: Unsloth: No config file found - are you sure the `model_name` is correct?": (
+        "unsloth-no-config",
+        "hf download",
+    ),
+    "NameError: name 'Any' is not defined (unsloth_compiled_cache/UnslothSFTTrainer.py)": (
+        "unsloth-cache",
+        "rm -rf unsloth_compiled_cache",
+    ),
+    "RuntimeError: The size of tensor a (32000) must match the size of tensor b (32002) at non-singleton dimension 0"
+    " (mergekit)": ("mergekit-vocabulary", "source: union"),
+    "RuntimeError: Tensor lm_head.weight required but not present in model a/b": (
+        "mergekit-tensor",
+        "layer_range",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", ADAPTERS, ids=lambda said: said[:60])
+def test_what_adapters_and_quantized_models_say_is_explained(said: str) -> None:
+    code, cure = ADAPTERS[said]
+    for text in (said, raised(said, "model = load()")):
+        found = first(text)
+        assert (found.code, found.certainty) == (code, "likely")
+        assert cure in found.remedy.en
+        for told in (found.message, found.rule, found.remedy):
+            assert not re.search(r"\{[a-z]+\}", told.en + told.zh)
+
+
+def test_an_option_of_a_trainer_is_shown_where_it_is_now() -> None:
+    found = first("TypeError: DPOTrainer.__init__() got an unexpected keyword argument 'beta'")
+    assert 'DPOTrainer(..., args=DPOConfig(output_dir="OUT", beta=…))' in found.remedy.en
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        ("GRPOTrainer.__init__() got an unexpected keyword argument 'tokenizer'", "processing_class"),
+        (
+            "GRPOTrainer.__init__() got an unexpected keyword argument 'max_completion_length'",
+            "args=GRPOConfig",
+        ),
+    ],
+)
+def test_an_argument_that_no_release_has_is_shown_where_it_belongs(call: str, instead: str) -> None:
+    found = first(f"TypeError: {call}")
+    assert found.code == "argument-of-none"
+    assert instead in found.remedy.en
+
+
+def test_a_trainer_is_recognized_by_its_file() -> None:
+    said = "AttributeError: 'TrainingArguments' object has no attribute 'model_init_kwargs'"
+    frame = '  File "/x/site-packages/trl/trainer/dpo_trainer.py", line 1, in __init__\n    args.model_init_kwargs\n'
+    assert "import DPOConfig" in first(f"Traceback (most recent call last):\n{frame}{said}\n").remedy.en
+    assert "import SFTConfig" in first(said).remedy.en
