@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reshard.doctor.logs import diagnose_text
 from tests.doctor.test_classes import first, raised
 
 MESSAGES = {
@@ -70,6 +71,29 @@ MESSAGES = {
     "config.": ("arguments-of-other-model", "MODEL_ARGS_ROTARY_BASE=5000000"),
     "RuntimeError: Could not find 'RANK' in the torch environment, visit https://www.colossalai.org/ for more "
     "information on launching with torch": ("colossalai-without-launcher", "colossalai run"),
+    "NotImplementedError: Auto policy for Qwen3ForCausalLM (transformers.models.qwen3.modeling_qwen3."
+    "Qwen3ForCausalLM) is not implemented": ("colossalai-policy-missing", "LowLevelZeroPlugin"),
+    "megatron.core.dist_checkpointing.core.CheckpointingException: Object shard /ckpt/decoder.layers."
+    "self_attention.core_attention._extra_state/shard_0_32.pt not found": (
+        "extra-state-shard-missing",
+        "--dist-ckpt-strictness log_all",
+    ),
+    "AssertionError: num_attention_heads argument is None": ("argument-not-given", "--use-checkpoint-args"),
+    "RuntimeError: cublaslt_gemm.cu:336 in function cublas_gemm: Assertion failed: status != "
+    "CUBLAS_STATUS_NOT_SUPPORTED. Unable to find suitable cuBLAS GEMM algorithm": (
+        "gemm-without-algorithm",
+        "env -u LD_LIBRARY_PATH",
+    ),
+    "RuntimeError: fused_attn/fused_attn_f16_arbitrary_seqlen.cu:390 in function operator(): cuDNN Error: "
+    "[cudnn_frontend] Error: No valid execution plans built.": (
+        "fused-attention-without-plan",
+        "NVTE_FUSED_ATTN=0",
+    ),
+    "ModuleNotFoundError: No module named 'nemo.collections.nlp'": ("nemo-collection-gone", "nemo_toolkit"),
+    "error: Distribution not found at: file:///root/nemo-rl/3rdparty/Megatron-LM-workspace/Megatron-LM": (
+        "submodule-not-fetched",
+        "git submodule update --init --recursive",
+    ),
     "TypeError: launch_from_torch() got an unexpected keyword argument 'config'": (
         "colossalai-launch-config",
         "colossalai.launch_from_torch(seed=42)",
@@ -105,9 +129,38 @@ def test_message_has_one_meaning(said):
             "conversion-loader-died",
             "free -g",
         ),
+        (
+            "Unable to load rng state from checkpoint /ckpt/model_optim_rng.pt. Specify --no-load-rng or "
+            "--finetune to prevent attempting to load the rng state, exiting ...\n"
+            "E0611 08:44:12.112 api.py:869] failed (exitcode: 1) local_rank: 0 (pid: 511) of binary: python3\n",
+            "state-not-in-checkpoint",
+            "--finetune",
+        ),
+        (
+            "> setting random seeds to 1234 ...\n> compiling and loading fused kernels ...\n",
+            "fused-kernels-locked",
+            "rm -rf MEGATRON/fused_kernels/build",
+        ),
     ],
 )
-def test_last_words_of_a_tool(log, code, cure):
+def test_last_words_of_a_program(log, code, cure):
     found = first(log)
     assert found.code == code
     assert cure in found.remedy.en
+
+
+def test_compiled_kernels_are_no_hang():
+    log = "> compiling and loading fused kernels ...\n>>> done with compiling and loading fused kernels.\n"
+    assert diagnose_text("log", log) == []
+
+
+def test_warm_up_beyond_decay():
+    assertion = "assert self.lr_warmup_steps < self.lr_decay_steps"
+    found = first(raised("AssertionError", assertion, "/megatron/core/optimizer_param_scheduler.py"))
+    assert found.code == "warm-up-beyond-decay"
+    assert "--lr-warmup-fraction" in found.remedy.en
+
+
+def test_a_product_is_compared_as_a_whole():
+    said = "AssertionError: prompts 32 * samples_per_prompt 8 is not a multiple of batch_size 512"
+    assert "256 / 512 is not an integer" in first(raised(said)).rule.en

@@ -21,6 +21,28 @@ MESSAGES = {
     ),
     "AssertionError: max_token_len must be greater than the sequence length. Got max_token_len=4096 and "
     "max_seq_len=5120": ("rollout-tokens-below-sequence", "ppo_max_token_len_per_gpu=5120"),
+    "ValueError: [actor] Please set at least one of 'actor.ppo_micro_batch_size' or "
+    "'actor.ppo_micro_batch_size_per_gpu' if use_dynamic_bsz is not enabled.": (
+        "rollout-micro-batch-not-given",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    ),
+    "AssertionError: rollout_batch_size 32 * n_samples_per_prompt 8 is not a multiple of global_batch_size 512": (
+        "rollout-steps-of-batches",
+        "--num-steps-per-rollout 1",
+    ),
+    "AssertionError: Train dataloader is empty!": ("rollout-data-empty", "data.max_prompt_length"),
+    "ConnectionError: Could not find any running Ray instance. Please specify the one to connect to by setting "
+    "`--address` flag or `RAY_ADDRESS` environment variable.": ("ray-not-running", "ray start --head"),
+    "RuntimeError: Version mismatch: The cluster was started with:\n    Ray: 2.43.0\n    Python: 3.10.12\n"
+    "This process on node 10.1.2.4 was started with:\n    Ray: 2.46.0\n    Python: 3.10.12": (
+        "ray-releases-differ",
+        "'ray[default]==2.43.0'",
+    ),
+    "ray.exceptions.RuntimeEnvSetupError: Failed to set up runtime environment.\nFailed to upload package /a to "
+    "the Ray cluster: Package size (1283.41MiB) exceeds the maximum size of 512.00MiB.": (
+        "ray-folder-too-large",
+        '"excludes"',
+    ),
     "RuntimeError: Prompt length 1385 is longer than 1024.": (
         "rollout-prompt-too-long",
         "data.filter_overlong_prompts=True",
@@ -82,3 +104,13 @@ def test_what_ray_logs(line, code, cure):
     found = first(f"{line}\n")
     assert found.code == code
     assert cure in found.remedy.en
+
+
+def test_names_of_adapters_in_an_engine():
+    said = "KeyError: 'layers.0.self_attn.qkv_proj.base_layer.weight'"
+    found = first(raised(said, "param = params_dict[name]", "/vllm/model_executor/models/qwen2.py"))
+    assert found.code != "rollout-adapter-names"
+    loads = raised(said, "self.model.load_weights(weights)", "/verl/workers/sharding_manager/fsdp_vllm.py")
+    found = first(loads)
+    assert found.code == "rollout-adapter-names"
+    assert "load_format=safetensors" in found.remedy.en

@@ -15,10 +15,11 @@ from reshard.doctor.words import words
 
 _SETTING = r"(?<![\w.-])[A-Za-z][\w.-]{0,60}(?: [A-Za-z][\w.-]{0,60}){0,5}?"
 _NUMBER = r"(?:(?:: ?|[ =])\(?\d{1,12}\)?)?"
+_PRODUCT = rf"{_SETTING}{_NUMBER}(?: (?:times|x|\*) (?:the )?{_SETTING}{_NUMBER})?"
 _NAMED = (
-    rf"(?P<whole>{_SETTING}{_NUMBER}) (?:(?:should|must|has to|have to|needs? to) be(?: evenly)?|is not|are not|not)"
+    rf"(?P<whole>{_PRODUCT}) (?:(?:should|must|has to|have to|needs? to) be(?: evenly)?|is not|are not|not)"
     r" (?:divisible by|(?:a )?multiple of) (?:the )?"
-    rf"(?P<parts>{_SETTING}{_NUMBER}(?: (?:times|x|\*) (?:the )?{_SETTING}{_NUMBER})?)(?=[^\w ]|$)"
+    rf"(?P<parts>{_PRODUCT})(?=[^\w ]|$)"
 )
 _CHECKS = (
     re.compile(_NAMED),

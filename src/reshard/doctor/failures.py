@@ -66,6 +66,7 @@ _LOGGED = re.compile(
       | No\ solution\ found\ when\ resolving | ^.{0,100}\bProblem:\s
       | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
       | ^(?:Unable\ to\ import\ Megatron|Checkpoint\ does\ not\ specify\ argument|Loader\ exited,\ exiting\ saver)
+      | ^Unable\ to\ load\ (?:optimizer|rng\ state)\ from\ checkpoint\b
       | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing
       | :\ command\ not\ found$
       | \ is\ not\ recognized\ as\ (?:an\ internal|(?:the|a)\ name\ of\ a\ cmdlet)
@@ -450,6 +451,8 @@ _DENIES = re.compile(
 """Words of most messages of failures, and of many harmless ones."""
 _CALM = re.compile(r"(?<!=)\b(?:INFO|DEBUG)\b|^\[?[ID]\d{3,4}\b|: warning: |\bHTTP/\d")
 """Log levels without failures, compiler warnings, and a server's answers."""
+_WAITS = re.compile(r"^>(?:>> done with)? compiling and loading fused kernels")
+"""What a program prints before and after it compiles under a lock: only the first, if the lock is an old one."""
 _QUOTES = re.compile(r"\((?:\w+\.)*\w+(?:Error|Exception): |errno: 97\b")
 """A warning about a missing optional package, or about trying the next address."""
 
@@ -477,6 +480,8 @@ def _last_words(lines: Sequence[Line]) -> Traceback | None:
         return None  # make continued
     hangs = describes_hang(lines)
     fails = [each for each in told if _reports_failure(each.text) or (hangs and HANGS.search(each.text))]
+    waits = [each for each in told if _WAITS.search(each.text)]
+    fails = fails or waits[-1:] * (len(waits) % 2)
     fails = fails or (_asked_about(told) if is_pasted else [])
     line = next((each for each in fails if len(each.text) < DATA and not _QUOTES.search(each.text)), None)
     if line is None:
