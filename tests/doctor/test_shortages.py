@@ -51,7 +51,7 @@ SAID = {
     # vLLM, Ray, Triton, Slurm, Linux, numpy, the C++ library, jemalloc
     "ValueError: Free memory on device (14.3/23.6 GiB) on startup is less than desired GPU memory utilization (0.9, "
     "21.3 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.": (
-        "cache-memory",
+        "free-memory",
         {"asked": 21.3 * GIB, "there": 14.3 * GIB, "total": 23.6 * GIB},
     ),
     "ray.exceptions.OutOfMemoryError: 1 worker(s) were killed due to the node running low on memory. Memory on the "
@@ -93,7 +93,7 @@ SAID = {
         {"size": 28, "parts": 8},
     ),
     "ValueError: This model's maximum context length is 4096 tokens. However, you requested 5000 tokens": (
-        "context",
+        "request",
         {"asked": 5000, "there": 4096},
     ),
 }

@@ -207,11 +207,13 @@ def _supplies() -> dict[str, dict[str, str]]:
 _ISOLATED = re.compile(
     r"pip-build-env-|get_requires_for_build_wheel|prepare_metadata_for_build|egg_info did not run|build_editable"
     r"|Getting requirements to build wheel did not run"
+    r"|build backend returned an error|Failed to (?:build|prepare distributions)"
 )
 _IMPORTED = re.compile(r"No module named '(?P<name>torch|numpy|wheel|setuptools|packaging|psutil|pybind11)'")
 _BUILT = re.compile(
     r"(?:Collecting|Preparing metadata for|Building wheels? for(?: collected packages:)?"
-    r"|Failed to build|pip install(?: -\S{1,80}){0,8}) (?P<name>[A-Za-z][\w-]{0,60})"
+    r"|Failed to build|Failed to download and build|pip install(?: -\S{1,80}){0,8})"
+    r" [`'\"]?(?P<name>[A-Za-z][\w-]{0,60})"
 )
 
 

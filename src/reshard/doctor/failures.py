@@ -107,7 +107,8 @@ _STEP = r"^\w+: [^\n]{0,60}exited with non-zero status \d"
 _CONSEQUENCE = re.compile(
     rf"ChildFailedError|ProcessRaisedException|ProcessExitedException|SignalException|{_WORKER}|KeyboardInterrupt"
     r"|Connection (?:reset|closed) by peer|Broken pipe|NCCL.{0,500}(?:aborted|remote process exited)|ActorDiedError"
-    r"|RayTaskError|Socket Timeout|DistNetworkError"
+    r"|RayTaskError|Socket Timeout|DistNetworkError|Engine core (?:proc \S{1,40} )?initialization failed"
+    r"|EngineDeadError|Engine process failed to start|EngineCore encountered an issue"
 )
 
 
@@ -188,8 +189,8 @@ def _is_error(text: str) -> bool:
 
 
 def _exception(line: Line) -> tuple[str, str] | None:
-    match = None if _QUIET.search(line.text) else _EXCEPTION.match(line.text)
-    if match is None:
+    match = _EXCEPTION.match(line.text)
+    if match is None or _QUIET.search(line.text[: match.start("message")] if match["name"] else line.text):
         return _written_out(line)
     return told_once(match["name"] or match["bare"], match["message"] or "")
 

@@ -97,12 +97,14 @@ def shortage(said: str, alone: bool = False) -> Shortage | None:
 
 def of_failure(root: Traceback, log: Log) -> Shortage | None:
     """What the first failure of a log lacked. If it is only an exit status, the last lines count."""
-    if found := shortage(root.said):
-        return found
+    return shortage(root.said) or shortage(_near(root, log))
+
+
+def _near(root: Traceback, log: Log) -> str:
+    """The lines around a failure that does not give the reason itself."""
     if not is_launchers(root) and root.exception not in ("", CUT_OFF):
-        return None
-    near = [line.text for line in log.lines if abs(line.number - root.last) <= NEAR]
-    return shortage("\n".join(near))
+        return ""
+    return "\n".join(line.text for line in log.lines if abs(line.number - root.last) <= NEAR)
 
 
 def of_log(log: Log) -> tuple[Shortage, Line] | None:
@@ -122,7 +124,7 @@ def finding(found: Shortage, root: Traceback, log: Log, place: Place) -> Finding
     """The finding of a shortage that no catalogue entry explains better."""
     texts = evidence(found, root, log)
     values = {**_shown(found), "told": _sentence(texts)}
-    told_of = told(f"short-{found.kind}", [place], values, certainty="likely")
+    told_of = told(f"short-{_whose(found, root, log)}", [place], values, certainty="likely")
     first = way(found, root)
     return replace(told_of, remedy=Text.lines([first, told_of.remedy])) if first else told_of
 
@@ -142,6 +144,26 @@ def way(found: Shortage, root: Traceback) -> Text | None:
         return words("memory-others-way", processes=" ".join(_PROCESSES.findall(root.said)[:8]) or "PID")
     known = ("memory-fragments", "memory-limited", "memory-never")
     return words(f"{verdict}-way") if verdict in known else None
+
+
+_ENGINE = re.compile(
+    r"/(?:vllm|sglang|lmdeploy|turbomind|text_generation_server)/|\[TM\]|cuda[ _-]?graph failed", re.I
+)
+"""Frames and messages of programs that serve models."""
+_LOADS = re.compile(r"model_loader| load_model\b|create_weights| load_weights\b")
+"""Frames in which they load the weights."""
+
+
+def _whose(found: Shortage, root: Traceback, log: Log) -> str:
+    """The kind whose rule is told: a GPU's memory depends on what uses it."""
+    if found.kind != "device-memory":
+        return found.kind
+    if "MPS" in root.said:
+        return "mps-memory"
+    shown = "\n".join([*root.frames, root.said, _near(root, log)])
+    if not _ENGINE.search(shown):
+        return found.kind
+    return "engine-weights-memory" if _LOADS.search("\n".join(root.frames)) else "engine-memory"
 
 
 def evidence(found: Shortage, root: Traceback, log: Log) -> list[Text]:
@@ -233,7 +255,13 @@ def _shown(found: Shortage) -> dict[str, object]:
     if size and "parts" in found.numbers:
         fits = [each for each in range(1, min(size, 512) + 1) if size % each == 0]
         shown["fits"] = ", ".join(map(str, fits))
-    return {**dict.fromkeys(("asked", "there", "port", "fits", "size", "parts"), "?"), **shown}
+    if found.numbers.get("total"):
+        share = found.numbers.get("there", 0.0) / found.numbers["total"]
+        shown["share"] = f"{max(0.1, share - 0.05):.2f}"
+    return {
+        **dict.fromkeys(("asked", "there", "port", "fits", "size", "parts", "total", "share"), "?"),
+        **shown,
+    }
 
 
 def _size(value: float) -> str:

@@ -94,7 +94,7 @@ def keys_of(tool: str) -> set[str]:
     return found
 
 
-_KEY = re.compile(r"[\w.-]+")
+_KEY = re.compile(r"\w[\w.-]*")
 
 
 def _of(text: Text, usage: Usage) -> Text:

@@ -48,6 +48,8 @@ def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
         yield failure.said, failure.last
         failure = failure.before
     shown = "\n".join([*root.frames, root.said])
+    if "device-side assert" in root.said:
+        yield from ((line.text, line.number) for line in log.lines if "Assertion `" in line.text)
     near = [line for line in log.lines if line.stream == root.stream and 0 < root.last - line.number < BEFORE]
     if root.exception == EXIT or any(map(_LAUNCHES.search, root.frames[-1:])):
         yield from ((line.text, line.number) for line in near[-LAST_WORDS:][::-1])
@@ -114,6 +116,9 @@ UNNAMED: dict[str, dict[str, object]] = {
     "ray-disk-full": {"path": "/tmp/ray"},
     "reward-function-arguments": {"name": "**kwargs"},
     "mergekit-vocabulary": {"one": "–"},
+    "engine-of-other-tensorrt": {"has": "TensorRT", "wants": "GPU"},
+    "ascend-operator": {"name": ""},
+    "setuptools-newer": {"name": "use_2to3"},
 }
 """Values for braces, if the message has none."""
 
@@ -323,6 +328,7 @@ _REASONS = (
     (re.compile(r"device=cpu"), "cpu"),
     (re.compile(r"wasn.t buil[dt] with CUDA support|Operator wasn.t built"), "built"),
     (re.compile(r"dtype=torch\.float32"), "dtype"),
+    (re.compile(r"bf16 is only supported on A100\+ GPUs"), "bf16"),
     (re.compile(r"requires device with capability"), "gpu"),
 )
 """What xformers says about a kernel that cannot run; the first that occurs counts."""

@@ -185,6 +185,12 @@ def of_shadow(root: Traceback, log: Log) -> Finding | None:
         own = next(table_of(match["module"]), None)
         shown = {"module": match["module"], "folder": words("folder-without-init", module=match["module"])}
         return _told("folder-for-package", shown, "likely", own, root, log) if own else None
+    if own_file := _own_file(root):
+        module, path = own_file
+        shown = {"module": module, "folder": words("file-of-same-name", module=module, path=path)}
+        return told(
+            "folder-for-package", [Place.of(log.name, root.last, root.said)], shown, certainty="likely"
+        )
     match = IMPORT.search(root.said)
     if match is None or "." in match["module"] or not is_shadowed(match["path"]):
         return None
@@ -193,6 +199,20 @@ def of_shadow(root: Traceback, log: Log) -> Finding | None:
         return None
     shown = {"module": match["module"], "folder": words("folder-of-path", path=match["path"])}
     return _told("folder-for-package", shown, "likely", found.table, root, log)
+
+
+_PARTIAL = re.compile(r"partially initialized module '(?P<module>\w+)'")
+
+
+def _own_file(root: Traceback) -> tuple[str, str] | None:
+    """The user's file with the name of the module that it imports, and so is imported instead of it."""
+    match = _PARTIAL.search(root.said)
+    if match is None:
+        return None
+    paths = [frame.rpartition(" ")[0].rpartition(":")[0] for frame in root.frames]
+    named = re.compile(rf"(?:^|[/\\]){match['module']}\.py$")
+    path = next((each for each in paths if named.search(each) and is_shadowed(each)), None)
+    return (match["module"], path) if path else None
 
 
 def of_older_release(root: Traceback, log: Log) -> Finding | None:

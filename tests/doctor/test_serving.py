@@ -1,0 +1,192 @@
+"""Messages of programs that serve models, of CUDA and other devices, and of what is installed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.doctor.test_classes import first, raised
+
+VLLM = "/home/user/venv/lib/python3.11/site-packages/vllm/v1/worker/gpu_worker.py"
+ASSERTS = "RuntimeError: CUDA error: device-side assert triggered"
+LOADER = "/home/user/venv/lib/python3.11/site-packages/vllm/model_executor/model_loader/utils.py"
+SERVING = {
+    raised(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 is full.", file=LOADER
+    ): (
+        "short-engine-weights-memory",
+        "tensor_parallel_size=2",
+    ),
+    raised(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has 79.11 GiB.",
+        file=VLLM,
+    ): (
+        "short-engine-memory",
+        "gpu_memory_utilization=0.8",
+    ),
+    "[TM][ERROR] CUDA runtime error: out of memory /lmdeploy/src/turbomind/utils/memory_utils.cu:32": (
+        "short-engine-memory",
+        "--cache-max-entry-count",
+    ),
+    "ValueError: Free memory on device (3.93/23.64 GiB) on startup is less than desired GPU memory utilization"
+    " (0.9, 21.28 GiB).": ("short-free-memory", "gpu_memory_utilization=0.12"),
+    "openai.BadRequestError: This model's maximum context length is 4096 tokens. However, you requested 5221 tokens": (
+        "short-request",
+        "max_tokens",
+    ),
+    "RuntimeError: Not enough memory. Please try increasing --mem-fraction-static.": (
+        "short-cache-memory",
+        "nvidia-smi",
+    ),
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}": (
+        "engine-failed-above",
+        "reshard doctor",
+    ),
+    "AttributeError: '_OpNamespace' '_C' object has no attribute 'rms_norm'": (
+        "engine-extension-missing",
+        "pip install -U --no-cache-dir vllm",
+    ),
+    "ImportError: cannot import name 'fused_marlin_moe' from 'sgl_kernel' (/opt/sglang/sgl_kernel/__init__.py)": (
+        "engine-kernels-release",
+        "sglang[all]",
+    ),
+    "ValueError: `max_num_batched_tokens` (2048) is smaller than `max_model_len` (4096).": (
+        "engine-batched-tokens",
+        "--max-num-batched-tokens 4096",
+    ),
+    "ValueError: The input size is not aligned with the quantized weight shape.": (
+        "quantized-not-divisible",
+        "tensor_parallel_size=1",
+    ),
+    "[TensorRT-LLM][ERROR] 6: The engine plan file is not compatible with this version of TensorRT, expecting"
+    " library version 10.4.0.26 got 10.3.0.26, please rebuild.": ("engine-of-other-tensorrt", "trtllm-build"),
+    "ERROR text_generation_launcher: Shard process was signaled to shutdown with signal 9 rank=0": (
+        "shard-killed",
+        "--shm-size",
+    ),
+    "Error: model requires more system memory (9.3 GiB) than is available (5.1 GiB)": (
+        "model-needs-memory",
+        "num_ctx",
+    ),
+    "Error: llama runner process has terminated: exit status 2": ("runner-ended", "journalctl"),
+    "RuntimeError: CUDA error: operation not permitted when stream is capturing": (
+        "cuda-graph-capture",
+        "--enforce-eager",
+    ),
+}
+DEVICES = {
+    "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0": (
+        "sampling-not-finite",
+        "torch.bfloat16",
+    ),
+    f"Loss.cu:250: Assertion `t >= 0 && t < n_classes` failed.\n{ASSERTS}": (
+        "label-asserted",
+        "num_labels=N",
+    ),
+    f"IndexKernel.cu:93: Assertion `-sizes[i] <= index && index < sizes[i]` failed.\n{ASSERTS}": (
+        "index-asserted",
+        "CUDA_LAUNCH_BLOCKING=1",
+    ),
+    f"Indexing.cu:1290: Assertion `srcIndex < srcSelectDimSize` failed.\n{ASSERTS}": (
+        "vocab-index",
+        "resize_token_embeddings",
+    ),
+    "RuntimeError: CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx(handle)`": (
+        "cublas-refuses",
+        "env -u LD_LIBRARY_PATH",
+    ),
+    "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED": ("cudnn-refuses", "--force-reinstall torch"),
+    "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).": (
+        "driver-too-old",
+        "cu118",
+    ),
+    "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment": (
+        "driver-not-loaded",
+        "nvidia_uvm",
+    ),
+    "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable": (
+        "gpu-busy",
+        "compute_mode",
+    ),
+    "RuntimeError: Cannot re-initialize CUDA in forked subprocess.": (
+        "cuda-after-fork",
+        "VLLM_WORKER_MULTIPROC_METHOD=spawn",
+    ),
+    "RuntimeError: Placeholder storage has not been allocated on MPS device!": (
+        "mps-elsewhere",
+        ".to(device)",
+    ),
+    "NotImplementedError: The operator 'aten::x' is not currently implemented for the MPS device. WARNING: slower": (
+        "mps-lacks",
+        "PYTORCH_ENABLE_MPS_FALLBACK=1",
+    ),
+    "RuntimeError: MPS backend out of memory (MPS allocated: 17.02 GB, max allowed: 18.13 GB).": (
+        "short-mps-memory",
+        "PYTORCH_MPS_HIGH_WATERMARK_RATIO",
+    ),
+    "RuntimeError: call aclnnCast failed, detail:EZ9999: Inner Error!\nOp Cast does not has any binary.": (
+        "ascend-no-binary",
+        "Ascend-cann-kernels",
+    ),
+    "RuntimeError: The Inner error is reported as above, and the current working operator name is aclnnMatmul.": (
+        "ascend-operator",
+        "ASCEND_LAUNCH_BLOCKING=1",
+    ),
+    "torch._inductor.exc.TritonMissing: Cannot find a working triton installation.": (
+        "triton-not-there",
+        "triton-windows",
+    ),
+    "torch._dynamo.exc.Unsupported: Data-dependent branching": ("dynamo-cannot-trace", "fullgraph=False"),
+    "Loading checkpoint shards:  33% 1/3 [00:41<01:23, 41.74s/it]^C": (
+        "short-notebook-memory",
+        'device_map={"": 0}',
+    ),
+}
+INSTALLED = {
+    "TypeError: Descriptors cannot not be created directly.": ("protobuf-newer", "protobuf==3.20.3"),
+    "pydantic.errors.PydanticImportError: `BaseSettings` has been moved to the `pydantic-settings` package.": (
+        "pydantic-newer",
+        "pydantic<2",
+    ),
+    "AttributeError: module 'pkgutil' has no attribute 'ImpImporter'. Did you mean: 'zipimporter'?": (
+        "setuptools-older",
+        "ensurepip",
+    ),
+    "ImportError: cannot import name 'packaging' from 'pkg_resources' (/usr/lib/pkg_resources/__init__.py)": (
+        "setuptools-newer",
+        "setuptools<70",
+    ),
+    "OMP: Error #15: Initializing libiomp5md.dll, but found libiomp5md.dll already initialized.": (
+        "openmp-twice",
+        "KMP_DUPLICATE_LIB_OK=TRUE",
+    ),
+    "CondaToSNonInteractiveError: Terms of Service have not been accepted": (
+        "conda-terms",
+        "conda tos accept",
+    ),
+    "error: Failed to build `flash-attn==2.7.4`\n  The build backend returned an error\n"
+    "      ModuleNotFoundError: No module named 'torch'": (
+        "build-isolation",
+        "--no-build-isolation flash-attn",
+    ),
+    raised(
+        "AttributeError: partially initialized module 'torch' has no attribute 'cuda'",
+        file="/home/user/torch.py",
+    ): ("folder-for-package", "Rename it"),
+}
+
+
+@pytest.mark.parametrize(
+    "said, expected", [*SERVING.items(), *DEVICES.items(), *INSTALLED.items()], ids=lambda each: each[0][:40]
+)
+def test_messages(said: str, expected: tuple[str, str]) -> None:
+    finding = first(said)
+    assert finding.code == expected[0]
+    assert expected[1] in finding.remedy.en and expected[1] in finding.remedy.zh.replace("改名", "Rename it")
+    assert "{" not in finding.message.en
+
+
+def test_name_of_own_file() -> None:
+    text = raised("AttributeError: partially initialized module 'torch' has no attribute 'cuda'")
+    own = first(text.replace("train.py", "torch.py"))
+    assert own.code == "folder-for-package" and "/home/user/torch.py" in own.rule.en
+    assert first(text).code != own.code
