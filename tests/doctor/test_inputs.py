@@ -62,8 +62,8 @@ INPUTS = {
         f"{SITE}/peft/config.py",
     ): ("api-is-gone", "delete it there"),
     "TypeError: __init__() got an unexpected keyword argument 'checkpoint_callback'": (
-        "keyword-owners",
-        "-U pytorch-lightning",
+        "lightning-arguments-gone",
+        "enable_checkpointing=True",
     ),
     "TypeError: SFTConfig.__init__() got an unexpected keyword argument 'frobnicated'": (
         "argument-of-none",

@@ -56,7 +56,10 @@ def test_the_check_knows_english() -> None:
 def test_every_text_of_the_data_is_chinese() -> None:
     wrong = [
         text["zh"]
-        for path in (*Path(rules.__file__).parent.glob("*.yaml"), Path(words.__file__).with_name("words.yaml"))
+        for path in (
+            *Path(rules.__file__).parent.glob("*.yaml"),
+            Path(words.__file__).with_name("words.yaml"),
+        )
         for text in _texts(yaml.safe_load(path.read_text(encoding="utf-8")))
         if english_in(text["zh"])
     ]

@@ -78,10 +78,38 @@ def of_releases(root: Traceback, log: Log) -> list[Text]:
             "package": package,
             "program": keys.schema.program,
         }
-        texts.append(words(f"argument-{phrase}", **shown))
+        now = _RENAMED.get(program or "", {}).get(name)
+        texts.append(
+            words("argument-renamed", now=now, **shown)
+            if now and phrase != "since"
+            else words(f"argument-{phrase}", **shown)
+        )
     return texts
 
 
+_RENAMED = {
+    "ms-swift": {
+        "sft_type": "tuner_type (3.x: --train_type)",
+        "train_type": "tuner_type",
+        "model_id_or_path": "model",
+        "template_type": "template",
+        "ckpt_dir": "adapters",
+        "custom_train_dataset_path": "dataset",
+        "custom_val_dataset_path": "val_dataset",
+        "lora_target_modules": "target_modules",
+        "lora_dropout_p": "lora_dropout",
+        "dtype": "torch_dtype",
+        "quantization_bit": "quant_bits",
+        "batch_size": "per_device_train_batch_size",
+        "dataset_test_ratio": "split_dataset_ratio",
+        "deepspeed_config_path": "deepspeed",
+        "use_flash_attn": "attn_impl flash_attn",
+        "merge_lora_and_save": "merge_lora",
+        "tensor_parallel_size": "vllm_tensor_parallel_size",
+        "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    },
+}
+"""Keys that a program renamed, and their names in its current release."""
 _PRINTED_BY = (("remaining_argv", "ms-swift"), ("HfArgumentParser", "llamafactory"))
 """Messages about unknown arguments, and the programs that print them."""
 
@@ -124,6 +152,8 @@ def _known(said: str, log: Log) -> set[str]:
         return shown | Keys(program, Versions()).known
     if "is not in struct" in said or "Could not override" in said:  # Hydra, which verl uses
         return shown | {key.rpartition(".")[2] for key in keys_of("verl")}
+    if "HfArgumentParser" in said:  # programs that read their settings from a file
+        shown |= {key for each in ("llamafactory", "trl") for key in Keys(each, Versions()).known}
     trains = table("transformers")
     return shown | (trains.ever("Seq2SeqTrainingArguments.__init__") if trains else set())
 

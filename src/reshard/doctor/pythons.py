@@ -162,7 +162,14 @@ def _json(root: Traceback, log: Log) -> Told | None:
         why = words("json-comma", line=line)
     else:
         why = words("json-cut", line=line, column=column)
-    return "json-broken", {"why": why, "where": place_in_code(root), "line": line, "column": column}
+    way = words("json-lines-way" if what == "Extra data" and line > 1 else "json-way", line=line)
+    return "json-broken", {
+        "why": why,
+        "where": place_in_code(root),
+        "line": line,
+        "way": way,
+        "column": column,
+    }
 
 
 _ASKED: tuple[Callable[[Traceback, Log], Told | None], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reshard.doctor.finding import Finding
+from reshard.doctor.finding import Finding, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.rules import Told, told_at
 from reshard.doctor.words import words
@@ -28,8 +28,18 @@ def of_records(root: Traceback, log: Log) -> Finding | None:
     for text, number in texts:
         for ask in _ASKED:
             if found := ask(text):
-                return told_at(found, log.name, number, text)
+                given = {**found[1], "of_python": _of_python(texts)}
+                return told_at((found[0], given), log.name, number, text)
     return None
+
+
+_OF_PYTHON = re.compile(r"JSONDecodeError: (?P<what>[^:\n]{1,80}): line (?P<line>\d+) column (?P<column>\d+)")
+
+
+def _of_python(texts: list[tuple[str, int]]) -> Text:
+    """What Python's own reader said about the same file, which counts lines instead of records."""
+    match = next((hit for text, _ in texts if (hit := _OF_PYTHON.search(text))), None)
+    return words("json-also", **match.groupdict()) if match else Text.same("")
 
 
 def _texts(root: Traceback, log: Log) -> list[tuple[str, int]]:
@@ -154,7 +164,8 @@ def _name(text: str) -> Told | None:
     for kind, pattern in _NAMED:
         if match := pattern.search(text):
             what = words(f"data-{kind}")
-            return "data-name", {"what": what, "name": match["name"] or "–", "there": match["there"]}
+            shown = {"name": match["name"] or "–", "there": match["there"]}
+            return "data-name", {"what": what, "way": words(f"data-{kind}-way", **shown), **shown}
     return None
 
 

@@ -185,7 +185,12 @@ def _no_cuda(said: str, log: Log) -> Told | None:
 
 
 _COUNTS = re.compile(
-    r"(?i:image|video|audio|vision|multi-?modal|placeholder)[^\n]{0,60}?(?:tokens?\b[^\n\d]{0,20}(?P<tokens>\d+)[^\n]{0,40}?"
+    r"[Mm]ismatch in `?(?:image|video|audio)`? token count between text and `?input_ids`?\. Got ids=\[(?P<ids>\d+)"
+    r"[^\n]{0,200}?text=\[(?P<text>\d+)"
+    r"|value tensor of shape \[(?P<values>\d+), \d+\] cannot be broadcast to indexing result of shape"
+    r" \[(?P<marks>\d+), \d+\]"
+    r"|[Nn]umber of image tokens is (?P<none>0) while the number of image given to the model is (?P<images>\d+)"
+    r"|(?i:image|video|audio|vision|multi-?modal|placeholder)[^\n]{0,60}?(?:tokens?\b[^\n\d]{0,20}(?P<tokens>\d+)[^\n]{0,40}?"
     r"features?\b[^\n\d]{0,20}(?P<features>\d+)|(?P<given>\d+) multimodal tokens to (?P<places>\d+) placeholders)"
 )
 
@@ -206,9 +211,18 @@ def _counts(said: str, log: Log) -> Told | None:
             if marks
             else None
         )
-    tokens, features = int(match["tokens"] or match["places"]), int(match["features"] or match["given"])
-    why = words("modal-fewer" if tokens < features else "modal-more")
-    return "modal-counts", {"tokens": tokens, "features": features, "why": why}
+    tokens = int(_first(match, "tokens", "places", "ids", "marks", "none"))
+    features = int(_first(match, "features", "given", "text", "values", "images"))
+    if tokens == 0:
+        return "modal-none", {"where": Text.same("")}
+    kind = "modal-fewer" if tokens < features else "modal-more"
+    shown = {"why": words(kind), "way": words(f"{kind}-way")}
+    return "modal-counts", {"tokens": tokens, "features": features, **shown}
+
+
+def _first(match: re.Match[str], *names: str) -> str:
+    """The first of some named groups that matched."""
+    return next(match[name] for name in names if match[name])
 
 
 _NO_OPERATOR = re.compile(

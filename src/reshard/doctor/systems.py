@@ -65,6 +65,8 @@ LAST_WORDS = 12
 _LAUNCHES = re.compile(
     r"accelerate[/\\]commands[/\\]|torch[/\\]distributed[/\\](?:run|launch)|launcher[/\\]api\.py"
 )
+_IGNORED = re.compile(r"WARNING: tokenization mismatch: \d+ vs\. \d+\.")
+"""A report of data that a program does not train on, after which it continues."""
 _OTHERS = re.compile(r"tensorflow|TF-TRT|libnvinfer|dso_loader|jax", re.IGNORECASE)
 """Packages that report missing libraries as a matter of course."""
 _PACKAGE = re.compile(
@@ -88,6 +90,8 @@ def _packages(text: str) -> set[str]:
 def reported(log: Log) -> Traceback | None:
     """A report of something that was not loaded, as the failure of a log that has no other."""
     for line in log.lines:
+        if _IGNORED.search(line.text):
+            return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
         later = line.number > log.progress.get(line.stream, 0)
         if later and _HIDDEN.search(line.text) and not _OTHERS.search(line.text):
             return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
@@ -108,6 +112,8 @@ def _said(said: str, log: Log) -> Told | None:
 
 
 UNNAMED: dict[str, dict[str, object]] = {
+    "dataset-not-found": {"name": "NAME"},
+    "rows-too-long": {"limits": ""},
     "vision-built-for": {"package": "torchvision"},
     "windows-library": {"what": "a library"},
     "compiler-too-old": {"standard": "17"},
