@@ -115,6 +115,58 @@ RUNS = {
         "changed-in-place",
         "broadcast_buffers=False",
     ),
+    "RuntimeError: FSDP only supports single device modules but got params on {device(type='cuda', index=0)}": (
+        "fsdp-on-cpu",
+        "device_id=",
+    ),
+    "RuntimeError: Your training graph has changed in this iteration, e.g., one parameter is unused": (
+        "ddp-static-graph",
+        "find_unused_parameters=True",
+    ),
+    "DistributedOperationException: Cannot apply desired operation due to shape mismatches. All shapes across"
+    " devices must be valid.": ("gather-shapes-differ", "pad_across_processes"),
+    "ValueError: To launch a multi-GPU training from your notebook, the `Accelerator` should only be": (
+        "notebook-used-gpu",
+        "Restart the kernel",
+    ),
+    "AttributeError: module 'torch.distributed' has no attribute 'is_initialized'": (
+        "torch-without-distributed",
+        "is_available()",
+    ),
+    "ncclInternalError: Internal check failed.\nLast error:\nProxy Call to rank 1 failed (Connect)": (
+        "nccl-internal",
+        "NCCL_DEBUG=INFO",
+    ),
+    "ValueError: Invalid for universal checkpoint: ./c/latest_universal does not exist": (
+        "universal-not-converted",
+        "ds_to_universal",
+    ),
+    "RuntimeError: context has already been set": ("start-method-set", "force=True"),
+    "ValueError: prefetch_factor option could only be specified in multiprocessing.": (
+        "prefetch-without-workers",
+        "dataloader_num_workers",
+    ),
+    "RuntimeError: Trying to resize storage that is not resizable": (
+        "batch-not-stacked",
+        "DataCollatorWithPadding",
+    ),
+    "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable": (
+        "gpu-busy",
+        "nvidia-smi -c 0",
+    ),
+    "ImportError: Unable to import torch, please visit https://pytorch.org/ to see how": (
+        "deepspeed-installed-first",
+        "--no-build-isolation",
+    ),
+    "Exception: The current node timed out during startup. This could happen because": (
+        "ray-start-timeout",
+        "ray stop --force",
+    ),
+    "ValueError: Hostfile is empty or not formatted correctly, unable to proceed with launching.": (
+        "hostfile-not-read",
+        "slots=8",
+    ),
+    "RuntimeError: Unable to proceed, no GPU resources available": ("gpu-not-there", "nvidia-smi"),
 }
 
 
@@ -127,6 +179,26 @@ def test_a_message_of_a_distributed_run(said: str) -> None:
         assert cure in found.remedy.en
         for told in (found.message, found.rule, found.remedy):
             assert not re.search(r"\{[a-z]+\}", told.en + told.zh)
+
+
+LINES = {
+    "ValueError: [deepspeed] failed to resume from checkpoint ./out/checkpoint-1000": "resume-without-latest",
+    "mpirun has detected an attempt to run as root.": "mpirun-as-root",
+    "[W socket.cpp:663] [c10d] The IPv4 network addresses of (node-01, 29500) cannot be retrieved (gai error: -2 - Name"
+    " or service not known).": "host-unreachable",
+    "python: can't open file '/w/train.py': [Errno 2] No such file or directory\nERROR:torch.distributed.elastic."
+    "multiprocessing.api:failed (exitcode: 2) local_rank: 0 (pid: 44) of binary: /usr/bin/python3": "script-not-there",
+    "error: #error -- unsupported GNU version! gcc versions later than 11 are not supported!\n"
+    "RuntimeError: Error building extension 'fused_adam'": "compiler-too-new",
+}
+
+
+@pytest.mark.parametrize("said", LINES, ids=list(LINES.values()))
+def test_lines_without_an_exception(said: str) -> None:
+    assert first(said).code == LINES[said]
+
+
+PIN = raised("RuntimeError: CUDA error: out of memory", "return tensor.pin_memory()")
 
 
 @pytest.mark.parametrize(
@@ -143,8 +215,15 @@ def test_words_that_need_the_rest_of_the_log(text: str, code: str) -> None:
     assert first(f"{begin}\n{BATCH}{said}").code == code
 
 
+def test_a_full_host_is_not_a_full_gpu() -> None:
+    assert first(PIN).code == "pinned-memory"
+
+
 FREE = "Tried to allocate 86.00 MiB"
 MEMORY = {
+    f"torch.OutOfMemoryError: CUDA out of memory. {FREE}. GPU 3 has a total capacity of 79.15 GiB of which 1.02 GiB is"
+    " free. Process 211342 has 78.12 GiB memory in use. Of the allocated memory 77.31 GiB is allocated by PyTorch, and"
+    " 10.87 MiB is reserved by PyTorch but unallocated.": "gradient accumulation",
     "RuntimeError: CUDA error: out of memory": "comes from CUDA itself",
     f"torch.OutOfMemoryError: CUDA out of memory. {FREE}. GPU 0 has a total capacity of 23.65 GiB of which 12.25 MiB"
     " is free. Process 31021 has 15.12 GiB memory in use. Process 48211 has 8.37 GiB memory in use.": "31021 48211",

@@ -265,6 +265,10 @@ MOST_SAID = 4
 
 # ------------------------------------------------------------------------------------------ hosts
 
+_UNKNOWN_HOST = re.compile(
+    r"network addresses? of \((?P<host>[\w.:-]+), \d+\) cannot be retrieved[^\n]{0,40}?"
+    r"(?P<why>Name or service not known|Temporary failure in name resolution|No address associated with hostname)"
+)
 _UNREACHABLE = re.compile(
     r"[Cc]onnect(?:ion)?(?: call)? (?:to |with |from )?\S{0,40}?(?P<host>\d{1,3}(?:\.\d{1,3}){3})\S{0,20}"
     r".{0,80}?(?P<why>No route to host|Connection refused|Connection timed out|[Nn]etwork is unreachable)"
@@ -282,7 +286,7 @@ def _unreachable(text: str, log: Log) -> Told | None:
     if match := _SOCKET.search(text):
         why = words("store-silent" if "timed out" in match["why"] else "store-refuses")
         return "store-unreachable", {"host": match["host"], "port": match["port"], "why": why}
-    match = _UNREACHABLE.search(text)
+    match = _UNKNOWN_HOST.search(text) or _UNREACHABLE.search(text)
     return ("host-unreachable", {"host": match["host"], "why": match["why"]}) if match else None
 
 

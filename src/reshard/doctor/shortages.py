@@ -129,7 +129,6 @@ def finding(found: Shortage, root: Traceback, log: Log, place: Place) -> Finding
     return replace(told_of, remedy=Text.lines([first, told_of.remedy])) if first else told_of
 
 
-_PROCESSES = re.compile(r"Process (\d+) has [\d.]+ [KMGT]i?B memory in use")
 _BARE = re.compile(r"(?:CUDA|HIP) error: out of memory")
 
 
@@ -141,7 +140,8 @@ def way(found: Shortage, root: Traceback) -> Text | None:
         return words("memory-bare-way")
     verdict = _reason(found.numbers)
     if verdict == "memory-others":
-        return words("memory-others-way", processes=" ".join(_PROCESSES.findall(root.said)[:8]) or "PID")
+        named = [process for process, _ in _others(root.said, found.numbers)]
+        return words("memory-others-way", processes=" ".join(named[:8]) or "PID")
     known = ("memory-fragments", "memory-limited", "memory-never")
     return words(f"{verdict}-way") if verdict in known else None
 
@@ -209,6 +209,8 @@ def _memory(said: str) -> Numbers:
         if found:
             sizes = [float(each["number"]) * 2.0 ** _UNITS[each["unit"][0].lower()] for each in found]
             numbers[name] = sum(sizes) if name == "others" else sizes[0]
+    if "others" in numbers:
+        numbers["others"] = sum(size for _, size in _others(said, numbers))
     if "reserved" in numbers and "allocated" in numbers:
         numbers.setdefault("unallocated", max(0.0, numbers["reserved"] - numbers["allocated"]))
     own = numbers.get("own", numbers.get("reserved"))
@@ -217,6 +219,25 @@ def _memory(said: str) -> Numbers:
         if others > UNSEEN * numbers["total"]:
             numbers.setdefault("others", others)
     return numbers
+
+
+_PROCESS_HAS = re.compile(rf"Process (?P<process>\d+) has {_SIZE} memory in use")
+
+
+def _others(said: str, numbers: Numbers) -> list[tuple[str, float]]:
+    """Other processes on a device, by id, with their bytes.
+
+    In a container, torch lists its own process as another one, because it has another id outside.
+    """
+    listed = [
+        (each["process"], float(each["number"]) * 2.0 ** _UNITS[each["unit"][0].lower()])
+        for each in _PROCESS_HAS.finditer(said)
+    ]
+    allocated = numbers.get("allocated", 0.0) + numbers.get("unallocated", 0.0)
+    if "own" in numbers or not allocated:
+        return listed
+    own = min((each for each in listed if each[1] >= allocated), key=lambda each: each[1], default=None)
+    return [each for each in listed if each is not own]
 
 
 def _counts(match: re.Match[str]) -> Iterator[tuple[str, float]]:

@@ -34,7 +34,7 @@ def of_system(root: Traceback, log: Log) -> Finding | None:
 
 _HIDDEN = re.compile(
     r"cannot open shared object file|undefined symbol: \w|can't load C\+\+/CUDA extensions"
-    r"|is not a recognized processor|[Cc]ould not load library"
+    r"|is not a recognized processor|[Cc]ould not load library|mpirun has detected an attempt"
 )
 """Reports of something that a package did not load, after which it continues."""
 BEFORE = 400
@@ -51,6 +51,8 @@ def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
     if "device-side assert" in root.said:
         yield from ((line.text, line.number) for line in log.lines if "Assertion `" in line.text)
     near = [line for line in log.lines if line.stream == root.stream and 0 < root.last - line.number < BEFORE]
+    if "Error building extension" in root.said:
+        yield from ((line.text, line.number) for line in near if "error" in line.text)
     if root.exception == EXIT or any(map(_LAUNCHES.search, root.frames[-1:])):
         yield from ((line.text, line.number) for line in near[-LAST_WORDS:][::-1])
     for at, line in enumerate(near):
