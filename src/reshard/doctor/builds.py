@@ -8,11 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from reshard.doctor.data import data
 from reshard.doctor.finding import Finding, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
@@ -197,8 +195,7 @@ def at_fault(module: str, what: Text) -> Told:
 
 @lru_cache(maxsize=1)
 def _supplies() -> dict[str, dict[str, str]]:
-    path = Path(__file__).with_name("supplies.yaml")
-    content: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content: dict[str, dict[str, Any]] = data("supplies.yaml")
     return content
 
 

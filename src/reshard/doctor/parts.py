@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
-import yaml
-
+from reshard.doctor.data import data
 from reshard.doctor.finding import Finding, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
@@ -64,7 +62,6 @@ def _quoted(said: str) -> str:
 
 @lru_cache(maxsize=1)
 def _parts() -> tuple[Part, ...]:
-    content = yaml.safe_load(Path(__file__).with_name("parts.yaml").read_text(encoding="utf-8"))
     return tuple(
         Part(
             each["part"],
@@ -72,5 +69,5 @@ def _parts() -> tuple[Part, ...]:
             re.compile(each["said"]),
             *(Text(each[key]["en"].strip(), each[key]["zh"].strip()) for key in ("what", "way")),
         )
-        for each in content
+        for each in data("parts.yaml")
     )

@@ -10,11 +10,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from reshard.doctor.data import data
 from reshard.doctor.failures import CUT_OFF, is_launchers
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Line, Log, Traceback
@@ -182,9 +180,7 @@ def _is_memory(kind: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _kinds() -> list[tuple[str, list[re.Pattern[str]], tuple[str, ...], bool]]:
-    content: list[dict[str, Any]] = yaml.safe_load(
-        Path(__file__).with_name("shortages.yaml").read_text(encoding="utf-8")
-    )
+    content: list[dict[str, Any]] = data("shortages.yaml")
     return [
         (
             each["kind"],

@@ -10,11 +10,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from reshard.doctor.data import data
 from reshard.doctor.finding import Finding, Text
 
 USUAL = "script"
@@ -109,7 +107,5 @@ def _shows() -> dict[str, re.Pattern[str]]:
 
 @lru_cache(maxsize=1)
 def _data() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(
-        Path(__file__).with_name("settings.yaml").read_text(encoding="utf-8")
-    )
+    content: dict[str, Any] = data("settings.yaml")
     return content

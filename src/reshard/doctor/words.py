@@ -9,11 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
-import yaml
-
+from reshard.doctor.data import data
 from reshard.doctor.finding import LANGUAGES, Finding, Text
 from reshard.errors import Problem
 from reshard.shown import shown
@@ -55,7 +52,7 @@ def _in_text(value: object, language: str) -> object:
 @lru_cache(maxsize=1)
 def _phrases() -> dict[str, dict[str, str]]:
     """All phrases by name."""
-    content: dict[str, dict[str, str]] = _read("words.yaml")
+    content: dict[str, dict[str, str]] = data("words.yaml")
     return content
 
 
@@ -79,9 +76,5 @@ _WORD = re.compile(r"(?<![\w.=/-])[a-z]{2,}(?![\w.=/-])")
 @lru_cache(maxsize=1)
 def translations() -> dict[str, dict[str, str]]:
     """The Chinese texts of problems: by code, and by field."""
-    content: dict[str, dict[str, str]] = _read("problems.yaml")
+    content: dict[str, dict[str, str]] = data("problems.yaml")
     return content
-
-
-def _read(name: str) -> Any:
-    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from reshard.doctor.data import FOLDER, data
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.words import filled
 
@@ -102,6 +100,6 @@ def told_at(found: Told, target: str, line: int, said: str) -> Finding:
 def rules() -> dict[str, dict[str, Any]]:
     """All rules by id."""
     content: dict[str, dict[str, Any]] = {}
-    for file in sorted(Path(__file__).parent.glob("*.yaml")):
-        content |= yaml.safe_load(file.read_text(encoding="utf-8"))
+    for file in sorted((FOLDER / "rules").glob("*.yaml")):
+        content |= data(f"rules/{file.name}")
     return content
