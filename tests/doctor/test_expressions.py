@@ -22,6 +22,7 @@ from reshard.doctor.entries import catalogue
 from reshard.doctor.reading import LONGEST_LINE
 from reshard.doctor.shortages import _FLAG, _kinds, _of_memory
 from reshard.doctor.spelling import _shows
+from reshard.doctor.symptoms import SPREAD, described
 from reshard.doctor.systems import beside, messages
 
 if sys.version_info >= (3, 11):
@@ -207,5 +208,17 @@ def test_no_expression_takes_long_for_any_line(part: int) -> None:
         f"{name}, {method}: {line}\n  {pattern.pattern}"
         for name, pattern, method in repeat[part::4]
         if (line := slow_line(getattr(pattern, method), pattern))
+    ]
+    assert not slow, "\n".join(slow)
+
+
+def test_no_description_takes_long() -> None:
+    """Descriptions are searched in short texts only."""
+    slow = [
+        f"{name}: {begin!r}, {unit!r}"
+        for name, patterns in described()
+        for pattern in (*patterns, beside(name))
+        for begin, unit in units(pattern)
+        if seconds(pattern.search, line(begin, unit, SPREAD)) > QUICK
     ]
     assert not slow, "\n".join(slow)

@@ -53,6 +53,7 @@ from reshard.doctor.sentences import asks, needs, stated
 from reshard.doctor.shapes import computed, contradict, pairs
 from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.stale import of_stale
+from reshard.doctor.symptoms import of_symptom
 from reshard.doctor.systems import is_over_history, of_kernels, of_system, reported
 from reshard.doctor.tasks import of_task
 from reshard.doctor.undefined import of_guarded
@@ -137,6 +138,8 @@ def _diagnosed(log: Log) -> list[Finding]:
             return [mixed, *(_finding(match, log, ()) for match in rest)]
     if root is not None and (bypass := bypassed(root, log) or sharded(root, log)):
         return [bypass, *(_finding(match, log, ()) for match in causes if not match.at_root)]
+    if (root is None or not (root.exception or root.frames)) and (seen := _seen(log, causes)):
+        return [seen, *(_finding(match, log, ()) for match in causes)]
     if root is not None and (known := _of_history(root, log, causes)) is not None:
         return known
     if root is not None and (own := _of_words(root, log, causes)) is not None:
@@ -163,6 +166,11 @@ def _diagnosed(log: Log) -> list[Finding]:
     if causes:
         return [_finding(match, log, symptoms if match is causes[0] else ()) for match in causes]
     return [_finding(match, log, ()) for match in matches]
+
+
+def _seen(log: Log, causes: list[Match]) -> Finding | None:
+    """The finding for what somebody describes, or metrics show, in a log without an exception."""
+    return of_symptom(log, frozenset(match.entry.id for match in causes))
 
 
 GUESSED = {

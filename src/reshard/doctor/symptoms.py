@@ -1,0 +1,119 @@
+"""What people see in runs that do not fail: a loss of zero, rewards without spread, a saved model of the wrong size.
+
+Rules with `shows` (in `rules/`) have the words for it. They count in a short text only, because a program prints the
+same words about something else. Numbers count in any log.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from reshard.doctor.finding import Finding
+from reshard.doctor.log import Line, Log
+from reshard.doctor.rules import rules, told_at
+from reshard.doctor.systems import beside
+
+SHORT = 40
+"""Most lines of a text in which somebody describes a run."""
+SPREAD = 1500
+"""Most characters of such a text."""
+
+
+def of_symptom(log: Log, explained: frozenset[str] = frozenset()) -> Finding | None:
+    """The finding for what a text describes, or its metrics show.
+
+    `explained` are the catalogue's entries for this log: only a rule that is `over` all of them knows more.
+    """
+    lines = [line for line in log.lines if line.text.strip() and not _LOGGED.search(line.text)]
+    is_short = len(lines) <= SHORT and sum(len(line.text) for line in lines) <= SPREAD
+    if is_short and lines:
+        text = "\n".join(line.text for line in lines)
+        for identifier, patterns in described():
+            if not explained <= set(rules()[identifier].get("over", ())):
+                continue
+            hit = next((hit for pattern in patterns if (hit := pattern.search(text))), None)
+            if hit and beside(identifier).search(text):
+                line = lines[text[: hit.start()].count("\n")]
+                return told_at((identifier, {}), log.name, line.number, line.text)
+    metrics = None if explained else _of_metrics(log)
+    return metrics or (_of_new_weights(log) if explained <= {"hf-newly-initialized"} else None)
+
+
+@lru_cache(maxsize=1)
+def described() -> tuple[tuple[str, tuple[re.Pattern[str], ...]], ...]:
+    """The rules that are told by somebody's description, with its words, in order."""
+    shown = ((name, rule["shows"]) for name, rule in rules().items() if "shows" in rule)
+    return tuple(
+        (name, tuple(re.compile(each, re.IGNORECASE) for each in patterns)) for name, patterns in shown
+    )
+
+
+# ------------------------------------------------------------------------------------------ metrics
+
+_VALUE = r"['\"]?\s*[:=]\s*['\"]?(?P<value>-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b"
+_LOSS = re.compile(rf"(?<![\w/])['\"]?loss{_VALUE}")
+_LOGGED = re.compile(r"['\"](?:train_)?loss['\"]:")
+"""Metrics as a trainer prints them: they are no description."""
+_GRADIENT = re.compile(rf"\bgrad_norm{_VALUE}")
+_ALIKE = re.compile(
+    r"frac_reward_zero_std['\"]?\s*[:=]\s*['\"]?1(?:\.0+)?(?![.\d])|reward_std['\"]?\s*[:=]\s*['\"]?0(?:\.0+)?(?![.\de])"
+)
+_REWARD = re.compile(r"['\"]rewards?(?:_std)?['/\"]")
+FEWEST = 2
+"""Steps in which a metric has to be zero, and none after them in which it is not."""
+
+
+def _of_metrics(log: Log) -> Finding | None:
+    steps = [line for line in log.lines if _LOSS.search(line.text) and len(line.text) < 2000][-FEWEST:]
+    if len(steps) < FEWEST:
+        return None
+    if any(_REWARD.search(line.text) for line in steps):
+        rule = "rewards-alike" if all(_ALIKE.search(line.text) for line in steps) else ""
+    elif all(_is_zero(_LOSS, line) for line in steps):
+        rule = "loss-zero"
+    else:
+        rule = "gradients-zero" if all(_is_zero(_GRADIENT, line) for line in steps) else ""
+    return told_at((rule, {}), log.name, steps[-1].number, steps[-1].text) if rule else None
+
+
+def _is_zero(metric: re.Pattern[str], line: Line) -> bool:
+    match = metric.search(line.text)
+    return match is not None and float(match["value"]) == 0
+
+
+# ------------------------------------------------------------------------------------------ weights that are new
+
+_NEW = re.compile(
+    r"Some weights of (?P<model>\w{1,100}) were not initialized from the model checkpoint at (?P<path>\S{1,300})"
+    r" and are newly initialized: (?P<names>[\[{][^\]\n]{1,4000})"
+)
+_NAME = re.compile(r"['\"]([\w.]{1,200})['\"]")
+_HEAD = re.compile(
+    r"(?:score|classifier|pre_classifier|qa_outputs|v_head|value_head|pooler|regression_head|classification_head|lm_head"
+    r"|cls|mc_head|summary|logits_proj|sequence_summary)\b.{0,80}|.{0,120}\.pooler\..{0,60}"
+)
+_COMPUTED = re.compile(
+    r".{0,160}(?:rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias|rotary_pos_emb\.inv_freq)"
+)
+
+
+def new_weights(said: str) -> tuple[str, dict[str, object]] | None:
+    """The rule for a list of newly initialized weights of which none is lost."""
+    match = _NEW.search(said)
+    names = _NAME.findall(match["names"]) if match else []
+    if match is None or not names:
+        return None
+    values = {"model": match["model"], "path": match["path"], "names": ", ".join(names[:4])}
+    if all(map(_COMPUTED.fullmatch, names)):
+        return "weights-recomputed", values
+    if all(_HEAD.fullmatch(name) and name != "lm_head.weight" for name in names):
+        return "head-is-new", values
+    return None
+
+
+def _of_new_weights(log: Log) -> Finding | None:
+    for line in log.lines:
+        if found := new_weights(line.text):
+            return told_at(found, log.name, line.number, line.text)
+    return None
