@@ -73,6 +73,8 @@ _LINKS = (
 _LOGGED = re.compile(
     r"\[?(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|[EWI]\d{4})\b|\[\d{4}-|={20,}|-{20,}|\s*\d+%\||\s*```|\s*\+-|\"[,}\]]|[\w.-]+(?:\[\w+\])?==?v?\d+\.\d"
 )
+_CAUGHT = re.compile(r"Caught \w+ in (?:DataLoader worker|replica|pin memory)")
+"""What torch raises in place of an exception of a worker, whose own traceback follows."""
 MESSAGE_LINES = 12
 """Lines of an exception's message that are kept: some print a complete table."""
 
@@ -88,6 +90,9 @@ def tracebacks(lines: list[Line]) -> Iterator[Traceback]:
         found, at = _traceback(lines, at)
         if found is None:
             continue
+        if _CAUGHT.match(found.message) and _STARTS.search(lines[min(at, len(lines) - 1)].text):
+            original, end = _traceback(lines, at)
+            found, at = (original, end) if original else (found, at)
         found.before = before
         if found.exception.endswith("CheckpointException"):
             at = _taken_in(found, lines, at)

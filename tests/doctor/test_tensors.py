@@ -1,0 +1,109 @@
+"""What torch and NumPy say of graphs, devices, shapes, dtypes and batches, as posted: the cause and its cure."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.doctor.test_classes import first
+
+TENSORS = {
+    "RuntimeError: One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True"
+    " if this is the desired behavior.": ("autograd-unused", "requires_grad_(True)"),
+    "RuntimeError: a leaf Variable that requires grad is being used in an in-place operation.": (
+        "autograd-leaf",
+        "torch.no_grad()",
+    ),
+    "ValueError: can't optimize a non-leaf Tensor": ("tensor-not-leaf", "requires_grad_()"),
+    "RuntimeError: Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.": (
+        "tensor-to-numpy",
+        ".detach().cpu().numpy()",
+    ),
+    "RuntimeError: Expected target size [16, 50257], got [16, 128]": ("loss-of-sequence", "reshape(-1, "),
+    "RuntimeError: view size is not compatible with input tensor's size and stride (at least one dimension spans"
+    " across two contiguous subspaces). Use .reshape(...) instead.": ("view-of-strided", "x.reshape(shape)"),
+    "RuntimeError: stack expects each tensor to be equal size, but got [3, 224, 224] at entry 0 and [1, 224, 224] at"
+    " entry 3": ("batch-not-stacked", 'convert("RGB")'),
+    "TypeError: default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found"
+    " <class 'NoneType'>": ("batch-of-none", "is not None"),
+    "TypeError: default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found"
+    " <class 'PIL.Image.Image'>": ("batch-of-objects", "ToTensor()"),
+    "ValueError: num_samples should be a positive integer value, but got num_samples=0": (
+        "dataset-empty",
+        "os.listdir",
+    ),
+    "RuntimeError: cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned": (
+        "pin-of-gpu",
+        "pin_memory=False",
+    ),
+    "RuntimeError: unscale_() has already been called on this optimizer since the last update().": (
+        "scaler-unscaled-twice",
+        "scaler.update()",
+    ),
+    "ValueError: setting an array element with a sequence. The requested array has an inhomogeneous shape after 1"
+    " dimensions. The detected shape was (2,) + inhomogeneous part.": ("array-ragged", "dtype=object"),
+    "ValueError: Object arrays cannot be loaded when allow_pickle=False": (
+        "array-of-objects",
+        "allow_pickle=True",
+    ),
+    "torch._inductor.exc.TritonMissing: Cannot find a working triton installation.": (
+        "triton-not-there",
+        "triton-windows",
+    ),
+    "RuntimeError: Given groups=1, weight of size [64, 3, 7, 7], expected input[32, 1, 224, 224] to have 3 channels,"
+    " but got 1 channels instead": ("convolution-channels", 'convert("RGB")'),
+    "ValueError: Expected more than 1 value per channel when training, got input size torch.Size([1, 256, 1, 1])": (
+        "batch-norm-one",
+        "drop_last=True",
+    ),
+    "ValueError: optimizer got an empty parameter list": ("optimizer-empty", "requires_grad]"),
+    "KeyError: \"param 'initial_lr' is not specified in param_groups[0] when resuming an optimizer\"": (
+        "scheduler-resumed",
+        "scheduler.load_state_dict",
+    ),
+    "RuntimeError: Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but"
+    " got torch.cuda.FloatTensor instead (while checking arguments for embedding)": (
+        "indices-of-fractions",
+        "input_ids.long()",
+    ),
+    "RuntimeError: Boolean value of Tensor with more than one value is ambiguous": (
+        "tensor-as-condition",
+        "torch.equal",
+    ),
+    "AttributeError: Can't get attribute 'Net' on <module '__main__' from 'serve.py'>": (
+        "pickle-class-missing",
+        "import Net",
+    ),
+    "EOFError: Ran out of input": ("file-is-empty", "ls -l"),
+    "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0": (
+        "sampling-not-finite",
+        "bfloat16",
+    ),
+    "OMP: Error #15: Initializing libiomp5md.dll, but found libiomp5md.dll already initialized.": (
+        "openmp-twice",
+        "KMP_DUPLICATE_LIB_OK",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", TENSORS)
+def test_what_torch_says_of_tensors(said: str) -> None:
+    found = first(said)
+    code, cure = TENSORS[said]
+    assert (found.code, found.certainty) == (code, "likely")
+    assert cure in found.remedy.en and found.remedy.zh
+
+
+def test_the_exception_of_a_worker_is_the_one_it_raised() -> None:
+    frames = '  File "/home/user/train.py", line 9, in collate\n    return torch.stack(batch, 0, out=out)\n'
+    said = "RuntimeError: stack expects each tensor to be equal size, but got [2] at entry 0 and [3] at entry 1\n"
+    outer = "Traceback (most recent call last):\n" + frames
+    outer += "RuntimeError: Caught RuntimeError in DataLoader worker process 0.\n"
+    found = first(f"{outer}Original Traceback (most recent call last):\n{frames}{said}")
+    assert found.code == "batch-not-stacked" and "[2] at entry 0" in found.places[0].text
+    assert "process 0" in first(outer).places[0].text
+
+
+def test_a_pickled_model_needs_its_repository() -> None:
+    frame = 'Traceback (most recent call last):\n  File "/opt/torch/serialization.py", line 9, in find_class\n    x()\n'
+    found = first(frame + "ModuleNotFoundError: No module named 'models'")
+    assert found.code == "pickle-module-missing" and "sys.path.insert" in found.remedy.en
