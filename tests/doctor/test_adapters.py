@@ -114,6 +114,26 @@ ADAPTERS = {
     ),
     "RuntimeError: The size of tensor a (32000) must match the size of tensor b (32002) at non-singleton dimension 0"
     " (mergekit)": ("mergekit-vocabulary", "source: union"),
+    "ModuleNotFoundError: No module named 'triton.ops'": (
+        "bitsandbytes-too-old",
+        "pip install -U bitsandbytes",
+    ),
+    "NameError: name 'str2optimizer32bit' is not defined": ("library-not-loaded", "python -m bitsandbytes"),
+    "TypeError: qwen3_5 isn't supported yet.": ("quantizer-architecture", "llmcompressor"),
+    "Exception: Vocab size mismatch (model has 32001, but merged/tokenizer.model has 32000).": (
+        "gguf-vocabulary",
+        "resize_token_embeddings",
+    ),
+    "ValueError: Unsloth: Untrained tokens of [[128042, 128036]] found, but embed_tokens & lm_head not trainable": (
+        "unsloth-untrained-tokens",
+        '"embed_tokens", "lm_head"',
+    ),
+    "RuntimeError: Attempting to use the same CUDA device for multiple distinct roles/ranks within the same"
+    " communicator.": ("trl-server-same-gpu", "CUDA_VISIBLE_DEVICES=0 trl vllm-serve"),
+    "RuntimeError: You can't move a model that has some modules offloaded to cpu or disk.": (
+        "adapter-offloaded",
+        "no model.to(...)",
+    ),
     "RuntimeError: Tensor lm_head.weight required but not present in model a/b": (
         "mergekit-tensor",
         "layer_range",

@@ -116,6 +116,8 @@ def _said(said: str, log: Log) -> Told | None:
 UNNAMED: dict[str, dict[str, object]] = {
     "dataset-not-found": {"name": "NAME"},
     "rows-too-long": {"limits": ""},
+    "library-not-loaded": {"package": "bitsandbytes"},
+    "gguf-vocabulary": {"sizes": ""},
     "vision-built-for": {"package": "torchvision"},
     "windows-library": {"what": "a library"},
     "compiler-too-old": {"standard": "17"},
