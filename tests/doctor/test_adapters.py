@@ -152,6 +152,56 @@ def test_what_adapters_and_quantized_models_say_is_explained(said: str) -> None:
             assert not re.search(r"\{[a-z]+\}", told.en + told.zh)
 
 
+REPORTED = {
+    "trainable params: 0 || all params: 7,245,139,968 || trainable%: 0.0": (
+        "nothing-trainable",
+        "is_trainable=True",
+    ),
+    "UserWarning: Could not find response key `### Response:` in the following instance: <s> hi": (
+        "response-template-missing",
+        "add_special_tokens=False",
+    ),
+    "微调时loss一直是0，grad_norm是nan，V100，fp16": ("loss-nan", "bf16=True"),
+}
+
+
+@pytest.mark.parametrize("said", REPORTED)
+def test_what_ends_no_run_is_explained(said: str) -> None:
+    code, cure = REPORTED[said]
+    found = first(said)
+    assert (found.code, found.severity) == (code, "warning")
+    assert cure in found.remedy.en
+
+
+def test_a_file_that_hides_the_package_it_imports_is_named() -> None:
+    found = first(
+        "ImportError: cannot import name 'PeftModel' from partially initialized module 'peft' (most likely due to a"
+        " circular import) (/home/me/run/peft.py)"
+    )
+    assert found.code == "folder-for-package"
+    assert "/home/me/run/peft.py" in found.rule.en
+
+
+OF_MODELS = {
+    "AttributeError: 'Qwen2ForCausalLM' object has no attribute 'print_trainable_parameters'": "attribute-of-other",
+    "RuntimeError: self and mat2 must have the same dtype, but got Half and Byte": "weight-packed",
+}
+
+
+@pytest.mark.parametrize("said", OF_MODELS)
+def test_a_model_without_its_wrapper_or_floats_is_recognized(said: str) -> None:
+    assert first(said).code == OF_MODELS[said]
+
+
+def test_a_name_of_trl_or_peft_is_shown_where_it_is_now() -> None:
+    moved = first("AttributeError: module 'trl' has no attribute 'PPOTrainer'")
+    assert "from trl.experimental.ppo import PPOTrainer" in moved.remedy.en
+    renamed = first(
+        "ImportError: cannot import name 'prepare_model_for_int8_training' from 'peft' (/x/peft/__init__.py)"
+    )
+    assert "prepare_model_for_kbit_training" in renamed.remedy.en
+
+
 def test_an_option_of_a_trainer_is_shown_where_it_is_now() -> None:
     found = first("TypeError: DPOTrainer.__init__() got an unexpected keyword argument 'beta'")
     assert 'DPOTrainer(..., args=DPOConfig(output_dir="OUT", beta=…))' in found.remedy.en

@@ -160,7 +160,12 @@ def owner_of(kind: str, name: str) -> Table | None:
     every = list(tables(WRAPPERS))
     if any(kind in own.raw["attributes"] for own in every):
         return None
-    having = [own for own in every if any(own.attribute(each, name).there for each in _PUBLIC[own.package])]
+    having = [
+        own
+        for own in every
+        if name in _ALSO.get(own.package, ())
+        or any(own.attribute(each, name).there for each in _PUBLIC[own.package])
+    ]
     return having[0] if len(having) == 1 and len(name) > SHORT else None
 
 
@@ -171,6 +176,8 @@ _PUBLIC = {
     "trl": ("PreTrainedModelWrapper",),
 }
 """The classes that represent each of them."""
+_ALSO = {"peft": ("print_trainable_parameters", "get_nb_trainable_parameters", "unmerge_adapter")}
+"""Attributes that the tables leave out."""
 SHORT = 8
 """Maximum letters of a name that many classes have."""
 

@@ -67,4 +67,6 @@ def of_dtypes(said: str, log: Log) -> Told | None:
     if _SAME.search(said):
         return "dtypes-differ-unnamed", {}
     match = next((hit for pattern in _DTYPES if (hit := pattern.search(said))), None)
+    if match and re.search(r"Byte|unsigned char|uint8", f"{match['one']} {match['two']}"):
+        return "weight-packed", {"where": ""}
     return ("dtypes-differ", {"one": match["one"], "two": match["two"] or "?"}) if match else None

@@ -90,12 +90,13 @@ def _packages(text: str) -> set[str]:
 
 
 def reported(log: Log) -> Traceback | None:
-    """A report of something that was not loaded, as the failure of a log that has no other."""
+    """A report of something that was not loaded, or a warning, as the failure of a log that has no other."""
     for line in log.lines:
         if _IGNORED.search(line.text):
             return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
         later = line.number > log.progress.get(line.stream, 0)
-        if later and _HIDDEN.search(line.text) and not _OTHERS.search(line.text):
+        hidden = later and _HIDDEN.search(line.text) and not _OTHERS.search(line.text)
+        if hidden or any(pattern.search(line.text) for pattern in _warnings()):
             return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
     return None
 
@@ -138,6 +139,12 @@ def messages() -> tuple[tuple[str, tuple[re.Pattern[str], ...]], ...]:
     """The rules that are told by messages, with these messages, in order."""
     told_by = ((name, rule["said"]) for name, rule in rules().items() if "said" in rule)
     return tuple((name, tuple(map(re.compile, patterns))) for name, patterns in told_by)
+
+
+@lru_cache(maxsize=1)
+def _warnings() -> tuple[re.Pattern[str], ...]:
+    """The messages of rules about what ends no run."""
+    return tuple(each for name, own in messages() if rules()[name]["severity"] == "warning" for each in own)
 
 
 @cache

@@ -37,7 +37,7 @@ from reshard.doctor.history.missing import (
 from reshard.doctor.history.table import PACKAGES, ROOTS, Bounds, Table, table, tables
 from reshard.doctor.kinds import filled_in
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import told
+from reshard.doctor.rules import told, told_at
 from reshard.doctor.upstream import asker
 from reshard.doctor.words import words
 from reshard.suggest import closest
@@ -176,11 +176,20 @@ _NOWHERE = re.compile(
 )
 
 
+_ITSELF = re.compile(
+    rf"partially initialized module {QUOTE}(?P<module>\w+){QUOTE}[^(\n]{{0,80}}"
+    r"\(most likely due to a circular import\) \((?P<path>[^)\n]{1,300}[/\\](?P=module)\.py)\)"
+)
+
+
 def of_shadow(root: Traceback, log: Log) -> Finding | None:
     """The finding that a folder or file of the same name is imported instead of a package.
 
-    Without `__init__.py`, Python reports "unknown location".
+    Without `__init__.py`, Python reports "unknown location"; a file that imports the package imports itself.
     """
+    if (match := _ITSELF.search(root.said)) and is_shadowed(match["path"]):
+        shown = {"module": match["module"], "folder": words("folder-of-path", path=match["path"])}
+        return told_at(("folder-for-package", shown), log.name, root.last, root.said)
     if match := _NOWHERE.search(root.said):
         own = next(table_of(match["module"]), None)
         shown = {"module": match["module"], "folder": words("folder-without-init", module=match["module"])}
@@ -380,8 +389,14 @@ def read_from(found: Table) -> Text:
     )
 
 
+OF_SCRIPTS = ("trl", "peft")
+"""Packages that scripts import, and few other packages."""
+
+
 def _instead(found: Missing, failure: Traceback) -> Text:
     """What to write, or which package to update, instead of returning to an old release."""
+    if not failure.frames and found.instead and found.table.package in OF_SCRIPTS:
+        return words("write-instead", new=found.instead)
     importer = _package_of(asker(failure)) if failure.frames else _who_dropped(found)
     if importer not in (None, found.table.package) and importer:
         own = table(importer)
