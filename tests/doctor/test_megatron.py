@@ -161,6 +161,21 @@ def test_warm_up_beyond_decay():
     assert "--lr-warmup-fraction" in found.remedy.en
 
 
+def test_argument_of_a_class_that_a_program_extends():
+    said = "TypeError: GPTModel.__init__() got an unexpected keyword argument 'vp_stage'"
+    found = first(raised(said, "model = GPTModel(", "/workspace/verl/verl/models/mcore/model_initializer.py"))
+    assert found.code == "api-came-later"
+    assert "megatron-core>=0.13.0" in found.remedy.en
+
+
+def test_argument_of_another_transformer_engine():
+    said = "TypeError: DotProductAttention.__init__() got an unexpected keyword argument 'softmax_type'"
+    file = "/usr/lib/python3/dist-packages/megatron/core/extensions/transformer_engine.py"
+    found = first(raised(said, "super().__init__(", file))
+    assert found.code == "engine-of-other-release"
+    assert "-U 'transformer-engine[pytorch]'" in found.remedy.en
+
+
 def test_a_product_is_compared_as_a_whole():
     said = "AssertionError: prompts 32 * samples_per_prompt 8 is not a multiple of batch_size 512"
     assert "256 / 512 is not an integer" in first(raised(said)).rule.en

@@ -43,6 +43,14 @@ MESSAGES = {
         "ray-folder-too-large",
         '"excludes"',
     ),
+    "TypeError: compute_score() got an unexpected keyword argument 'extra_info'": (
+        "rollout-reward-signature",
+        "extra_info=None, **kwargs",
+    ),
+    "TypeError: ServerArgs.__init__() got an unexpected keyword argument 'enable_weights_cpu_backup'": (
+        "engine-arguments-of-other-release",
+        "verl[sglang]",
+    ),
     "RuntimeError: Prompt length 1385 is longer than 1024.": (
         "rollout-prompt-too-long",
         "data.filter_overlong_prompts=True",
@@ -104,6 +112,28 @@ def test_what_ray_logs(line, code, cure):
     found = first(f"{line}\n")
     assert found.code == code
     assert cure in found.remedy.en
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "cure"),
+    [
+        ("reward_model", "rollout-data-lacks", '"ground_truth": ANSWER'),
+        ("raw_prompt", "rollout-chat-not-kept", "data.return_raw_chat=True"),
+    ],
+)
+def test_columns_of_prompts(key, code, cure):
+    found = first(raised(f"KeyError: '{key}'", f'row["{key}"]', "/home/user/verl/verl/utils/x.py"))
+    assert found.code == code
+    assert cure in found.remedy.en
+
+
+def test_cache_that_a_model_reads_as_tuples():
+    code = "past_length = past_key_values[0][0].shape[2]"
+    found = first(
+        raised("TypeError: 'NoneType' object is not subscriptable", code, "/m/modeling_internlm2.py")
+    )
+    assert found.code == "cache-of-tuples"
+    assert "use_cache=False" in found.remedy.en
 
 
 def test_names_of_adapters_in_an_engine():

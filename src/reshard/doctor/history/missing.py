@@ -334,13 +334,17 @@ def _wherever(
     mentioned = _mentioned(root, log)
     known = [each for each in map(ask, tables(mentioned)) if each.presence.there]
     if not known:
-        others = tables(package for package in ROOTS if package not in mentioned)
+        others = tables(package for package in ROOTS if package not in {*mentioned, *_PROGRAMS})
         known = [each for each in map(ask, others) if each.presence.there]
     by_package = {each.table.package: each for each in known}  # a subclass has what its base has
     known = [each for package, each in by_package.items() if TWINS.get(package) not in by_package]
     if len(known) > 1 and kind:
         known = [each for each in known if each.table.name(each.table.raw["root"], kind).there]
     yield from known if len(known) == 1 else []
+
+
+_PROGRAMS = ("axolotl", "llamafactory", "ms-swift")
+"""Packages whose classes are called only by themselves: a failure in one mentions it."""
 
 
 def checkout_of(path: str | None, module: str) -> str:
