@@ -94,6 +94,14 @@ MESSAGES = {
         "submodule-not-fetched",
         "git submodule update --init --recursive",
     ),
+    "AssertionError: seq_length should be a multiple of 2 * context_parallel_size if context_parallel_size > 1.": (
+        "sequence-of-context-parallel",
+        "--seq-length",
+    ),
+    "KeyError: 'DatasetInfoHook is not in the mmengine::hook registry. Please check whether the value of "
+    "`DatasetInfoHook` is correct or it was registered as expected.'": ("registry-lacks", "custom_imports"),
+    "Exception: [extension] Failed to build PyTorch extension because the detected CUDA version (12.4) "
+    "mismatches the version that was used to compile PyTorch (11.8).": ("cuda-toolkit-differs", "CUDA_HOME"),
     "TypeError: launch_from_torch() got an unexpected keyword argument 'config'": (
         "colossalai-launch-config",
         "colossalai.launch_from_torch(seed=42)",
@@ -135,6 +143,15 @@ def test_message_has_one_meaning(said):
             "E0611 08:44:12.112 api.py:869] failed (exitcode: 1) local_rank: 0 (pid: 511) of binary: python3\n",
             "state-not-in-checkpoint",
             "--finetune",
+        ),
+        (
+            "fatal: unable to access 'https://github.com/NVIDIA/Megatron-LM/': Failed to connect\n"
+            + raised(
+                "subprocess.CalledProcessError: Command '['git', 'clone', 'https://github.com/NVIDIA/"
+                "Megatron-LM.git', '--branch', 'core_r0.13.0']' returned non-zero exit status 128."
+            ),
+            "repository-not-reached",
+            "export MEGATRON_LM_PATH",
         ),
         (
             "> setting random seeds to 1234 ...\n> compiling and loading fused kernels ...\n",

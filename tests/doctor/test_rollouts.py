@@ -51,6 +51,29 @@ MESSAGES = {
         "engine-arguments-of-other-release",
         "verl[sglang]",
     ),
+    "RuntimeError: CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62": (
+        "engine-pool-out-of-memory",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+    ),
+    "RuntimeError: CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:62": (
+        "engine-pool-refused",
+        "free_cache_engine=False",
+    ),
+    "Exception: Server process terminated unexpectedly.": ("engine-server-ended", "sglang.launch_server"),
+    "requests.exceptions.ProxyError: HTTPConnectionPool(host='10.12.3.4', port=30000): Max retries exceeded with "
+    "url: /health (Caused by ProxyError('Unable to connect to proxy', OSError('403 Forbidden')))": (
+        "proxy-for-own-server",
+        "no_proxy=localhost,127.0.0.1,10.12.3.4",
+    ),
+    "AssertionError: model context length should be greater than total sequence length": (
+        "rollout-beyond-context",
+        "data.max_response_length",
+    ),
+    "omegaconf.errors.ConfigAttributeError: Key 'agent' is not in struct\n    full_key: "
+    "actor_rollout_ref.rollout.agent\n    object_type=dict": (
+        "config-lacks-key",
+        "+actor_rollout_ref.rollout.agent=VALUE",
+    ),
     "RuntimeError: Prompt length 1385 is longer than 1024.": (
         "rollout-prompt-too-long",
         "data.filter_overlong_prompts=True",

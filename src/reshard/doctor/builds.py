@@ -243,9 +243,15 @@ _SELF = re.compile(
 )
 
 
+_UNREACHED = re.compile(r"^fatal: unable to access 'http", re.MULTILINE)
+"""Git without a network: a rule by its message tells more."""
+
+
 def _failed_command(text: str, log: Log) -> Told | None:
     match = next((hit for pattern in _COMMAND if (hit := pattern.search(text))), None)
     if match is None or _PYTHON.match(match["name"]):
+        return None
+    if _UNREACHED.search(log.text):
         return None
     lines = [line.text.strip() for line in log.lines]
     said = [each for each in lines if _SAYS.search(each) and not _SELF.search(each)][-MOST_SAID:]

@@ -123,6 +123,7 @@ UNNAMED: dict[str, dict[str, object]] = {
     "windows-library": {"what": "a library"},
     "compiler-too-old": {"standard": "17"},
     "engine-does-not-shard": {"what": ""},
+    "repository-not-reached": {"why": ""},
     "collective-on-cpu": {"device": "cpu"},
     "ray-disk-full": {"path": "/tmp/ray"},
     "reward-function-arguments": {"name": "**kwargs"},

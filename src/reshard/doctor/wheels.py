@@ -102,7 +102,8 @@ def of_wheel(said: str, log: Log) -> Told | None:
 
 
 _FAILED_BUILD = re.compile(
-    r"(?:Failed building wheel for|Could not build wheels for|Failed to build(?: installable wheels[^(\n]{0,80}\()?"
+    r"(?:Failed building wheel for|Could not build wheels for|Failed to build(?! PyTorch ext)"
+    r"(?: installable wheels[^(\n]{0,80}\()?"
     r"|Failed to build `) ?(?P<name>[A-Za-z][\w.-]{0,60})"
 )
 
