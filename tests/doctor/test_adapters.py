@@ -134,6 +134,50 @@ ADAPTERS = {
         "adapter-offloaded",
         "no model.to(...)",
     ),
+    "ValueError: Supplied state dict for model.layers.0.mlp.down_proj.weight does not contain `bitsandbytes__*` and"
+    " possibly other `quantized_stats` components.": (
+        "bitsandbytes-not-stored",
+        "pop('quantization_config')",
+    ),
+    "NotImplementedError: 4-bit quantization data type None is not implemented.": (
+        "quant-state-none",
+        'device_map={"": 0}',
+    ),
+    "NotImplementedError: You are calling `save_pretrained` on a 4-bit converted model. This is currently not"
+    " supported": ("saving-quantized", 'save_pretrained("ADAPTER")'),
+    "AttributeError: 'ModulesToSaveWrapper' object has no attribute 'dense'": (
+        "modules-to-save-attribute",
+        "pip install -U peft",
+    ),
+    "ERROR:lora-to-gguf:Unexpected name 'base_model.model.lm_head.weight': Not a lora_A or lora_B tensor": (
+        "lora-to-gguf",
+        "--merge --base BASE",
+    ),
+    "ValueError: The specified `eos_token` ('<EOS_TOKEN>') is not found in the vocabulary of the given"
+    " `processing_class` (Qwen2TokenizerFast).": ("eos-placeholder", "eos_token=tokenizer.eos_token"),
+    "AttributeError: 'generator' object has no attribute 'generate' (trl/trainer/dpo_trainer.py)": (
+        "trl-batch-samples",
+        "trl>=0.12",
+    ),
+    "AttributeError: 'AutoModelForCausalLMWithValueHead' object has no attribute 'base_model_prefix'": (
+        "ppo-rewritten",
+        "trl<0.12",
+    ),
+    "pydantic.errors.PydanticSchemaGenerationError: Unable to generate pydantic-core schema for <class"
+    " 'torch.Tensor'>.": ("mergekit-pydantic", "pydantic<2.11"),
+    "Error: json: cannot unmarshal array into Go struct field .model.merges of type string": (
+        "gguf-tokenizer",
+        "llama.cpp pull",
+    ),
+    "RuntimeError: a leaf Variable that requires grad is being used in an in-place operation.": (
+        "leaf-in-place",
+        ".clone()",
+    ),
+    "RuntimeError: Inference tensors cannot be saved for backward.": ("inference-tensors", "torch.no_grad()"),
+    "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx( handle, a, CUDA_R_16BF, lda)`": (
+        "cublas-bfloat16",
+        "torch.float16",
+    ),
     "RuntimeError: Tensor lm_head.weight required but not present in model a/b": (
         "mergekit-tensor",
         "layer_range",

@@ -119,6 +119,7 @@ UNNAMED: dict[str, dict[str, object]] = {
     "rows-too-long": {"limits": ""},
     "library-not-loaded": {"package": "bitsandbytes"},
     "gguf-vocabulary": {"sizes": ""},
+    "quant-state-none": {"name": "quant_state"},
     "vision-built-for": {"package": "torchvision"},
     "windows-library": {"what": "a library"},
     "compiler-too-old": {"standard": "17"},
