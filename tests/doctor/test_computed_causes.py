@@ -200,7 +200,10 @@ OF_RELEASES = {
         "command-broken-off",
         "` \\`",
     ),
-    "IOError: [RayletClient] Unable to register worker with raylet.": ("part-failed", "ray stop"),
+    "IOError: [RayletClient] Unable to register worker with raylet.": (
+        "ray-worker-not-registered",
+        "ray stop",
+    ),
 }
 
 

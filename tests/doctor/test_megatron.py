@@ -102,6 +102,46 @@ MESSAGES = {
     "`DatasetInfoHook` is correct or it was registered as expected.'": ("registry-lacks", "custom_imports"),
     "Exception: [extension] Failed to build PyTorch extension because the detected CUDA version (12.4) "
     "mismatches the version that was used to compile PyTorch (11.8).": ("cuda-toolkit-differs", "CUDA_HOME"),
+    "NotImplementedError: None tokenizer is not implemented.": (
+        "tokenizer-not-named",
+        "--tokenizer-type HuggingFaceTokenizer",
+    ),
+    "ValueError: Unregistered model type: qwen3_next, now only support dict_keys(['qwen2'])": (
+        "bridge-lacks-model",
+        "install -U mbridge",
+    ),
+    "ValueError: \n✗ Model architecture not supported by AutoBridge\n\nModel: x": (
+        "bridge-lacks-model",
+        "install -U megatron-bridge",
+    ),
+    "ValueError: Unknown parameter name: module.module.decoder.layers.0.mlp.router.weight": (
+        "name-not-mapped",
+        "--model-name",
+    ),
+    "RuntimeError: Cuda extensions are being compiled with a version of Cuda that does not match the version used "
+    "to compile Pytorch binaries.  Pytorch binaries were compiled with Cuda 12.1.": (
+        "apex-toolkit-differs",
+        "CUDA_HOME=/usr/local/cuda-12.1 ",
+    ),
+    "error: option --cpp_ext not recognized": ("apex-options-changed", "APEX_CPP_EXT=1"),
+    "AttributeError: 'Parameter' object has no attribute 'main_grad'": (
+        "main-grad-missing",
+        "--no-gradient-accumulation-fusion",
+    ),
+    "AssertionError: NVTE_FLASH_ATTN set to 0, but expected NVTE_FLASH_ATTN to be 1 for attention backend type "
+    "AttnBackend.flash.": ("attention-variables-set", "unset NVTE_FLASH_ATTN"),
+    "omegaconf.errors.MissingMandatoryValue: Missing mandatory value: trainer.num_nodes": (
+        "config-value-missing",
+        "COMMAND trainer.num_nodes=VALUE",
+    ),
+    "AssertionError: Number of experts should be a multiple of expert model parallel_size.": (
+        "not-divisible",
+        "--expert-model-parallel-size",
+    ),
+    "AssertionError: number of layers of the model must be divisible pipeline model parallel size": (
+        "not-divisible",
+        "--decoder-first-pipeline-num-layers",
+    ),
     "TypeError: launch_from_torch() got an unexpected keyword argument 'config'": (
         "colossalai-launch-config",
         "colossalai.launch_from_torch(seed=42)",
@@ -171,11 +211,33 @@ def test_compiled_kernels_are_no_hang():
     assert diagnose_text("log", log) == []
 
 
-def test_warm_up_beyond_decay():
-    assertion = "assert self.lr_warmup_steps < self.lr_decay_steps"
-    found = first(raised("AssertionError", assertion, "/megatron/core/optimizer_param_scheduler.py"))
-    assert found.code == "warm-up-beyond-decay"
-    assert "--lr-warmup-fraction" in found.remedy.en
+@pytest.mark.parametrize(
+    ("said", "line", "code", "cure"),
+    [
+        (
+            "AssertionError",
+            "assert self.lr_warmup_steps < self.lr_decay_steps",
+            "warm-up-beyond-decay",
+            "--lr-warmup-fraction",
+        ),
+        (
+            "TypeError: '>=' not supported between instances of 'NoneType' and 'float'",
+            "assert self.max_lr >= self.min_lr",
+            "learning-rate-not-given",
+            "--lr 1e-5",
+        ),
+        (
+            "AssertionError",
+            "assert args.vocab_file is not None",
+            "tokenizer-files-not-given",
+            "--vocab-file vocab.json",
+        ),
+    ],
+)
+def test_assertions_of_settings(said, line, code, cure):
+    found = first(raised(said, line, "/megatron/core/optimizer_param_scheduler.py"))
+    assert found.code == code
+    assert cure in found.remedy.en
 
 
 def test_argument_of_a_class_that_a_program_extends():

@@ -18,7 +18,7 @@ _NUMBER = r"(?:(?:: ?|[ =])\(?\d{1,12}\)?)?"
 _PRODUCT = rf"{_SETTING}{_NUMBER}(?: (?:times|x|\*) (?:the )?{_SETTING}{_NUMBER})?"
 _NAMED = (
     rf"(?P<whole>{_PRODUCT}) (?:(?:should|must|has to|have to|needs? to) be(?: evenly)?|is not|are not|not)"
-    r" (?:divisible by|(?:a )?multiple of) (?:the )?"
+    r" (?:divisible(?: by)?|(?:a )?multiple of) (?:the )?"
     rf"(?P<parts>{_PRODUCT})(?=[^\w ]|$)"
 )
 _CHECKS = (
@@ -37,6 +37,7 @@ ADVICE = (
     ("sequence", re.compile(r"(?i)first dimension|sequence|seq_?len")),
     ("layers", re.compile(r"(?i)layers?\b")),
     ("batch", re.compile(r"(?i)batch")),
+    ("experts", re.compile(r"(?i)experts?\b")),
     ("heads", re.compile(r"(?i)heads?\b|query_groups")),
     ("vocabulary", re.compile(r"(?i)vocab")),
 )

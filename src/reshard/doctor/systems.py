@@ -125,6 +125,7 @@ UNNAMED: dict[str, dict[str, object]] = {
     "compiler-too-old": {"standard": "17"},
     "engine-does-not-shard": {"what": ""},
     "repository-not-reached": {"why": ""},
+    "bridge-lacks-model": {"model": Text("this model", "这个模型")},
     "collective-on-cpu": {"device": "cpu"},
     "ray-disk-full": {"path": "/tmp/ray"},
     "reward-function-arguments": {"name": "**kwargs"},
