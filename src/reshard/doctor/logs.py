@@ -54,7 +54,7 @@ from reshard.doctor.shapes import computed, contradict, pairs
 from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.stale import of_stale
 from reshard.doctor.symptoms import of_symptom
-from reshard.doctor.systems import is_over_history, of_kernels, of_system, reported
+from reshard.doctor.systems import is_over, is_over_history, of_kernels, of_system, reported
 from reshard.doctor.tasks import of_task
 from reshard.doctor.undefined import of_guarded
 from reshard.doctor.upstream import own_code, search_of
@@ -216,7 +216,7 @@ def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
     if found := of_no_transformers(root, log) or of_kernels(root, log) or of_files_from_gpus(root, log):
         return replace(found, also=tuple(match.entry.id for match in at_root))
     known = {match.entry.id for match in at_root if match.entry.kind not in WARNINGS} - BY_KIND - OF_SCRIPTS
-    if not known <= OF_SIGNALS:
+    if not (known <= OF_SIGNALS or is_over(frozenset(known), root, log)):
         return None
     asked = (of_system,) if known else _OF_WORDS
     found = next((each for ask in asked if (each := ask(root, log))), None)

@@ -33,6 +33,12 @@ _UV = re.compile(
     rf"(?P<who>\byou\b|{_SPEC})\s(?:depends? on|requires?)\s(?P<what>{_SPEC})"
     rf"(?:\sand\s(?!you\b)(?P<also>{_SPEC})(?!\s(?:depend|require)))?"
 )
+_TAG = re.compile(
+    r"(?:\bonly (?P<name>[A-Za-z][\w-]{0,60})[\w.<>=!~+,]{0,60}|(?P<what>[A-Za-z][\w.-]{0,60}"
+    r"(?:[<>=!~]=?[\w.+]{1,30},?){0,3})) (?:has|have)(?: no)? wheels with a matching"
+    r" (?P<kind>Python|platform)(?: ABI| version| implementation)? tag"
+)
+"""uv on a package whose wheels do not fit the interpreter or the machine."""
 YOU = "you"
 
 
@@ -54,6 +60,9 @@ def of_resolver(root: Traceback, log: Log) -> Finding | None:
     line = next((line for line in log.lines if _FAILED.search(line.text)), None)
     if line is None:
         return None
+    if tag := _TAG.search(re.sub(r"\s+", " ", log.text)):
+        rule = "wheels-of-other-platform" if tag["kind"] == "platform" else "wheels-of-other-python"
+        return told_at((rule, {"what": tag["what"] or tag["name"]}), log.name, line.number, line.text)
     needs = list(dict.fromkeys(_needs(log.text)))
     by_package: dict[str, list[Need]] = {}
     for need in needs:

@@ -166,6 +166,16 @@ def is_over_history(failure: Traceback) -> bool:
     )
 
 
+def is_over(entries: frozenset[str], failure: Traceback, log: Log) -> bool:
+    """Whether a rule that is `over` entries of the catalogue knows a message, too: better than they do."""
+    return any(
+        pattern.search(failure.said) and beside(name).search(log.text)
+        for name, patterns in messages()
+        if entries <= set(rules()[name].get("over", ()))
+        for pattern in patterns
+    )
+
+
 # ------------------------------------------------------------------------------------------ shared libraries
 
 _LIBRARY = re.compile(
