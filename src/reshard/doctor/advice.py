@@ -20,9 +20,29 @@ _INSTALL = re.compile(
     r"|(?<![\w-])(?P<required>[A-Za-z][\w-]+)['`\"]? (?:backend|library|package) is required\b"
     r"|\b(?:requires?|needs?) (?P<needed>[\w.-]{2,60}?) (?:to be |is |be )?installed\b"
     r"|(?<![\w.-])(?P<lacking>[\w.-]{2,60}) (?:needs to|must|has to|should) be installed\b"
+    r"|\brequires the (?P<library>[A-Z\w][\w.-]{0,40}|🤗 \w+) library but it was not found in your environment"
     r"|following packages that were not found in your environment: (?P<named>[^\n]{1,200}?)(?:\.\s|\.?$)",
     re.MULTILINE,
 )
+_MODULES = {
+    "protobuf": "google.protobuf",
+    "pillow": "PIL",
+    "scikit-learn": "sklearn",
+    "opencv-python": "cv2",
+    "opencv-python-headless": "cv2",
+    "pyyaml": "yaml",
+    "python-levenshtein": "Levenshtein",
+}
+"""Modules of packages with another name."""
+_LIBRARIES = {
+    "sentencepiece": ("sentencepiece", "protobuf"),
+    "pytorch": ("torch",),
+    "pil": ("pillow",),
+    "🤗 tokenizers": ("tokenizers",),
+    "🤗 datasets": ("datasets",),
+    "tensorflow": ("tensorflow", "tf-keras"),
+}
+"""Packages by the names that transformers has for them; its conversion of SentencePiece models needs protobuf too."""
 _PACKAGE = re.compile(r"[A-Za-z][\w-]*(?:\.[A-Za-z]\w*)*(?:\[[\w,-]+\])?(?:[<>=!~]{1,2}[\w.*]+,?)*")
 _WITH_VALUE = (
     "-i",
@@ -75,7 +95,8 @@ def of_packages(root: Traceback, log: Log) -> Finding | None:
     found = list(dict.fromkeys(_packages(root.message)))
     if not found or root.exception in (CUT_OFF, EXIT):
         return None
-    modules = (re.split(r"[<>=!~\[]", each.split()[-1].strip("'"))[0].replace("-", "_") for each in found)
+    bare = (re.split(r"[<>=!~\[]", each.split()[-1].strip("'"))[0] for each in found)
+    modules = (_MODULES.get(each.lower(), each.replace("-", "_")) for each in bare)
     values = {
         "packages": ", ".join(each.split()[-1].strip("'") for each in found),
         "specs": " ".join(f"'{each}'" if re.search(r"^[^' ]*[<>=!~\[]", each) else each for each in found),
@@ -93,6 +114,9 @@ def _packages(message: str) -> Iterator[str]:
         if match["required"]:
             if match["required"].lower() in ROOTS:
                 yield match["required"].lower()
+            continue
+        if library := match["library"]:
+            yield from _LIBRARIES.get(library.lower(), (installed_for(library.lower()),))
             continue
         if needed := match["needed"] or match["lacking"]:
             if needed.lower() not in _PROSE | _NOT_OF_PIP:

@@ -398,21 +398,40 @@ def _metric(said: str, log: Log) -> Told | None:
 
 # ------------------------------------------------------------------------------------------ the hub
 
-_STATUS = re.compile(
-    r"\b(?P<status>40[134]|429|5\d\d) (?:Client|Server) Error\b[^\n]{0,200}?(?:for url: (?P<url>https?://[^\s)]+))?"
-    r"|(?P<missing>RepositoryNotFoundError|RevisionNotFoundError|EntryNotFoundError)"
+_STATUS = re.compile(r"\b(?P<status>40[134]|429|5\d\d) (?:Client|Server) Error\b")
+_MISSING = re.compile(r"\b(?:Repository|Revision|(?<!Local)Entry)NotFoundError|Repository Not Found for url")
+_NOT_FOUND = re.compile(r"Not Found for url: https?://[^\s)'\"]{1,300}")
+"""What follows a status after an empty line."""
+_TOKEN = re.compile(
+    r"/whoami|Invalid user token|Invalid credentials in Authorization header|token (?:is|has) expired"
 )
-_URL = re.compile(r"https?://[^\s)'\"]+")
+_WRITES = re.compile(
+    r"/api/repos/create|/(?:commit|preupload|lfs-multipart)/|/info/lfs/|don't have the rights to create|write token"
+    r"|write access|not have permission to (?:create|write)"
+)
+_URL = re.compile(r"https?://[^\s)'\"]+?(?=[.,]?(?:[\s)'\"]|$))")
 
 
 def _hub(said: str, log: Log) -> Told | None:
-    match = _STATUS.search(said)
-    if match is None:
+    """An error response of the Hub: who is refused what, by its status and the address."""
+    match, missing = _STATUS.search(said), _MISSING.search(said)
+    if match is None and missing is None:
         return None
-    url = _URL.search(said)
-    status = match["status"] or "404"
+    below = _NOT_FOUND.search(log.text) if missing else None
+    url = _URL.search(said) or (below and _URL.search(below[0]))
+    status = match["status"] if match else "404"
     kind = {"401": "401", "403": "401", "404": "404", "429": "429"}.get(status, "5xx")
-    shown = {"status": status, "url": url[0] if url else "–"}
+    if kind == "401":
+        kind = (
+            "token"
+            if _TOKEN.search(said)
+            else "write"
+            if _WRITES.search(said)
+            else "404"
+            if missing
+            else kind
+        )
+    shown = {"status": status, "url": url[0] if url else words("hub-a-request")}
     return "hub-answers", {**shown, "why": words(f"hub-{kind}"), "cure": words(f"hub-{kind}-cure")}
 
 
