@@ -170,7 +170,14 @@ def _diagnosed(log: Log) -> list[Finding]:
 
 def _seen(log: Log, causes: list[Match]) -> Finding | None:
     """The finding for what somebody describes, or metrics show, in a log without an exception."""
-    return of_symptom(log, frozenset(match.entry.id for match in causes))
+    explained = (
+        each.entry for each in causes if each.entry.kind not in WARNINGS or each.entry.id in EXPLAINS
+    )
+    return of_symptom(log, frozenset(entry.id for entry in explained))
+
+
+EXPLAINS = ("hf-newly-initialized", "loss-nan", "hf-lora-in-full-model", "peft-missing-adapter-keys")
+"""Warnings that explain what somebody describes."""
 
 
 GUESSED = {

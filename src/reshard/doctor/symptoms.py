@@ -36,6 +36,8 @@ def of_symptom(log: Log, explained: frozenset[str] = frozenset()) -> Finding | N
             if hit and beside(identifier).search(text):
                 line = lines[text[: hit.start()].count("\n")]
                 return told_at((identifier, {}), log.name, line.number, line.text)
+        if not explained and (sized := _of_sizes(text)):
+            return told_at((sized, {}), log.name, lines[0].number, lines[0].text)
     metrics = None if explained else _of_metrics(log)
     return metrics or (_of_new_weights(log) if explained <= {"hf-newly-initialized"} else None)
 
@@ -47,6 +49,21 @@ def described() -> tuple[tuple[str, tuple[re.Pattern[str], ...]], ...]:
     return tuple(
         (name, tuple(re.compile(each, re.IGNORECASE) for each in patterns)) for name, patterns in shown
     )
+
+
+_SIZE = r"(?P<{}>\d{{1,4}}(?:\.\d+)?) ?GB?\b"
+_SIZES = re.compile(
+    rf"(?i){_SIZE.format('one')}[^\n]{{0,60}}?(?:original|base\b|instead of|原)[^\n]{{0,60}}?{_SIZE.format('other')}"
+)
+
+
+def _of_sizes(text: str) -> str:
+    """The rule for a model whose size somebody compares with the original's; "" if they do not differ much."""
+    match = _SIZES.search(text)
+    if match is None or float(match["other"]) == 0:
+        return ""
+    ratio = float(match["one"]) / float(match["other"])
+    return "saved-too-large" if ratio > 1.4 else "saved-too-small" if ratio < 0.97 else ""
 
 
 # ------------------------------------------------------------------------------------------ metrics
@@ -70,11 +87,22 @@ def _of_metrics(log: Log) -> Finding | None:
         return None
     if any(_REWARD.search(line.text) for line in steps):
         rule = "rewards-alike" if all(_ALIKE.search(line.text) for line in steps) else ""
+    elif all(RANDOM[0] < _loss(line) < RANDOM[1] for line in steps):
+        rule = "loss-of-random-weights"
     elif all(_is_zero(_LOSS, line) for line in steps):
         rule = "loss-zero"
     else:
         rule = "gradients-zero" if all(_is_zero(_GRADIENT, line) for line in steps) else ""
     return told_at((rule, {}), log.name, steps[-1].number, steps[-1].text) if rule else None
+
+
+RANDOM = 9.5, 13.0
+"""Losses of random weights: the logarithm of a vocabulary's size, and some more."""
+
+
+def _loss(line: Line) -> float:
+    match = _LOSS.search(line.text)
+    return float(match["value"]) if match else 0.0
 
 
 def _is_zero(metric: re.Pattern[str], line: Line) -> bool:
@@ -93,6 +121,7 @@ _HEAD = re.compile(
     r"(?:score|classifier|pre_classifier|qa_outputs|v_head|value_head|pooler|regression_head|classification_head|lm_head"
     r"|cls|mc_head|summary|logits_proj|sequence_summary)\b.{0,80}|.{0,120}\.pooler\..{0,60}"
 )
+_OWN_FOLDER = re.compile(r"^\.{0,2}/|(?i:out|merge|checkpoint-|ckpt|saved|tuned|sft)")
 _COMPUTED = re.compile(
     r".{0,160}(?:rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias|rotary_pos_emb\.inv_freq)"
 )
@@ -108,7 +137,7 @@ def new_weights(said: str) -> tuple[str, dict[str, object]] | None:
     if all(map(_COMPUTED.fullmatch, names)):
         return "weights-recomputed", values
     if all(_HEAD.fullmatch(name) and name != "lm_head.weight" for name in names):
-        return "head-is-new", values
+        return "head-not-saved" if _OWN_FOLDER.search(match["path"]) else "head-is-new", values
     return None
 
 
