@@ -27,6 +27,8 @@ MESSAGES = {
         "layout-beyond-processes",
         "Start a multiple of 8 processes",
     ),
+    "AssertionError: world size (8) is not divisible by total_model_size (encoder_model_size=0 + "
+    "decoder_model_size=16)": ("layout-beyond-processes", "Start a multiple of 16 processes"),
     "AssertionError: One or both of the .idx and .bin files cannot be found at the path prefix /data/my": (
         "dataset-prefix-wrong",
         "--data-path /data/my_text_document",
@@ -165,6 +167,12 @@ def test_message_has_one_meaning(said):
             "ERROR:megatron.core.datasets.utils:Failed to compile the C++ dataset helper functions\n",
             "dataset-helpers-unbuilt",
             "pip install pybind11",
+        ),
+        (
+            "make: g++: Command not found\nmake: *** [Makefile:9: helpers.so] Error 127\n"
+            "Making C++ dataset helpers module failed, exiting.\n",
+            "program-missing",
+            "apt install build-essential",
         ),
         (
             "Starting loader...\nUnable to import Megatron, please specify the path to Megatron using "

@@ -132,7 +132,7 @@ _PROGRAM = tuple(
     re.compile(pattern)
     for pattern in (
         rf"No such file or directory: ['\"`]{_PATH}['\"`]",
-        rf"(?:^|[\s:]){_PATH}: (?:command )?not found\b",
+        rf"(?:^|[\s:]){_PATH}: (?:[Cc]ommand )?not found\b",
         rf"\bexecv[ep]{{0,2}}\(\): {_PATH}: No such file",
         rf"Command '\['which', '{_PATH}'\]' returned non-zero",
         rf"(?:unable to execute|error: command) '{_PATH}'(?: failed)?: No such file",

@@ -66,9 +66,9 @@ _LOGGED = re.compile(
       | No\ solution\ found\ when\ resolving | ^.{0,100}\bProblem:\s
       | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
       | ^(?:Unable\ to\ import\ Megatron|Checkpoint\ does\ not\ specify\ argument|Loader\ exited,\ exiting\ saver)
-      | ^Unable\ to\ load\ (?:optimizer|rng\ state)\ from\ checkpoint\b
+      | ^(?:Unable\ to\ load\ (?:optimizer|rng\ state)\ from\ checkpoint|Making\ C\+\+\ dataset\ helpers\ module)
       | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing
-      | :\ command\ not\ found$
+      | :\ [Cc]ommand\ not\ found$
       | \ is\ not\ recognized\ as\ (?:an\ internal|(?:the|a)\ name\ of\ a\ cmdlet)
       | 不是内部或外部命令 | 无法将.{1,80}项识别为
       | sh:\ \d+:\ \S+:\ not\ found$ | \bpanicked\ at\ """,
