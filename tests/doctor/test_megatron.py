@@ -144,6 +144,18 @@ MESSAGES = {
         "not-divisible",
         "--decoder-first-pipeline-num-layers",
     ),
+    "AssertionError: --overlap-param-gather only supported with distributed optimizer, megatron fsdp": (
+        "needs-distributed-optimizer",
+        "--use-distributed-optimizer",
+    ),
+    "ValueError: num_moe_experts must be non None to use expert-parallel.": (
+        "experts-not-given",
+        "--num-experts",
+    ),
+    "CMake Error at CMakeLists.txt:55: Could NOT find CUDNN (missing: CUDNN_INCLUDE_DIR CUDNN_LIBRARY)": (
+        "cudnn-not-found-by-cmake",
+        "export CUDNN_PATH",
+    ),
     "TypeError: launch_from_torch() got an unexpected keyword argument 'config'": (
         "colossalai-launch-config",
         "colossalai.launch_from_torch(seed=42)",
@@ -233,6 +245,12 @@ def test_compiled_kernels_are_no_hang():
             "assert self.max_lr >= self.min_lr",
             "learning-rate-not-given",
             "--lr 1e-5",
+        ),
+        (
+            "AssertionError",
+            "assert config.data.train_batch_size >= config.actor_rollout_ref.actor.ppo_mini_batch_size",
+            "rollout-mini-batch-larger",
+            "data.train_batch_size=256",
         ),
         (
             "AssertionError",

@@ -74,6 +74,41 @@ MESSAGES = {
         "config-lacks-key",
         "+actor_rollout_ref.rollout.agent=VALUE",
     ),
+    "ValueError: Resource pool global_pool: 8*2cannot be satisfied in this ray cluster": (
+        "ray-pool-not-met",
+        "--num-gpus 8",
+    ),
+    "TimeoutError: Failed to get register_center_actor X_register_center in [] for 300 seconds.": (
+        "ray-first-worker-silent",
+        "trainer.ray_wait_register_center_timeout=1200",
+    ),
+    "ValueError: Ray does not allocate any GPUs on the driver node. Consider adjusting the Ray placement group.": (
+        "ray-driver-without-gpu",
+        "--distributed-executor-backend mp",
+    ),
+    "RuntimeError: Request failed with status code 500: No available agent to submit job, please try again later.": (
+        "ray-agent-missing",
+        "--dashboard-host 0.0.0.0",
+    ),
+    "Exception: Request error for 5 times, returning None. Please check the API server.": (
+        "reward-server-not-reached",
+        "--remote_rm_url",
+    ),
+    "hydra.errors.OverrideParseException: LexerNoViableAltException: data.train_files=/data/my file(1).parquet": (
+        "override-not-parsed",
+        "Quote such a value twice",
+    ),
+    "hydra.errors.MissingConfigException: Cannot find primary config 'ppo_megatron_trainer'. Check that it's in "
+    "your config search path.": ("config-not-found", "--config-name=ppo_megatron_trainer"),
+    "omegaconf.errors.ConfigKeyError: Key 'lr_schedule' not in 'OptimConfig'\n    full_key: optim.lr_schedule": (
+        "key-not-in-schema",
+        "class OptimConfig",
+    ),
+    "hydra.errors.InstantiationException: Error in call to target 'verl.workers.config.rollout.RolloutConfig':\n"
+    "TypeError(\"RolloutConfig.__init__() got an unexpected keyword argument 'chat_scheduler'\")": (
+        "key-not-in-schema",
+        "Take `chat_scheduler` out",
+    ),
     "RuntimeError: Prompt length 1385 is longer than 1024.": (
         "rollout-prompt-too-long",
         "data.filter_overlong_prompts=True",
@@ -122,6 +157,11 @@ def test_message_has_one_meaning(said):
             "{'CPU': 1.0, 'GPU': 1.0}. This is likely due to all cluster resources being claimed by actors.",
             "ray-lacks-resources",
             "ray status",
+        ),
+        (
+            "mismatched input '=' expecting <EOF>",
+            "override-not-parsed",
+            "bash -x SCRIPT.sh",
         ),
         (
             "[2025-02-20 15:42:42,123 E 40123 40123] core_worker.cc:201: Failed to register worker to Raylet: "

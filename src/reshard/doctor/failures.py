@@ -65,7 +65,7 @@ _LOGGED = re.compile(
       | \bNCCL\ WARN\ .{0,300}(?:[Ff]ail|[Ee]rror|[Tt]imed?\ ?out)
       | No\ solution\ found\ when\ resolving | ^.{0,100}\bProblem:\s
       | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
-      | ^(?:Unable\ to\ import\ Megatron|Checkpoint\ does\ not\ specify\ argument|Loader\ exited,\ exiting\ saver)
+      | ^(?:Unable\ to\ import\ Megatron|Checkpoint\ does\ not\ specify|Loader\ exited,|mismatched\ input\ ')
       | ^(?:Unable\ to\ load\ (?:optimizer|rng\ state)\ from\ checkpoint|Making\ C\+\+\ dataset\ helpers\ module)
       | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing
       | :\ [Cc]ommand\ not\ found$
