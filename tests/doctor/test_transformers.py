@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.doctor.test_classes import first
+from tests.doctor.test_classes import first, raised
 
 RULES = {
     # records and metrics
@@ -38,10 +38,6 @@ RULES = {
     "behavior.": ("generation-length", "max_new_tokens=256"),
     "ValueError: The following `model_kwargs` are not used by the model: ['token_type_ids'] (note: typos in the "
     "generate arguments will also show up in this list)": ("generation-keyword", "in ['token_type_ids']:"),
-    "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0": (
-        "sampling-not-finite",
-        "torch.bfloat16",
-    ),
     "RuntimeError: FlashAttention only support fp16 and bf16 data type": (
         "flash-attention-dtype",
         "torch.bfloat16",
@@ -151,3 +147,82 @@ def test_a_broken_proxy_is_no_missing_model() -> None:
 def test_the_address_below_a_status_is_named() -> None:
     said = next(said for said in RULES if said.startswith("RepositoryNotFoundError"))
     assert "https://huggingface.co/api/models/llama" in first(said).message.en
+
+
+MODELS = {
+    "ValueError: You are trying to save a non contiguous tensor: `encoder.q.weight` which is not allowed.": (
+        "tensor-not-contiguous",
+        ".contiguous()",
+    ),
+    "OSError: It looks like the config file at 'm/config.json' is not a valid JSON file.": (
+        "config-file-broken",
+        "json.tool m/config.json",
+    ),
+    "OSError: [WinError 1314] A required privilege is not held by the client: 'a' -> 'b'": (
+        "windows-symlink",
+        "HF_HUB_DISABLE_SYMLINKS",
+    ),
+    "ValueError: Non-consecutive added token '<pad>' found. Should have index 32000 but has index 0 in saved "
+    "vocabulary.": ("added-token-elsewhere", "transformers>=4.34"),
+    "AttributeError: 'list' object has no attribute 'to'": ("batch-of-lists", 'return_tensors="pt"'),
+    "ValueError: Unable to infer channel dimension format": ("image-channels", 'convert("RGB")'),
+    "ValueError: Invalid image type. Must be either PIL.Image.Image, numpy.ndarray, or list": (
+        "image-not-opened",
+        "Image.open",
+    ),
+    "KeyError: \"Invalid key: 0. Please first select a split. For example: `my_dataset_dictionary['train'][0]`.": (
+        "dataset-of-splits",
+        'dataset["train"]',
+    ),
+    "RuntimeError: Tensor on device cpu is not on the expected device meta!": (
+        "offloaded-weight-used",
+        "is_meta",
+    ),
+    "bash: huggingface-cli: command not found": ("hub-command-absent", "hf auth login"),
+    "TypeError: hf_hub_download() got an unexpected keyword argument 'use_auth_token'": (
+        "auth-token-renamed",
+        "huggingface_hub<1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", MODELS, ids=lambda said: said[:60])
+def test_messages_about_files_and_inputs_of_models_are_explained(said: str) -> None:
+    code, cure = MODELS[said]
+    found = first(said)
+    assert (found.code, found.certainty) == (code, "likely")
+    assert cure in found.remedy.en
+
+
+IN_CODE = {
+    (
+        "IndexError: index out of range in self",
+        "self.position_embeddings(position_ids)",
+    ): "positions-exceeded",
+    ("AttributeError: 'list' object has no attribute 'keys'", "a + list(extra_special_tokens.keys())"): (
+        "special-tokens-of-five"
+    ),
+    ("AttributeError: 'NoneType' object has no attribute 'get'", 'if metadata.get("format") == "pt":'): (
+        "safetensors-metadata-none"
+    ),
+    ("AttributeError: 'NoneType' object has no attribute 'endswith'", 'if t.vocab_file.endswith("a"):'): (
+        "tokenizer-without-files"
+    ),
+    (
+        "RuntimeError: Sizes of tensors must match except in dimension 0. Expected size 128 but got size 97 for tensor "
+        "number 1 in the list.",
+        "nested_concat(a, b)",
+    ): "evaluation-outputs-differ",
+    (
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 19.57 GiB (GPU 0; 23.7 GiB total capacity; "
+        "12.21 GiB already allocated; 9.78 GiB free; 12.90 GiB reserved in total by PyTorch)",
+        "nested_concat(a, b)",
+    ): "evaluation-out-of-memory",
+}
+
+
+@pytest.mark.parametrize(("said", "code"), IN_CODE, ids=lambda text: text[:40])
+def test_words_of_many_meanings_need_the_line_of_code(said: str, code: str) -> None:
+    at = "/venv/lib/python3.11/site-packages/transformers/a.py"
+    assert first(raised(said, code, at)).code == IN_CODE[said, code]
+    assert first(raised(said, "f()", at)).code != IN_CODE[said, code]
