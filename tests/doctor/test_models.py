@@ -57,6 +57,39 @@ MODELS = {
     "face.co/models'": ("repository-not-found", "hf auth login"),
     "OSError: output/checkpoint-500 is not a local folder and is not a valid model identifier listed on 'https://hugg"
     "ingface.co/models'": ("hf-path-taken-for-repo", "ls -d"),
+    "ValueError: Unrecognized configuration class <class 'transformers_modules.chatglm-6b.configuration_chatglm.ChatGLM"
+    "Config'> for this kind of AutoModel: AutoModelForCausalLM.": (
+        "auto-map-lacks",
+        "AutoModel.from_pretrained",
+    ),
+    "AttributeError: 'ChatGLMModel' object has no attribute 'prefix_encoder'": (
+        "chatglm-prefix",
+        "pre_seq_len=128",
+    ),
+    '  File "/x/fastchat/train/llama_flash_attn_monkey_patch.py", line 9, in forward\n'
+    "TypeError: forward() got an unexpected keyword argument 'padding_mask'": (
+        "attention-patch-older",
+        "train.py",
+    ),
+    "RuntimeError: \"triu_tril_cuda_template\" not implemented for 'BFloat16'": (
+        "triangle-of-newer-torch",
+        "torch>=2.1",
+    ),
+    "ImportError: Found an incompatible version of auto-gptq. Found version 0.4.2, but only versions above 0.4.99 are "
+    "supported": ("peft-needs-newer", "auto-gptq>0.4.99"),
+    "torch._dynamo.exc.FailOnRecompileLimitHit: recompile_limit reached with fullgraph=True.": (
+        "recompile-limit",
+        "TORCH_COMPILE_DISABLE",
+    ),
+    "ValueError: Muon only supports 2D parameters whereas we found a parameter with size: torch.Size([4096])": (
+        "muon-two-dimensions",
+        "p.ndim == 2",
+    ),
+    "torch._inductor.exc.InductorError: RuntimeError: No valid triton configs. OutOfMemoryError: out of resource: "
+    "triton_tem_fused_0 Required: 163840 Hardware limit:101376 Reducing block sizes or `num_stages` may help.": (
+        "short-kernel-memory",
+        "sdpa",
+    ),
     "ValueError: Context parallelism is supported only with SDPA attention, you are using flash_attention_2.": (
         "context-parallel-attention",
         'attn_implementation="sdpa"',
