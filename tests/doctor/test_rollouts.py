@@ -190,6 +190,12 @@ def test_columns_of_prompts(key, code, cure):
     assert cure in found.remedy.en
 
 
+def test_an_override_of_a_key_that_no_config_has():
+    said = "omegaconf.errors.ConfigAttributeError: Key 'agent' is not in struct\n    full_key: rollout.agent"
+    log = f"{raised(said)}\n\nhydra.errors.ConfigCompositionException: Could not override 'rollout.agent'.\n"
+    assert first(log).code == "unknown-key"
+
+
 def test_cache_that_a_model_reads_as_tuples():
     code = "past_length = past_key_values[0][0].shape[2]"
     found = first(
