@@ -137,7 +137,8 @@ def _no_value(root: Traceback, log: Log) -> Told | None:
 
 _NO_VOCABULARY = re.compile(
     r"(?:AttributeError: )?'?(?<!\w)(?P<kind>\w{1,80}Tokenizer)'?(?: object)? has no attribute '?"
-    r"(?P<name>\w*sp_model|vocab(?:_size)?|\w*encoder|\w*decoder|\w*tokenizer|mergeable_ranks|tokenizer_model|trie)'?"
+    r"(?P<name>\w*sp_model|vocab(?:_size)?|\w*encoder|\w*decoder|\w*tokenizer|mergeable_ranks|tokenizer_model|trie"
+    r"|IMAGE_ST)'?"
     r"(?:\. Did you mean[^\n]{0,100})?\s*$"
 )
 _READS_VOCABULARY = re.compile(r" (?:vocab_size|get_vocab|_convert_\w+|_add_tokens|__len__|get_vocab_size)$")
