@@ -88,7 +88,7 @@ TUNING = {
         "Restart the kernel",
     ),
     "TypeError: ChatGLMTokenizer._pad() got an unexpected keyword argument 'padding_side'": (
-        "tokenizer-code-pads",
+        "tokenizer-pads-older",
         "transformers<4.45",
     ),
     "json.decoder.JSONDecodeError: Extra data: line 2 column 1 (char 173)": (
@@ -106,7 +106,7 @@ TUNING = {
     "ValueError: The train_dataset does not implement __len__, max_steps has to be specified. The number of steps"
     " needs to be known in advance for the learning rate scheduler.": (
         "dataset-without-length",
-        "max_steps=1000",
+        "max_steps=10_000",
     ),
     "ValueError: num_samples should be a positive integer value, but got num_samples=0": (
         "dataset-empty",
@@ -163,6 +163,50 @@ TUNING = {
     "AttributeError: module 'distutils' has no attribute 'version'": (
         "tensorboard-of-old-torch",
         "setuptools==59.5.0",
+    ),
+    "ValueError: The features can't be aligned because the key messages of features {'a': 1} has unexpected type": (
+        "features-not-aligned",
+        "cast(first.features)",
+    ),
+    "OSError: [Errno 37] No locks available: '/nfs/.cache/huggingface/datasets/x.lock'": (
+        "locks-not-supported",
+        "HF_DATASETS_CACHE=",
+    ),
+    "RuntimeError: Already borrowed": ("tokenizer-borrowed", "copy.deepcopy(tokenizer)"),
+    "ValueError: Adding unknown special tokens is not supported": (
+        "special-tokens-refused",
+        "tokenizer.eod_id",
+    ),
+    "ValueError: Only returning PyTorch tensors is currently supported.": (
+        "image-tensors-only",
+        'return_tensors="pt"',
+    ),
+    "TypeError: LlavaLlamaForCausalLM.forward() got an unexpected keyword argument 'cache_position'": (
+        "forward-of-older-model",
+        "transformers==4.37.2",
+    ),
+    "AttributeError: 'ChatGLMForConditionalGeneration' object has no attribute '_extract_past_from_model_output'": (
+        "chatglm-cache",
+        "transformers==4.41.2",
+    ),
+    "AttributeError: module 'pyarrow' has no attribute 'PyExtensionType'. Did you mean: 'ExtensionType'?": (
+        "pyarrow-newer",
+        "-U datasets",
+    ),
+    "ImportError: cannot import name 'load_metric' from 'datasets'": ("metric-loader-gone", "evaluate.load"),
+    "AttributeError: module 'wandb' has no attribute 'init'": ("folder-hides-tracker", "install -U wandb"),
+    "wandb.errors.errors.Error: You must call wandb.init() before wandb.log()": (
+        "wandb-not-started",
+        "wandb.run is not None",
+    ),
+    "IndexError: Invalid key: 512 is out of bounds for size 0": (
+        "dataset-empty",
+        "remove_unused_columns=False",
+    ),
+    "ValueError: Cannot merge adapters to a quantized model.": ("merge-into-quantized", "quantization_bit"),
+    "ValueError: Original column name answer not in the dataset. Current columns in the dataset: ['response']": (
+        "data-name",
+        "['response']",
     ),
 }
 

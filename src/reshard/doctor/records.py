@@ -148,6 +148,11 @@ _NAMED = tuple(
         ),
         (
             "column",
+            r"Original column name (?P<name>[^\n]{1,80}?) not in the dataset\. Current columns in the"
+            r" dataset: (?P<there>\[[^\]\n]*\])",
+        ),
+        (
+            "column",
             r"Column to remove (?P<name>\[[^\]\n]*\]) not in the dataset\. Current columns in the"
             r" dataset: (?P<there>\[[^\]\n]*\])",
         ),
