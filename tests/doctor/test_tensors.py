@@ -107,3 +107,63 @@ def test_a_pickled_model_needs_its_repository() -> None:
     frame = 'Traceback (most recent call last):\n  File "/opt/torch/serialization.py", line 9, in find_class\n    x()\n'
     found = first(frame + "ModuleNotFoundError: No module named 'models'")
     assert found.code == "pickle-module-missing" and "sys.path.insert" in found.remedy.en
+
+
+SITE = 'File "/home/user/venv/lib/python3.11/site-packages'
+COMPUTED = {
+    "RuntimeError: Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same": (
+        "device-of-layer",
+        "model.to(device)",
+    ),
+    "RuntimeError: Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same or input"
+    " should be a MKLDNN tensor and weight is a dense tensor": ("device-of-input", "images.to(device)"),
+    "RuntimeError: Input type (float) and bias type (c10::Half) should be the same": (
+        "matmul-dtypes",
+        "autocast",
+    ),
+    "RuntimeError: Input type (double) and bias type (float) should be the same": (
+        "dtype-of-numpy",
+        ".float()",
+    ),
+    "RuntimeError: mat1 and mat2 must have the same dtype, but got Double and Float": (
+        "dtype-of-numpy",
+        ".float()",
+    ),
+    "RuntimeError: expected scalar type Long but found Float": ("label-dtype", "labels.long()"),
+    "RuntimeError: expected scalar type Float but found Long": ("dtype-of-whole-numbers", "x.float()"),
+    "RuntimeError: shape '[-1, 400]' is invalid for input of size 179776": ("shape-uneven", "x.flatten(1)"),
+    "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x2304 and 400x120)": (
+        "layer-width",
+        "nn.Linear(2304, 120)",
+    ),
+    "RuntimeError: The expanded size of the tensor (721) must match the existing size (512) at non-singleton dimension"
+    " 1.  Target sizes: [1, 721].  Tensor sizes: [1, 512]": ("shape-positions", "truncation=True"),
+    "RuntimeError: Error(s) in loading state_dict for ResNet:\n\tsize mismatch for fc.weight: copying a param with shape"
+    " torch.Size([1000, 2048]) from checkpoint, the shape in current model is torch.Size([10, 2048]).": (
+        "shape-labels",
+        "own.update(",
+    ),
+    f'Traceback (most recent call last):\n  {SITE}/transformers/models/bert/modeling_bert.py", line 9, in forward\n'
+    "    embeddings = self.position_embeddings(position_ids)\nIndexError: index out of range in self": (
+        "positions-beyond",
+        "max_length=512",
+    ),
+    f'Traceback (most recent call last):\n  {SITE}/torch/optim/adam.py", line 9, in _single_tensor_adam\n'
+    "    exp_avg.mul_(beta1)\nRuntimeError: Expected all tensors to be on the same device, but found at least two"
+    " devices, cuda:0 and cpu!": ("device-of-optimizer", "optimizer.load_state_dict"),
+    'Traceback (most recent call last):\n  File "/home/user/train.py", line 9, in f\n    h, w = img.shape[:2]\n'
+    "AttributeError: 'NoneType' object has no attribute 'shape'": ("image-is-none", "os.path.isfile"),
+    'Traceback (most recent call last):\n  File "/home/user/train.py", line 9, in f\n'
+    "    for x, y in train_loader:\nValueError: too many values to unpack (expected 2)": (
+        "batch-unpacked",
+        "next(iter(train_loader))",
+    ),
+}
+
+
+@pytest.mark.parametrize("log", COMPUTED)
+def test_what_follows_from_shapes_dtypes_and_frames(log: str) -> None:
+    code, cure = COMPUTED[log]
+    found = first(log)
+    assert found.code == code
+    assert cure in found.remedy.en and cure in found.remedy.zh

@@ -49,6 +49,13 @@ def of_none(root: Traceback, log: Log) -> Told | None:
     if _SETTING.fullmatch(what) or of_options:
         unset = "`, `".join(each.rpartition(".")[2] for each in what.split(" and "))
         return "setting-is-none", {"names": unset, "what": what, "where": place_in_code(root)}
+    if _IMAGE.search(what) and (match["name"] or match["use"]) in (
+        "shape",
+        "copy",
+        "astype",
+        "subscriptable",
+    ):
+        return "image-is-none", {"what": what, "where": place_in_code(root)}
     shown = words("none-named", what=what) if what else words("none-unnamed")
     if (output := what.rpartition(".")[2]) in OUTPUTS and "." in what:
         return "output-is-none", {
@@ -59,6 +66,8 @@ def of_none(root: Traceback, log: Log) -> Told | None:
     return "value-is-none", {"shown": shown, "where": place_in_code(root), "whose": whose}
 
 
+_IMAGE = re.compile(r"(?:^|[._])(?:img|image|im|frame|mask)\d?$")
+"""Names for what `cv2.imread` returned."""
 _ENTRIES = ("val", "value", "v", "tensor", "param", "weight", "w")
 _GOES_THROUGH = re.compile(r"(?:convert|state_dict|checkpoint|merge|weights)[^/]*$")
 """Names for an entry of a state dict, and the frame of a function that goes through all entries."""

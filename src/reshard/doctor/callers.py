@@ -364,6 +364,11 @@ def _unpack(root: Traceback) -> Told | None:
     shape = re.search(r"=\s*(?P<of>[\w.\[\]\"']+?)\.(?:shape|size\(\))\s*$", root.source)
     if shape:
         return "dimensions-differ", {"what": match["what"], "of": shape["of"]}
+    batch = re.search(
+        r"\bfor .*,.* in (?:\w+\()*(?P<loader>(?:\w+\.)?\w*(?:[Ll]oader|_dl|_iter)\w*)", root.source
+    )
+    if batch:
+        return "batch-unpacked", {"what": match["what"], "loader": batch["loader"], "source": root.source}
     model = re.search(r"=\s*(?P<model>(?:\w+\.)?\w*model\w*)\((?!.*\)\.)", root.source)
     if model:
         return "model-returns-other", {"what": match["what"], "model": model["model"]}

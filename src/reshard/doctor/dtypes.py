@@ -69,4 +69,20 @@ def of_dtypes(said: str, log: Log) -> Told | None:
     match = next((hit for pattern in _DTYPES if (hit := pattern.search(said))), None)
     if match and re.search(r"Byte|unsigned char|uint8", f"{match['one']} {match['two']}"):
         return "weight-packed", {"where": ""}
-    return ("dtypes-differ", {"one": match["one"], "two": match["two"] or "?"}) if match else None
+    return _of_pair(match["one"], match["two"] or "?", said) if match else None
+
+
+_WHOLE = re.compile(r"int(?:16|32|64)?|long|bool", re.IGNORECASE)
+
+
+def _of_pair(one: str, two: str, said: str) -> Told:
+    """What two different dtypes show: NumPy's float64, whole numbers in place of fractions, or two precisions.
+
+    Bytes are not among the whole numbers: quantized weights are stored in them.
+    """
+    shown: dict[str, object] = {"one": one, "two": two}
+    if {one.lower(), two.lower()} & {"double", "float64"}:
+        return "dtype-of-numpy", shown
+    if bool(_WHOLE.fullmatch(one)) != bool(_WHOLE.fullmatch(two)) and two != "?" and "Index put" not in said:
+        return "dtype-of-whole-numbers", shown
+    return "dtypes-differ", shown

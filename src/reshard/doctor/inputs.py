@@ -146,6 +146,8 @@ def _apart(root: Traceback) -> Told | None:
     first, second = match["first"] or match["others"], match["second"] or match["on"]
     if "cpu" not in (first, second):
         return None  # a model that was split over several GPUs
+    if any(re.search(r"torch[/\\]optim[/\\]", each) for each in root.frames[-2:]):
+        return "device-of-optimizer", {"where": place_in_code(root)}
     name = match["argument"] or match["named"] or ""
     named, other = "cpu-model" if _OF_MODEL.fullmatch(name) else "cpu-batch", "cpu-either"
     if _OF_MODEL.fullmatch(name) or _OF_BATCH.fullmatch(name):

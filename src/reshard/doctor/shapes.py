@@ -35,7 +35,10 @@ _NARROW = re.compile(
 )
 
 _EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score")
-_LABELS = re.compile(r"(?:^|\.)(?:classifier|score|qa_outputs|classification_head)\b")
+_LABELS = re.compile(
+    r"(?:^|\.)(?:classifier|score|qa_outputs|classification_head)\b"
+    r"|^(?:\w{1,40}\.)?(?:fc|head|heads\.head)\.(?:weight|bias)$"
+)
 MOST_LABELS = 1000
 """Rows up to which a head classifies: a vocabulary is larger."""
 _EXPERTS = re.compile(r"expert|router|mlp\.gate\.weight|gate\.weight$|gate_inp")
@@ -44,6 +47,8 @@ _KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|key|value")
 _LORA = re.compile(r"(?i)lora")
 MOST_RANK = 1024
 """The highest rank of adapters."""
+POSITIONS = (512, 514, 1024, 1026, 2048, 4096)
+"""Lengths for which models have embeddings of positions; some keep two rows for padding."""
 LARGEST_LAYER = 100_000
 """Rows from which a weight without a name is an embedding: no layer of known models has as many."""
 FLAT = 100_000
@@ -156,9 +161,10 @@ def _of_elements(said: str) -> Told | None:
             return "shape-nothing", {"wanted": match["wanted"]}
         if wanted and size and all(wanted):
             small, large = sorted((prod(wanted), size))
+            shown = {"wanted": match["wanted"], "size": f"{size:,}", "ratio": large // small}
             if large % small == 0 and large != small:
-                shown = {"wanted": match["wanted"], "size": f"{size:,}", "ratio": large // small}
                 return "shape-fewer" if size < prod(wanted) else "shape-more", shown
+            return "shape-uneven", shown
     if _EMPTY.search(said):
         return "shape-empty-side", {"a": 0, "b": "…"}
     if match := _UNEQUAL.search(said):
@@ -171,6 +177,8 @@ def _of_elements(said: str) -> Told | None:
             return "shape-multiple", {"a": match["a"], "b": match["b"], "ratio": large // small}
         if small > FLAT and (ratio := round(large / small)) > 1 and -(-large // ratio) == small:
             return "shape-flat-shard", {"a": match["a"], "b": match["b"], "ratio": ratio}
+        if match["dimension"] == "1" and small in POSITIONS and large > small + 2:
+            return "shape-positions", {"small": small, "large": large}
         if small != large and match["dimension"]:
             shown = {"a": match["a"], "b": match["b"], "more": large - small}
             return "shape-apart", {**shown, "dimension": match["dimension"]}

@@ -98,7 +98,8 @@ def _bounds(said: str) -> Told | None:
 
 _LABEL_DTYPE = re.compile(
     r"Found dtype (?P<got>Long|Int) but expected (?P<wants>Float|Half|BFloat16|Double)"
-    r"|\"nll_loss\w*\" not implemented for '(?P<given>Float|Half|Double|Int)'"
+    r"|(?:\"nll_loss\w*\" not implemented for '|expected scalar type Long but found )"
+    r"(?P<given>Float|Half|Double|Int)\b"
 )
 
 
