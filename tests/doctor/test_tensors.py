@@ -10,7 +10,7 @@ TENSORS = {
     "RuntimeError: One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True"
     " if this is the desired behavior.": ("autograd-unused", "requires_grad_(True)"),
     "RuntimeError: a leaf Variable that requires grad is being used in an in-place operation.": (
-        "autograd-leaf",
+        "leaf-in-place",
         "torch.no_grad()",
     ),
     "ValueError: can't optimize a non-leaf Tensor": ("tensor-not-leaf", "requires_grad_()"),
@@ -78,6 +78,70 @@ TENSORS = {
         "sampling-not-finite",
         "bfloat16",
     ),
+    "RuntimeError: Sizes of tensors must match except in dimension 1. Expected size 33 but got size 32 for tensor"
+    " number 1 in the list.": ("cat-sizes-differ", "F.interpolate"),
+    "RuntimeError: result type Float can't be cast to the desired output type Long": (
+        "result-not-castable",
+        "x.float()",
+    ),
+    "RuntimeError: all elements of input should be between 0 and 1": (
+        "loss-of-probabilities",
+        "BCEWithLogitsLoss",
+    ),
+    "TypeError: linear(): argument 'input' (position 1) must be Tensor, not tuple": (
+        "argument-no-tensor",
+        "layer(x)[0]",
+    ),
+    "RuntimeError: Parent directory checkpoints/run1 does not exist.": (
+        "save-folder-missing",
+        "mkdir -p checkpoints/run1",
+    ),
+    "ValueError: Tried to step 1001 times. The specified number of total steps is 1000": (
+        "scheduler-over",
+        "epochs * len(train_loader)",
+    ),
+    "AttributeError: cannot assign module before Module.__init__() call": (
+        "module-not-set-up",
+        "super().__init__()",
+    ),
+    'NotImplementedError: Module [Net] is missing the required "forward" function': (
+        "module-not-set-up",
+        "def forward",
+    ),
+    "ValueError: only one element tensors can be converted to Python scalars": (
+        "tensor-to-number",
+        "torch.stack",
+    ),
+    "RuntimeError: grad can be implicitly created only for scalar outputs": (
+        "loss-not-scalar",
+        "loss.mean()",
+    ),
+    "AttributeError: 'tuple' object has no attribute 'size'": ("value-not-tensor", "x[0]"),
+    "RuntimeError: `fused=True` requires all the params to be floating point Tensors of supported devices: ['cuda'].": (
+        "optimizer-not-fusable",
+        "adamw_torch",
+    ),
+    "RuntimeError: Dynamo is not supported on Python 3.12+": ("compile-not-here", "python=3.11"),
+    "TypeError: h5py objects cannot be pickled": ("file-in-worker", "h5py.File(self.path"),
+    "RuntimeError: Expected 3D (unbatched) or 4D (batched) input to conv2d, but got input of size: [64, 784]": (
+        "input-dimensions",
+        "unsqueeze",
+    ),
+    "AttributeError: 'collections.OrderedDict' object has no attribute 'eval'": (
+        "weights-for-model",
+        "model.load_state_dict(torch.load(",
+    ),
+    "RuntimeError: Output 0 of UnbindBackward0 is a view and is being modified inplace.": (
+        "view-written",
+        "x.clone()",
+    ),
+    "RuntimeError: indices should be either on cpu or on the same device as the indexed tensor (cpu)": (
+        "device-of-index",
+        "index.to(x.device)",
+    ),
+    "ValueError: Input contains NaN.": ("values-are-nan", "dropna"),
+    "ValueError: Using a target size (torch.Size([64])) that is different to the input size (torch.Size([64, 1])) is"
+    " deprecated. Please ensure they have the same size.": ("labels-shape", "logits.squeeze(-1)"),
     "OMP: Error #15: Initializing libiomp5md.dll, but found libiomp5md.dll already initialized.": (
         "openmp-twice",
         "KMP_DUPLICATE_LIB_OK",
@@ -138,8 +202,8 @@ COMPUTED = {
     ),
     "RuntimeError: The expanded size of the tensor (721) must match the existing size (512) at non-singleton dimension"
     " 1.  Target sizes: [1, 721].  Tensor sizes: [1, 512]": ("shape-positions", "truncation=True"),
-    "RuntimeError: Error(s) in loading state_dict for ResNet:\n\tsize mismatch for fc.weight: copying a param with shape"
-    " torch.Size([1000, 2048]) from checkpoint, the shape in current model is torch.Size([10, 2048]).": (
+    "RuntimeError: Error(s) in loading state_dict for ResNet:\n\tsize mismatch for fc.weight: copying a param with"
+    " shape torch.Size([1000, 2048]) from checkpoint, the shape in current model is torch.Size([10, 2048]).": (
         "shape-labels",
         "own.update(",
     ),

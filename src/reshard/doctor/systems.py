@@ -133,6 +133,8 @@ UNNAMED: dict[str, dict[str, object]] = {
     "engine-of-other-tensorrt": {"has": "TensorRT", "wants": "GPU"},
     "ascend-operator": {"name": ""},
     "setuptools-newer": {"name": "use_2to3"},
+    "module-not-set-up": {"name": "Net"},
+    "input-dimensions": {"layer": "BatchNorm"},
 }
 """Values for braces, if the message has none."""
 

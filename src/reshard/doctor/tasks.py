@@ -71,7 +71,8 @@ def _counts(said: str) -> Told | None:
 
 
 _SIZES = re.compile(
-    r"Target size \((?P<target>torch\.Size\(\[[\d, ]*\]\))\) must be the same as input size"
+    r"[Tt]arget size \((?P<target>torch\.Size\(\[[\d, ]*\]\))\)"
+    r" (?:must be the same as|that is different to the) input size"
     r" \((?P<input>torch\.Size\(\[[\d, ]*\]\))\)"
 )
 
