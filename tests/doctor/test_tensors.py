@@ -40,7 +40,10 @@ TENSORS = {
         "scaler.update()",
     ),
     "ValueError: setting an array element with a sequence. The requested array has an inhomogeneous shape after 1"
-    " dimensions. The detected shape was (2,) + inhomogeneous part.": ("array-ragged", "dtype=object"),
+    " dimensions. The detected shape was (2,) + inhomogeneous part.": (
+        "arrays-of-different-shapes",
+        "dtype=object",
+    ),
     "ValueError: Object arrays cannot be loaded when allow_pickle=False": (
         "array-of-objects",
         "allow_pickle=True",
