@@ -357,6 +357,12 @@ def _count(root: Traceback) -> Told | None:
     return ("call-differs", {"function": match["function"], "what": match["what"]}) if match else None
 
 
+_LOOP = re.compile(
+    r"for [\w, ()]{3,60} in (?:enumerate\(|tqdm\()?(?:tqdm\()?(?P<loader>\w{0,30}?(?:[Ll]oader|_dl|_iter)\b)"
+)
+"""A loop over batches that takes them apart."""
+
+
 def _unpack(root: Traceback) -> Told | None:
     match = _UNPACK.match(root.said)
     if match is None:
@@ -364,9 +370,7 @@ def _unpack(root: Traceback) -> Told | None:
     shape = re.search(r"=\s*(?P<of>[\w.\[\]\"']+?)\.(?:shape|size\(\))\s*$", root.source)
     if shape:
         return "dimensions-differ", {"what": match["what"], "of": shape["of"]}
-    batch = re.search(
-        r"\bfor .*,.* in (?:\w+\()*(?P<loader>(?:\w+\.)?\w*(?:[Ll]oader|_dl|_iter)\w*)", root.source
-    )
+    batch = _LOOP.match(root.source)
     if batch:
         return "batch-unpacked", {"what": match["what"], "loader": batch["loader"], "source": root.source}
     model = re.search(r"=\s*(?P<model>(?:\w+\.)?\w*model\w*)\((?!.*\)\.)", root.source)
