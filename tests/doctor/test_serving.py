@@ -73,7 +73,60 @@ SERVING = {
         "--enforce-eager",
     ),
 }
+REQUESTS = {
+    '400 - "auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set': (
+        "tools-not-enabled",
+        "--tool-call-parser hermes",
+    ),
+    "openai.NotFoundError: Error code: 404 - {'message': 'The model `qwen2.5` does not exist.'}": (
+        "model-not-served",
+        "--served-model-name qwen2.5",
+    ),
+    "requests.exceptions.ConnectionError: HTTPConnectionPool(host='localhost', port=11434): Max retries exceeded with"
+    " url: /api (Caused by NewConnectionError('[Errno 111] Connection refused'))": (
+        "server-not-listening",
+        "localhost:11434",
+    ),
+    "llama_model_load: error loading model: tensor 'token_embd.weight' has wrong shape; expected  4096, 32000, got"
+    "  4096, 32001": ("gguf-shape", "reshard inspect FOLDER"),
+    'Error: unsupported architecture "Qwen3ForCausalLM"': ("gguf-architecture", "FROM ./model.gguf"),
+    "ValueError: The quantization method fp8 is not supported for the current GPU. Minimum capability: 80. Current"
+    " capability: 75.": ("quantization-not-on-gpu", "--quantization awq"),
+    "ValueError: torch.bfloat16 is not supported for quantization method awq. Supported dtypes: [torch.float16]": (
+        "quantization-dtype",
+        "--dtype half",
+    ),
+    "ValueError: Quantization method specified in the model config (fp8) does not match the quantization method"
+    " specified in the `quantization` argument (awq).": ("quantization-differs", "`--quantization`"),
+    "ValueError: Unknown quantization method: bitsandbytes. Must be one of ['awq', 'gptq'].": (
+        "quantization-not-known",
+        "pip install -U vllm",
+    ),
+    "RuntimeError: SGLang only supports sm75 and above.": ("engine-gpu-too-old", "--dtype half"),
+    "ValueError: invalid literal for int() with base 10: 'MIG-9f4a1b3c-1b0d'": (
+        "devices-by-name",
+        "CUDA_VISIBLE_DEVICES=0",
+    ),
+}
 DEVICES = {
+    "RuntimeError: cutlassF: no kernel found to launch!": ("attention-no-kernel", "enable_math_sdp(True)"),
+    "KeyError: 'getpwuid(): uid not found: 1001'": ("user-without-name", "-e USER=me"),
+    "RuntimeError: asyncio.run() cannot be called from a running event loop": (
+        "loop-running",
+        "nest_asyncio",
+    ),
+    "io.UnsupportedOperation: fileno": ("output-without-file", "sys.stdout.fileno = lambda: 1"),
+    "UserWarning: CUDA initialization: Unexpected error from cudaGetDeviceCount(). Error 804: forward compatibility"
+    " was attempted on non supported HW\nRuntimeError: Failed to infer device type": (
+        "driver-of-two-releases",
+        "cuda/compat",
+    ),
+    "ptxas fatal   : Value 'sm_120' is not defined for option 'gpu-name'\ntorch._inductor.exc.InductorError:"
+    " PTXASError: PTXAS error: Internal Triton PTX codegen error": ("architecture-unknown", "cu128"),
+    "RuntimeError: Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist": (
+        "program-missing",
+        "conda install -c nvidia cuda-nvcc",
+    ),
     "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0": (
         "sampling-not-finite",
         "torch.bfloat16",
@@ -105,7 +158,7 @@ DEVICES = {
     ),
     "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable": (
         "gpu-busy",
-        "compute_mode",
+        "Compute Mode",
     ),
     "RuntimeError: Cannot re-initialize CUDA in forked subprocess.": (
         "cuda-after-fork",
@@ -142,6 +195,21 @@ DEVICES = {
     ),
 }
 INSTALLED = {
+    "ImportError: cannot import name '_center' from 'numpy._core.umath' (/usr/numpy/_core/umath.py)": (
+        "numpy-half-changed",
+        "pip install --force-reinstall --no-cache-dir numpy",
+    ),
+    "TypeError: Client.__init__() got an unexpected keyword argument 'proxies'\nopenai 1.40.0": (
+        "httpx-newer",
+        "httpx<0.28",
+    ),
+    "pip._vendor.urllib3.exceptions.ReadTimeoutError: HTTPSConnectionPool(host='files.pythonhosted.org'): Read": (
+        "pip-times-out",
+        "--default-timeout=300",
+    ),
+    "ERROR: pip's dependency resolver does not currently take into account all the packages that are installed. This"
+    " behaviour is the source of the following dependency conflicts.\nvllm 0.6.3 requires torch==2.4.0, but you have"
+    " torch 2.5.1 which is incompatible.": ("pip-left-conflict", "pip install 'torch==2.4.0'"),
     "TypeError: Descriptors cannot not be created directly.": ("protobuf-newer", "protobuf==3.20.3"),
     "pydantic.errors.PydanticImportError: `BaseSettings` has been moved to the `pydantic-settings` package.": (
         "pydantic-newer",
@@ -176,7 +244,7 @@ INSTALLED = {
 
 
 @pytest.mark.parametrize(
-    "said, expected", [*SERVING.items(), *DEVICES.items(), *INSTALLED.items()], ids=lambda each: each[0][:40]
+    "said, expected", [*(SERVING | REQUESTS | DEVICES | INSTALLED).items()], ids=lambda each: each[0][:40]
 )
 def test_messages(said: str, expected: tuple[str, str]) -> None:
     finding = first(said)

@@ -145,7 +145,7 @@ _PROGRAM = tuple(
 
 
 _NO_NVCC = re.compile(
-    r"raise_if_cuda_home_none|CUDA_HOME (?:environment variable )?is not set|nvcc was not found"
+    r"raise_if_cuda_home_none|CUDA_HOME (?:environment variable )?is not set|nvcc was not found|Could not find nvcc"
 )
 
 

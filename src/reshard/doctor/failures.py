@@ -39,7 +39,7 @@ _WORKED_ON = re.compile(_MEASURED, re.VERBOSE)
 _NAME = (
     r"(?a:(?:[A-Za-z_]\w*\.)*(?:Exception|(?:[A-Z]|nccl[A-Z])\w*"
     r"(?:Error|Exception|Interrupt|Exit|Invalid|Mismatch|Failure|CompilerFailed|NotFound|Timeout|Iteration|Impossible"
-    r"|Unavailable|LimitHit)))"
+    r"|Unavailable|LimitHit|nsupported(?:Operation)?)))"
 )
 """In ASCII only: in Chinese sentences, words stand next to it without a space."""
 _EXCEPTION = re.compile(

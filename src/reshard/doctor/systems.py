@@ -34,7 +34,8 @@ def of_system(root: Traceback, log: Log) -> Finding | None:
 
 _HIDDEN = re.compile(
     r"cannot open shared object file|undefined symbol: \w|can't load C\+\+/CUDA extensions"
-    r"|is not a recognized processor|[Cc]ould not load library|mpirun has detected an attempt"
+    r"|is not a recognized processor|is not defined for option 'gpu-name'"
+    r"|[Cc]ould not load library|mpirun has detected an attempt"
 )
 """Reports of something that a package did not load, after which it continues."""
 BEFORE = 400
@@ -43,6 +44,8 @@ BEFORE = 400
 
 def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
     """The messages of the failure and of those before it in its chain; then reports of what was not loaded."""
+    if _NO_GPU.search(root.said):
+        yield from ((line.text, line.number) for line in log.lines if _NOT_STARTED.search(line.text))
     failure: Traceback | None = root
     while failure is not None:
         yield failure.said, failure.last
@@ -50,6 +53,9 @@ def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
     shown = "\n".join([*root.frames, root.said])
     if "device-side assert" in root.said:
         yield from ((line.text, line.number) for line in log.lines if "Assertion `" in line.text)
+    if root.said.endswith("the following dependency conflicts."):
+        below = [line for line in log.lines if 0 < line.number - root.last < LAST_WORDS]
+        yield from ((line.text, line.number) for line in below)
     near = [line for line in log.lines if line.stream == root.stream and 0 < root.last - line.number < BEFORE]
     if "Error building extension" in root.said:
         yield from ((line.text, line.number) for line in near if "error" in line.text)
@@ -62,6 +68,9 @@ def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
                 yield text, line.number
 
 
+_NO_GPU = re.compile(r"infer device type|No CUDA GPUs are available|no NVIDIA driver|no supported GPU")
+_NOT_STARTED = re.compile(r"CUDA initialization: |Error 80\d: ")
+"""A warning that says why torch sees no GPU."""
 LAST_WORDS = 12
 """Lines before a process ended itself, or before its launcher's traceback, that may contain its reason."""
 _LAUNCHES = re.compile(
@@ -84,7 +93,9 @@ def _about(report: str, failure: str) -> bool:
 
 def _packages(text: str) -> set[str]:
     named = [each.lower().replace("-", "_") for each in _PACKAGE.findall(text)]
-    if "is not a recognized processor" in text:  # the compiler in triton
+    if re.search(
+        "is not a recognized processor|option 'gpu-name'|PTXAS|ptxas", text
+    ):  # the compiler in triton
         named.append("triton")
     return {"xformers" if each == "memory_efficient_attention" else each for each in named}
 
@@ -132,6 +143,12 @@ UNNAMED: dict[str, dict[str, object]] = {
     "mergekit-vocabulary": {"one": "–"},
     "engine-of-other-tensorrt": {"has": "TensorRT", "wants": "GPU"},
     "ascend-operator": {"name": ""},
+    "model-not-served": {"name": "MODEL"},
+    "server-not-listening": {"host": "localhost", "port": "11434"},
+    "quantization-differs": {"has": "not quantized", "given": "…"},
+    "user-without-name": {"name": "UID"},
+    "numpy-half-changed": {"name": "numpy.core"},
+    "pip-times-out": {"host": "the index"},
     "setuptools-newer": {"name": "use_2to3"},
     "module-not-set-up": {"name": "Net"},
     "input-dimensions": {"layer": "BatchNorm"},

@@ -43,11 +43,15 @@ from reshard.doctor.words import words
 from reshard.suggest import closest
 
 _CLASH = re.compile(rf"{QUOTE}(?P<name>[\w.-]+){QUOTE} is already used by a Transformers config")
+_HALF = re.compile(r"cannot import name '_\w+' from 'numpy\._?core")
+"""A name that only numpy itself imports: part of it was replaced while it was in memory."""
 _SITE = re.compile(r"(?:site|dist)-packages[/\\](?P<root>\w+)[/\\]")
 
 
 def of_failure(root: Traceback, log: Log) -> Finding | None:
     """The finding of a failure according to the history of releases; None if it has nothing."""
+    if _HALF.search(root.said):
+        return None
     failure: Traceback | None = root
     while failure is not None:  # an exception, then the earlier one in its chain
         if match := _CLASH.search(failure.said):
