@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -79,6 +79,16 @@ def test_a_code_means_one_thing() -> None:
 
 def test_no_code_is_that_of_a_failure_or_a_rule() -> None:
     assert {each.code for each in ALL} & (catalogue().keys() | rules().keys()) == set()
+
+
+def test_an_id_is_of_one_rule() -> None:
+    files = sorted((SOURCE / "doctor" / "rules").glob("*.yaml"))
+    ids = [
+        name
+        for path in files
+        for name in re.findall(r"(?m)^([a-z][\w-]*):", path.read_text(encoding="utf-8"))
+    ]
+    assert [name for name, count in Counter(ids).items() if count > 1] == []
 
 
 def test_a_translation_is_of_a_problem() -> None:
