@@ -165,6 +165,11 @@ MODELS = {
     "ValueError: Non-consecutive added token '<pad>' found. Should have index 32000 but has index 0 in saved "
     "vocabulary.": ("added-token-elsewhere", "transformers>=4.34"),
     "AttributeError: 'list' object has no attribute 'to'": ("batch-of-lists", 'return_tensors="pt"'),
+    "RuntimeError: The expanded size of the tensor (873) must match the existing size (512) at "
+    "non-singleton dimension 1.": (
+        "text-beyond-positions",
+        "truncation=True, max_length=512",
+    ),
     "ValueError: Unable to infer channel dimension format": ("image-channels", 'convert("RGB")'),
     "ValueError: Invalid image type. Must be either PIL.Image.Image, numpy.ndarray, or list": (
         "image-not-opened",
