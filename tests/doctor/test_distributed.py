@@ -141,6 +141,22 @@ RUNS = {
         "universal-not-converted",
         "ds_to_universal",
     ),
+    "RuntimeError: cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned": (
+        "batch-pinned-on-gpu",
+        "dataloader_pin_memory=False",
+    ),
+    "RuntimeError: Expected a 'cuda' device type for generator but found 'cpu'": (
+        "generator-on-other-device",
+        'Generator(device="cuda")',
+    ),
+    "ValueError: Tried to find checkpoint-latest but folder does not exist": (
+        "accelerate-state-folder",
+        "load_state",
+    ),
+    "RuntimeError: You can't move a model that has some modules offloaded to cpu or disk.": (
+        "offloaded-model-moved",
+        "without `device_map`",
+    ),
     "RuntimeError: context has already been set": ("start-method-set", "force=True"),
     "ValueError: prefetch_factor option could only be specified in multiprocessing.": (
         "prefetch-without-workers",
@@ -213,6 +229,35 @@ def test_words_that_need_the_rest_of_the_log(text: str, code: str) -> None:
     assert first(text).code != code
     begin, said = text.rsplit("\n", 1)
     assert first(f"{begin}\n{BATCH}{said}").code == code
+
+
+CONNECTED = "host:1:2 [0] NCCL INFO Channel 00/0 : 0[1000] -> 1[2000] via P2P/direct pointer\n" * 8
+TIMEOUT = (
+    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE, NumelIn=1)"
+)
+HANGS = {
+    f"With two RTX 4090 it just hangs after this:\n{CONNECTED}": ("hang-described", "NCCL_P2P_DISABLE=1"),
+    "一直卡在这里不动\nUsing /root/.cache/torch_extensions/py310_cu121 as PyTorch extensions root...": (
+        "hang-described",
+        "rm -rf ~/.cache/torch_extensions",
+    ),
+    "I call save_state() inside `if accelerator.is_main_process:` and the run hangs forever": (
+        "hang-described",
+        "all ranks",
+    ),
+    f"Running tokenizer on dataset (num_proc=16):  78%|███  | 15/20 [29:41<08:21]\n{TIMEOUT}": (
+        "hang-nccl",
+        "before the launch",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", HANGS, ids=list("pbrd"))
+def test_what_the_last_lines_show_about_a_hang(text: str) -> None:
+    code, cure = HANGS[text]
+    found = first(text)
+    assert (found.code, found.certainty) == (code, "likely")
+    assert cure in "\n".join(found.remedy.en.split("\n")[:4])
 
 
 def test_a_full_host_is_not_a_full_gpu() -> None:

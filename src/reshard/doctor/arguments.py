@@ -114,8 +114,17 @@ _PRINTED_BY = (("remaining_argv", "ms-swift"), ("HfArgumentParser", "llamafactor
 """Messages about unknown arguments, and the programs that print them."""
 
 
+_OF_CONFIG = re.compile(
+    r"The config file at (?P<file>\S{1,300}) had unknown keys \(\[(?P<keys>[^\]\n]{1,300})\]\)"
+)
+"""What accelerate says of keys in its config that it does not know: those of newer releases, or misspelled ones."""
+
+
 def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
     """The finding for a key that no catalogue entry covers."""
+    config = _OF_CONFIG.search(root.said)
+    if config and set(_NAME.findall(config["keys"])) <= Keys("accelerate", Versions()).known:
+        return told("accelerate-config-newer", [place], config.groupdict(), certainty="likely")
     texts = of_releases(root, log) or evidence(root, log)
     if not texts:
         return None

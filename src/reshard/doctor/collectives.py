@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from reshard.doctor.failures import describes_hang
 from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.hangs import describes_hang
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
@@ -45,8 +45,56 @@ def described(root: Traceback, log: Log) -> Finding | None:
     watched = _WATCHED.search(root.said)
     if root.exception or not (watched or describes_hang(log.lines)):
         return None
-    sure = "likely" if watched else "possible"
-    return told("hang-described", [Place(log.name, root.last, clipped(root.said, 300))], certainty=sure)
+    reason = _reason(log)
+    first = words(f"{reason}-way") if reason else None
+    values = {
+        "why": words(reason or "hang-unknown"),
+        "first": Text(f"{first.en}\n", f"{first.zh}\n") if first else Text.same(""),
+    }
+    place = Place(log.name, root.last, clipped(root.said, 300))
+    return told("hang-described", [place], values, certainty="likely" if watched or reason else "possible")
+
+
+_REASONS = (
+    (
+        "hang-build",
+        re.compile(r"as PyTorch extensions root|Loading extension module|[Dd]etected CUDA files"),
+    ),
+    (
+        "hang-data",
+        re.compile(
+            r"(?:[Tt]okeniz\w+|Running \w+ on \w+|Map|Filter|Converting format|Generating \w+ split|Packing|Grouping)"
+            r"[^\n%]{0,80}: +\d{1,2}%"
+        ),
+    ),
+)
+"""What the last lines of a log show about a hang."""
+_OF_ONE_RANK = re.compile(r"is_(?:local_)?main_process|is_world_process_zero|\brank\b(?:\(\))? ?== ?0\b")
+_PEER = re.compile(r"\bvia P2P/")
+_BEGAN = re.compile(r"SeqNum=(?:[4-9]|\d\d)|'loss':|\bstep \d+\b|\d+/\d+ \[\d+:\d\d")
+
+
+def way(log: Log) -> Text | None:
+    """What to do first about a timeout, if the log shows what a rank was doing."""
+    reason = _reason(log)
+    return words(f"{reason}-way") if reason else None
+
+
+def _reason(log: Log) -> str:
+    """The name of what a rank was doing when a run hung; "" if the log does not show it."""
+    ends = [line.text for line in log.lines if line.text.strip()]
+    for name, pattern in _REASONS:
+        if any(map(pattern.search, ends[-MOST_LINES:])):
+            return name
+    if _OF_ONE_RANK.search(log.text):
+        return "hang-rank"
+    if _PEER.search(log.text) and not _BEGAN.search(log.text):
+        return "hang-peer"
+    return ""
+
+
+MOST_LINES = 12
+"""Lines at the end of a log that show what the run was doing."""
 
 
 def _shown(operation: str, elements: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from reshard.doctor.hangs import BESIDE, HANGS, PASTED, describes_hang, tells_of_hang
 from reshard.doctor.prefixes import START
 from reshard.doctor.tracebacks import (
     Line,
@@ -414,8 +415,6 @@ def _begun(lines: Sequence[Line]) -> Traceback | None:
 
 LAST = 3
 """Lines at the end of a log in which any wording of a failure counts."""
-PASTED = 6
-"""Maximum lines of a text that is only a message, not a log."""
 _FAILS = re.compile(
     r"""\b(?i:errors?|failed|failure|failing|fatal|abort(?:ed|ing)|crash(?:ed)?|denied|refused|unrecognized
         |giving\ up|cannot|can['’]?t|could\ not|couldn['’]?t|unable\ to|not\ found|no\ such|not\ supported
@@ -426,11 +425,6 @@ _FAILS = re.compile(
       | 报错 | 错误 | 失败 | 无法 | 找不到 | 不支持 | 崩溃 | 闪退""",
     re.VERBOSE,
 )
-HANGS = re.compile(
-    r"卡住|卡死|卡在|挂起|不动了|一直不动|没有反应|无响应"
-    r"|\b(?i:(?:hangs?|hung|hanging|stuck|frozen|freezes|freezing)\b(?! up))|\bno progress\b"
-)
-"""Words of people, not of programs, for a run that neither goes on nor fails."""
 _FINE = re.compile(
     r"""\b(?i:(?:0|no|without|not\ an)\ (?:\w+\ )?(?:errors?|failures?|problems?|issues?)
         |(?:errors?|failed|failures?)['"]?\s*[:=]\s*(?:0|none|null|false)\b
@@ -458,12 +452,6 @@ _QUOTES = re.compile(r"\((?:\w+\.)*\w+(?:Error|Exception): |errno: 97\b")
 """A warning about a missing optional package, or about trying the next address."""
 
 
-def describes_hang(lines: Sequence[Line]) -> bool:
-    """Whether the lines are no log, but a few words about a run that hangs."""
-    told = [line for line in lines if line.text.strip()]
-    return len(told) <= PASTED and any(HANGS.search(line.text) for line in told)
-
-
 def _reports_failure(text: str) -> bool:
     return bool(_FAILS.search(text)) and not _is_calm(text) and not _HEADING.fullmatch(text)
 
@@ -476,7 +464,9 @@ def _last_words(lines: Sequence[Line]) -> Traceback | None:
     """The end of a log, if it reports a failure in words that no other rule covers."""
     told = [line for line in lines if line.text.strip()]
     is_pasted = len(told) <= PASTED
-    told = told if is_pasted else told[-LAST:]
+    told = (
+        told if is_pasted else [*(each for each in told[:BESIDE] if tells_of_hang(each.text)), *told[-LAST:]]
+    )
     if any("(ignored)" in line.text for line in told):
         return None  # make continued
     hangs = describes_hang(lines)

@@ -24,6 +24,7 @@ from reshard.doctor.builds import of_build
 from reshard.doctor.callers import of_call
 from reshard.doctor.clashes import of_clash
 from reshard.doctor.collectives import compared, described
+from reshard.doctor.collectives import way as way_of_hang
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.failures import CUT_OFF, EXIT, is_launchers
 from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
@@ -362,6 +363,8 @@ def _cure(match: Match, log: Log) -> Text:
     cure = _with_groups(match, root, match.entry.cure)
     if root and match.entry.id in BY_KIND:
         return Text.lines([*arguments.of_releases(root, log), filled_in(cure, root, log)])
+    if match.entry.id == "hang-nccl":
+        return Text.lines([each for each in (way_of_hang(log), cure) if each])
     if root is None or not _is_of_root(match):
         return cure
     of_shapes, short = _of_shapes(root, log), shortages.of_failure(root, log)
