@@ -153,10 +153,6 @@ RUNS = {
         "accelerate-state-folder",
         "load_state",
     ),
-    "RuntimeError: You can't move a model that has some modules offloaded to cpu or disk.": (
-        "offloaded-model-moved",
-        "without `device_map`",
-    ),
     "RuntimeError: context has already been set": ("start-method-set", "force=True"),
     "ValueError: prefetch_factor option could only be specified in multiprocessing.": (
         "prefetch-without-workers",

@@ -71,7 +71,7 @@ _REASONS = (
 """What the last lines of a log show about a hang."""
 _OF_ONE_RANK = re.compile(r"is_(?:local_)?main_process|is_world_process_zero|\brank\b(?:\(\))? ?== ?0\b")
 _PEER = re.compile(r"\bvia P2P/")
-_BEGAN = re.compile(r"SeqNum=(?:[4-9]|\d\d)|'loss':|\bstep \d+\b|\d+/\d+ \[\d+:\d\d")
+_BEGAN = re.compile(r"SeqNum=(?:[4-9]|\d\d)|'loss':|\bstep \d|(?<!\d)\d{1,9}/\d{1,9} \[\d+:\d\d")
 
 
 def way(log: Log) -> Text | None:
