@@ -164,7 +164,7 @@ RUNS = {
     ),
     "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable": (
         "gpu-busy",
-        "nvidia-smi -c 0",
+        "nvidia-smi",
     ),
     "ImportError: Unable to import torch, please visit https://pytorch.org/ to see how": (
         "deepspeed-installed-first",
@@ -232,7 +232,7 @@ TIMEOUT = (
     "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE, NumelIn=1)"
 )
 HANGS = {
-    f"With two RTX 4090 it just hangs after this:\n{CONNECTED}": ("hang-described", "NCCL_P2P_DISABLE=1"),
+    f"With two RTX 4090 it just hangs after this:\n{CONNECTED}": ("hang-peer-to-peer", "NCCL_P2P_DISABLE=1"),
     "一直卡在这里不动\nUsing /root/.cache/torch_extensions/py310_cu121 as PyTorch extensions root...": (
         "hang-described",
         "rm -rf ~/.cache/torch_extensions",

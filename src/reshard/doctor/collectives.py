@@ -63,8 +63,8 @@ _REASONS = (
     (
         "hang-data",
         re.compile(
-            r"(?:[Tt]okeniz\w+|Running \w+ on \w+|Map|Filter|Converting format|Generating \w+ split|Packing|Grouping)"
-            r"[^\n%]{0,80}: +\d{1,2}%"
+            r"(?<!\w)(?:[Tt]okeniz(?:er|ing)|Map|Filter|Converting format|Packing|Grouping)(?!\w)"
+            r"[^\n%:]{0,60}: {1,3}\d{1,2}%"
         ),
     ),
 )
