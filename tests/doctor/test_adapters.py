@@ -178,6 +178,16 @@ ADAPTERS = {
         "cublas-bfloat16",
         "torch.float16",
     ),
+    "ValueError: lora.ParamWrapper does not work with lora_dropout != 0.": (
+        "lora-parameters-dropout",
+        "lora_dropout=0.0",
+    ),
+    "ImportError: cannot import name 'oneshot' from 'llmcompressor.transformers' (/x/site-packages/llmcompressor/"
+    "transformers/__init__.py)": ("llmcompressor-moved", "from llmcompressor import oneshot"),
+    "torch.fx.proxy.TraceError: symbolically traced variables cannot be used as inputs to control flow"
+    " (llmcompressor/pipelines/sequential/helpers.py)": ("llmcompressor-tracing", "tracing_ignore"),
+    "ImportError: Found an incompatible version of torchao. Found version 0.9.0, but only versions above 0.16.0 are"
+    " supported": ("version-required", "'torchao>=0.16.0'"),
     "RuntimeError: Tensor lm_head.weight required but not present in model a/b": (
         "mergekit-tensor",
         "layer_range",

@@ -367,7 +367,7 @@ class Table:
 
 _RENAMES = {
     "transformers": {"tokenizer": "processing_class", "no_cuda": "use_cpu", "warmup_ratio": "warmup_steps"},
-    "trl": {"tokenizer": "processing_class"},
+    "trl": {"tokenizer": "processing_class", "vllm_device": "vllm_mode"},
 }
 """Replacements that the packages' code does not state in a readable way. A ratio becomes warmup_steps below 1."""
 
