@@ -211,7 +211,8 @@ REPORTED = {
         "nothing-trainable",
         "is_trainable=True",
     ),
-    "UserWarning: Could not find response key `### Response:` in the following instance: <s> hi": (
+    "UserWarning: Could not find response key `### Response:` in the following instance: <s> hi\n"
+    "{'loss': 0.0, 'grad_norm': nan, 'epoch': 0.01}\n{'loss': 0.0, 'grad_norm': nan, 'epoch': 0.02}": (
         "response-template-missing",
         "add_special_tokens=False",
     ),

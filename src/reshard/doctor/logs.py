@@ -55,7 +55,7 @@ from reshard.doctor.shapes import computed, contradict, pairs
 from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.stale import of_stale
 from reshard.doctor.symptoms import of_symptom
-from reshard.doctor.systems import is_over, is_over_history, of_kernels, of_system, reported
+from reshard.doctor.systems import is_over, is_over_history, of_kernels, of_system, reported, warned
 from reshard.doctor.tasks import of_task
 from reshard.doctor.undefined import of_guarded
 from reshard.doctor.upstream import own_code, search_of
@@ -139,8 +139,12 @@ def _diagnosed(log: Log) -> list[Finding]:
             return [mixed, *(_finding(match, log, ()) for match in rest)]
     if root is not None and (bypass := bypassed(root, log) or sharded(root, log)):
         return [bypass, *(_finding(match, log, ()) for match in causes if not match.at_root)]
-    if (root is None or not (root.exception or root.frames)) and (seen := _seen(log, causes)):
+    is_silent = root is None and all(match.entry.kind in WARNINGS for match in causes)
+    warning = warned(log) if is_silent else None
+    if (root is None or not (root.exception or root.frames)) and (seen := _seen(log, causes, warning)):
         return [seen, *(_finding(match, log, ()) for match in causes)]
+    if warning and (found := of_system(warning, log)):
+        return [found, *(_finding(match, log, ()) for match in matches)]
     if root is not None and (known := _of_history(root, log, causes)) is not None:
         return known
     if root is not None and (own := _of_words(root, log, causes)) is not None:
@@ -169,12 +173,15 @@ def _diagnosed(log: Log) -> list[Finding]:
     return [_finding(match, log, ()) for match in matches]
 
 
-def _seen(log: Log, causes: list[Match]) -> Finding | None:
-    """The finding for what somebody describes, or metrics show, in a log without an exception."""
+def _seen(log: Log, causes: list[Match], warning: Traceback | None) -> Finding | None:
+    """The finding for what somebody describes, or metrics show, in a log without an exception.
+
+    A warning explains metrics.
+    """
     explained = (
         each.entry for each in causes if each.entry.kind not in WARNINGS or each.entry.id in EXPLAINS
     )
-    return of_symptom(log, frozenset(entry.id for entry in explained))
+    return of_symptom(log, frozenset(entry.id for entry in explained), with_metrics=warning is None)
 
 
 EXPLAINS = ("hf-newly-initialized", "loss-nan", "hf-lora-in-full-model", "peft-missing-adapter-keys")

@@ -20,7 +20,9 @@ SPREAD = 1500
 """Most characters of such a text."""
 
 
-def of_symptom(log: Log, explained: frozenset[str] = frozenset()) -> Finding | None:
+def of_symptom(
+    log: Log, explained: frozenset[str] = frozenset(), *, with_metrics: bool = True
+) -> Finding | None:
     """The finding for what a text describes, or its metrics show.
 
     `explained` are the catalogue's entries for this log: only a rule that is `over` all of them knows more.
@@ -38,7 +40,7 @@ def of_symptom(log: Log, explained: frozenset[str] = frozenset()) -> Finding | N
                 return told_at((identifier, {}), log.name, line.number, line.text)
         if not explained and (sized := _of_sizes(text)):
             return told_at((sized, {}), log.name, lines[0].number, lines[0].text)
-    metrics = None if explained else _of_metrics(log)
+    metrics = _of_metrics(log) if with_metrics and not explained else None
     return metrics or (_of_new_weights(log) if explained <= {"hf-newly-initialized"} else None)
 
 

@@ -101,13 +101,20 @@ def _packages(text: str) -> set[str]:
 
 
 def reported(log: Log) -> Traceback | None:
-    """A report of something that was not loaded, or a warning, as the failure of a log that has no other."""
+    """A report of something that was not loaded, as the failure of a log that has no other."""
     for line in log.lines:
         if _IGNORED.search(line.text):
             return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
         later = line.number > log.progress.get(line.stream, 0)
-        hidden = later and _HIDDEN.search(line.text) and not _OTHERS.search(line.text)
-        if hidden or any(pattern.search(line.text) for pattern in _warnings()):
+        if later and _HIDDEN.search(line.text) and not _OTHERS.search(line.text):
+            return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
+    return None
+
+
+def warned(log: Log) -> Traceback | None:
+    """The same for the first warning that a rule knows, wherever it is."""
+    for line in log.lines:
+        if any(pattern.search(line.text) for pattern in _warnings()):
             return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
     return None
 
