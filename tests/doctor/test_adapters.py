@@ -188,6 +188,22 @@ ADAPTERS = {
     " (llmcompressor/pipelines/sequential/helpers.py)": ("llmcompressor-tracing", "tracing_ignore"),
     "ImportError: Found an incompatible version of torchao. Found version 0.9.0, but only versions above 0.16.0 are"
     " supported": ("version-required", "'torchao>=0.16.0'"),
+    'FileNotFoundError: No such file or directory: "output/adapter_model.safetensors"': (
+        "adapter-weights-missing",
+        "ls -la output",
+    ),
+    "python: can't open file '/content/llama.cpp/convert-hf-to-gguf.py': [Errno 2] No such file or directory": (
+        "llama-cpp-renamed",
+        "convert_hf_to_gguf.py",
+    ),
+    "llama_model_quantize: failed to quantize: ggml_validate_row_data: found nan value at block 0": (
+        "gguf-nan",
+        "isfinite",
+    ),
+    "error loading model: check_tensor_dims: tensor 'token_embd.weight' has wrong shape; expected 4096, 32001": (
+        "gguf-vocabulary",
+        "resize_token_embeddings",
+    ),
     "RuntimeError: Tensor lm_head.weight required but not present in model a/b": (
         "mergekit-tensor",
         "layer_range",

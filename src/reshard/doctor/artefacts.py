@@ -73,8 +73,10 @@ def mixed_up(root: Traceback, place: Place) -> Finding | None:
     """The finding if a checkpoint was passed to code for another kind; None otherwise."""
     if not _SAYS_SO.search(root.said) and not any(_LOADS_FOLDERS.search(frame) for frame in root.frames):
         return None
+    wants_adapter = any("/peft/" in frame for frame in root.frames)
+    kinds = [kind for kind in KINDS if not (wants_adapter and kind.name == "LoRA adapter")]
     for path in _paths(root.said.replace("\\", "/")):
-        for kind in KINDS:
+        for kind in kinds:
             if kind.pattern.search(path):
                 way_out = words(kind.way_out, path=path)
                 values = {"path": path, "kind": kind.name, "way_out": way_out}
