@@ -186,8 +186,6 @@ ADAPTERS = {
     "transformers/__init__.py)": ("llmcompressor-moved", "from llmcompressor import oneshot"),
     "torch.fx.proxy.TraceError: symbolically traced variables cannot be used as inputs to control flow"
     " (llmcompressor/pipelines/sequential/helpers.py)": ("llmcompressor-tracing", "tracing_ignore"),
-    "ImportError: Found an incompatible version of torchao. Found version 0.9.0, but only versions above 0.16.0 are"
-    " supported": ("version-required", "'torchao>=0.16.0'"),
     'FileNotFoundError: No such file or directory: "output/adapter_model.safetensors"': (
         "adapter-weights-missing",
         "ls -la output",

@@ -100,8 +100,6 @@ _NAMED = rf"(?<![\w./-])(?P<package>{_KNOWN})[`'\"]?"
 _IN_WORDS = tuple(
     re.compile(rf"(?i){pattern}")
     for pattern in (
-        rf"incompatible version of (?P<package>[a-z][\w-]{{1,60}})\. found version [\w.+]{{1,40}},"
-        rf" but only versions (?:above|>=) {_LEAST}",
         rf"(?:upgrad|updat)\w{{1,4}} (?:your )?{_NAMED} to (?:at least )?(?:version )?{_LEAST}",
         rf"{_NAMED} (?:version )?(?:(?:must|should|has to) be |of )?(?:at least|>=|≥) ?{_LEAST}",
         rf"{_NAMED} (?:package )?version to be (?:greater (?:than )?or equal|at least|higher)(?: than| to)? {_LEAST}",
