@@ -36,7 +36,7 @@ def test_the_range_of_a_refused_version_is_in_the_command() -> None:
 
 
 SETTINGS = {
-    "ValueError: Please use `FORCE_TORCHRUN=1` to launch DeepSpeed training.": "FORCE_TORCHRUN=1",
+    "ValueError: Please use `FORCE_FROB=1` to launch DeepSpeed training.": "FORCE_FROB=1",
     "ValueError: the eval split is too small for packing. You should set `eval_sample_packing: False`.": "False`",
     "The backend is not set, please initialize it using init_process_group()": "init_process_group()",
 }
@@ -81,7 +81,7 @@ def test_an_exception_copied_from_a_notebook() -> None:
     ("said", "code"),
     [
         ("i get an error:\nmodule 'fastchat.conversation' has no attribute 'x'", "module-attribute-missing"),
-        ("Unsloth: No config file found - is the `model_name` correct?", "unknown-failure"),
+        ("Unsloth: No config file found - is the `model_name` correct?", "unsloth-no-config"),
         ("ImportError: libcudart.so.11.0: cannot open shared object file: No such", "cuda-library-missing"),
         (raised("FileNotFoundError: Cannot find /data/iter_864.pth"), "file-missing"),
         (

@@ -116,7 +116,10 @@ DATA = {
         "groupby",
     ),
     "jinja2.exceptions.TemplateError: System role not supported": ("chat-refused", "messages.pop(0)"),
-    "json.decoder.JSONDecodeError: Extra data: line 2 column 1 (char 30)": ("json-broken", "json.tool"),
+    "json.decoder.JSONDecodeError: Extra data: line 2 column 1 (char 30)": (
+        "json-broken",
+        "json.loads(line)",
+    ),
     "UnicodeDecodeError: 'gbk' codec can't decode byte 0x80 in position 7: illegal": (
         "text-of-platform",
         "PYTHONUTF8=1",
@@ -323,8 +326,8 @@ CALLS = {
         "raise ValueError(text)",
         f"{SITE}/llamafactory/data/template.py",
     ): (
-        "choice-of-other-release",
-        "-U llamafactory",
+        "template-unknown",
+        "",
     ),
     "AttributeError: /venv/lib/python3.11/site-packages/bitsandbytes/libbitsandbytes_cpu.so: undefined symbol: "
     "cdequantize_blockwise_fp16_nf4": ("library-for-cpu", "torch.version.cuda"),
@@ -540,7 +543,10 @@ REFUSALS = {
         "operator-missing",
         "save_only_model",
     ),
-    "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --local_rank=0": ("unknown-argument", ""),
+    "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --local_rank=0": (
+        "local-rank-argument",
+        "",
+    ),
 }
 
 

@@ -318,13 +318,13 @@ def test_a_bare_heading_is_no_failure() -> None:
 
 
 def test_a_package_that_is_published_twice_counts_once() -> None:
-    found = first(*raised("AttributeError: type object 'Trainer' has no attribute 'add_argparse_args'"))
-    assert "pytorch-lightning<2.0.0" in found.remedy.en
+    found = first(*raised("AttributeError: type object 'Trainer' has no attribute 'default_attributes'"))
+    assert "pytorch-lightning" in found.remedy.en
 
 
 def test_a_decorator_is_not_the_caller() -> None:
     site = "/home/user/venv/lib/python3.11/site-packages/pytorch_lightning/utilities/argparse.py"
-    said = "TypeError: Trainer.__init__() got an unexpected keyword argument 'gpus'"
+    said = "TypeError: Trainer.__init__() got an unexpected keyword argument 'resume_from_checkpoint'"
     below = raised(said, site, "return fn(self, **kwargs)")[1:]
     found = first(*raised("")[:-1], *below)
     assert found.code == "api-is-gone" and "pytorch-lightning<2.0.0" in found.remedy.en

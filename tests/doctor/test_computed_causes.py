@@ -25,21 +25,15 @@ PARTS = {
     raised(
         "KeyError: 'frob'", "md = m[fqn]", f"{SITE}/torch/distributed/checkpoint/default_planner.py"
     ): "allow_partial_load",
-    "ValueError: [deepspeed] failed to resume from checkpoint out/checkpoint-8": "save_only_model",
     "mlflow.exceptions.MissingConfigException: Yaml file 'mlruns/0/meta.yaml' does not exist.": "report",
-    "use_fast=False fails with 'TypeError: not a string' for some models": "tokenizer.model",
     "RuntimeError: ptrDesc->finalize()": "LD_LIBRARY_PATH",
     "RuntimeError: CUDA error: unspecified launch failure": "dmesg",
-    "RuntimeError: call aclnnFrob failed, detail: EZ9999: Inner Error!": "ASCEND_LAUNCH_BLOCKING",
     "The installed version of bitsandbytes was compiled without GPU support.": "bitsandbytes",
     "RuntimeError: Unsloth: Please file a bug report! Error patching SFTTrainer": "unsloth unsloth_zoo",
     raised(
         "RuntimeError: Loading lora /out/frob failed", "f()", f"{SITE}/vllm/lora/worker_manager.py"
     ): "--merge",
     "int deepspeed_io_handle_t::wait(): Assertion `_num_pending_ops > 0' failed.": '"device": "cpu"',
-    raised("TypeError: not a string", "return _sentencepiece.SentencePieceProcessor_LoadFromFile(self, a)"): (
-        "AutoTokenizer"
-    ),
 }
 
 
@@ -60,9 +54,9 @@ def test_an_entry_of_a_checkpoint_that_is_no_tensor() -> None:
 
 def test_an_argument_of_other_releases_comes_with_their_range() -> None:
     found = first("ValueError: remaining_argv: ['--train_type', 'lora']")
-    assert found.code == "unknown-argument" and "'ms-swift>=3.0.0,<=4.0.4'" in found.remedy.en
+    assert found.code == "unknown-argument" and "up to 4.0.4: it is `--tuner_type` now" in found.remedy.en
     later = first("ms-swift==4.6.0\nValueError: remaining_argv: ['--sft_type', 'lora']")
-    assert "up to 2.6.1: delete it" in later.remedy.en
+    assert "up to 2.6.1: it is `--tuner_type" in later.remedy.en
     assert (
         "3.0.0" not in first("ValueError: remaining_argv: ['--train_type', 'lora', '--frob', '1']").remedy.en
     )
@@ -89,7 +83,7 @@ def test_a_hang_in_somebody_s_own_words(said: str) -> None:
     found = first(said)
     assert found.code == "hang-described" and found.certainty == "possible"
     assert "py-spy" in found.remedy.en and "py-spy" in found.remedy.zh
-    assert not diagnose_text("log", f"{said}\n" + "step: 1\n" * 10)
+    assert not diagnose_text("log", "INFO: a worker hung up\n" + "step: 1\n" * 10)
 
 
 def test_what_a_shell_says_after_a_script_died_is_no_progress() -> None:

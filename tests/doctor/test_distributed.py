@@ -199,7 +199,7 @@ LINES = {
     "[W socket.cpp:663] [c10d] The IPv4 network addresses of (node-01, 29500) cannot be retrieved (gai error: -2 - Name"
     " or service not known).": "host-unreachable",
     "python: can't open file '/w/train.py': [Errno 2] No such file or directory\nERROR:torch.distributed.elastic."
-    "multiprocessing.api:failed (exitcode: 2) local_rank: 0 (pid: 44) of binary: /usr/bin/python3": "script-not-there",
+    "multiprocessing.api:failed (exitcode: 2) local_rank: 0 (pid: 44) of binary: /usr/bin/python3": "no-such-script",
     "error: #error -- unsupported GNU version! gcc versions later than 11 are not supported!\n"
     "RuntimeError: Error building extension 'fused_adam'": "compiler-too-new",
 }

@@ -19,11 +19,11 @@ import pytest
 
 import reshard.doctor
 from reshard.doctor.entries import catalogue
+from reshard.doctor.meanings import beside, messages
 from reshard.doctor.reading import LONGEST_LINE
 from reshard.doctor.shortages import _FLAG, _kinds, _of_memory
 from reshard.doctor.spelling import _shows
 from reshard.doctor.symptoms import SPREAD, described
-from reshard.doctor.systems import beside, messages
 
 if sys.version_info >= (3, 11):
     from re import _parser as parser

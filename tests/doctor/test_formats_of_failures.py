@@ -52,7 +52,7 @@ COMPUTED = {
         "ImportError: cannot import name 'top_k_top_p_sampling_from_probs' from 'flashinfer.sampling'",
         "from flashinfer.sampling import top_k_top_p_sampling_from_probs",
         f"{SITE}/sglang/srt/server.py",
-    ): ("import-of-other-release", "pip install -U sglang flashinfer-python"),
+    ): ("engine-kernels-release", "flashinfer-python"),
     "OSError: Error no file named pytorch_model.bin, model.safetensors or flax_model.msgpack found in directory "
     r"D:\models\gemma-3-1b-it-q4_0-gguf.": ("artefact-mixed-up", "gguf_file="),
     "OSError: Can't load tokenizer for 'TheBloke/Llama2-13B-GGUF'. If you were trying to load it from the Hub": (

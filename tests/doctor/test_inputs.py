@@ -103,7 +103,7 @@ INPUTS = {
     ),
     "AttributeError: 'TrainingArguments' object has no attribute 'model_init_kwargs'": (
         "attribute-of-heir",
-        "XConfig",
+        "import SFTConfig",
     ),
     "trainer = DPOTrainer(m)\nAttributeError: 'TrainingArguments' object has no attribute 'model_init_kwargs'": (
         "attribute-of-heir",

@@ -120,8 +120,8 @@ CAUSES = {
         "strict=False",
     ),
     "RuntimeError: indices should be either on cpu or on the same device as the indexed tensor (cpu)": (
-        "devices-mixed",
-        "inputs.to(model.device)",
+        "device-of-index",
+        ".to(",
     ),
 }
 

@@ -36,7 +36,7 @@ SAID = {
         "likely",
         "pip install -U vllm",
     ),
-    SWIFT.replace("/home/user/ms-swift", SITE): ("api-is-gone", "likely", "ms-swift<3.0.0"),
+    SWIFT.replace("/home/user/ms-swift", SITE): ("api-is-gone", "likely", "ms-swift>=1.5.0,<3.0.0"),
     raised(LLAVA.format(SITE), "from llava.model import X", f"{SITE}/frob/a.py"): (
         "import-of-other-release",
         "likely",
@@ -88,7 +88,7 @@ SAID = {
     "AssertionError: rollout world_size: 1 is not divisible by infer_tp: 2": (
         "not-divisible",
         "likely",
-        "Set `infer_tp` to a divisor of 1",
+        "Set `actor_rollout_ref.rollout.tensor_model_parallel_size` to a divisor of 1",
     ),
     raised("ImportError: Unsloth: Please import Unsloth before peft."): (
         "import-order",

@@ -87,8 +87,8 @@ REQUESTS = {
         "server-not-listening",
         "localhost:11434",
     ),
-    "llama_model_load: error loading model: tensor 'token_embd.weight' has wrong shape; expected  4096, 32000, got"
-    "  4096, 32001": ("gguf-shape", "reshard inspect FOLDER"),
+    "llama_model_load: error loading model: tensor 'blk.0.attn_k.weight' has wrong shape; expected  4096, 1024, got"
+    "  4096, 2048": ("gguf-shape", "reshard inspect FOLDER"),
     'Error: unsupported architecture "Qwen3ForCausalLM"': ("gguf-architecture", "FROM ./model.gguf"),
     "ValueError: The quantization method fp8 is not supported for the current GPU. Minimum capability: 80. Current"
     " capability: 75.": ("quantization-not-on-gpu", "--quantization awq"),

@@ -35,11 +35,11 @@ CASES = [
     ("model.norm.weight", [2048], [4096], "one tensor-parallel rank of 2"),
     ("model.layers.0.mlp.up_proj.weight", [2048], [64, 32], "flattened"),
     ("model.layers.0.mlp.up_proj.weight", [13824, 5120], [11008, 4096], "several dimensions"),
-    ("layers.19.mlp.up_proj.weight", [13824, 64], [13696, 64], "neither divides"),
+    ("layers.19.mlp.up_proj.weight", [13824, 64], [13696, 64], "no tensor-parallel shard"),
     ("classifier.weight", [9, 64], [5, 64], "num_labels=9"),
     ("score.weight", [2, 64], [1, 64], "num_labels=2"),
     ("weight", [128256, 64], [128003, 64], "253 more"),
-    ("weight", [13824, 64], [13696, 64], "neither divides"),
+    ("weight", [13824, 64], [13696, 64], "no tensor-parallel shard"),
 ]
 
 
@@ -119,6 +119,6 @@ def test_numbers_that_speak_against_an_entry_are_believed() -> None:
         "base_model.model.layers.19.mlp.up_proj.lora_B.default.weight", [13824, 64], [13696, 64]
     )
     (found,) = diagnose_text("log", said)
-    assert found.code == "shape-other-size" and "neither divides" in found.rule.en
+    assert found.code == "shape-other-size" and "no tensor-parallel shard" in found.rule.en
     rank = LOAD.format("base_model.model.layers.19.mlp.up_proj.lora_A.default.weight", [16, 64], [8, 64])
     assert diagnose_text("log", rank)[0].code == "peft-size-mismatch-rank"

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from reshard.doctor.logs import diagnose_text
+from reshard.doctor.meanings import defaults, messages
 from reshard.doctor.rules import rules
-from reshard.doctor.systems import UNNAMED, messages
 from tests.doctor.test_classes import SITE, first, raised
 
 NO_FILE = "cannot open shared object file: No such file or directory"
@@ -228,5 +228,5 @@ def test_every_message_is_of_a_rule_whose_braces_it_fills() -> None:
     for name, patterns in messages():
         texts = "".join(rules()[name][key]["en"] for key in ("title", "cause", "cure"))
         braces = set(re.findall(r"(?<!\{)\{(\w+)\}(?!\})", texts))
-        filled = {"where"} | set(UNNAMED.get(name, {}))
+        filled = {"where"} | set(defaults(name))
         assert all(braces <= pattern.groupindex.keys() | filled for pattern in patterns), name

@@ -32,7 +32,7 @@ TENSORS = {
         "os.listdir",
     ),
     "RuntimeError: cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned": (
-        "pin-of-gpu",
+        "batch-pinned-on-gpu",
         "pin_memory=False",
     ),
     "RuntimeError: unscale_() has already been called on this optimizer since the last update().": (
@@ -224,6 +224,39 @@ COMPUTED = {
     "    for x, y in train_loader:\nValueError: too many values to unpack (expected 2)": (
         "batch-unpacked",
         "next(iter(train_loader))",
+    ),
+    "FileNotFoundError: [Errno 2] No such file or directory: 'numactl'": (
+        "program-missing",
+        "--bind_cores_to_rank",
+    ),
+    "RuntimeError: Error(s) in loading state_dict for EmbeddingPipe: size mismatch for word_embeddings.weight: copying"
+    " a param with shape torch.Size([25216, 6144]) from checkpoint, the shape in current model is torch.Size([50304,"
+    " 6144]).": ("shape-shard", "reshard convert CHECKPOINT"),
+    "RuntimeError: Error(s) in loading state_dict for F:\n\tsize mismatch for lm_head.weight: copying a param with"
+    " shape torch.Size([50272, 512]) from checkpoint, the shape in current model is torch.Size([50272, 1024]).": (
+        "shape-other-size",
+        "config.json",
+    ),
+    "[NeMo E 2026-08-10] Model instantiation failed!\n    Error(s):   Key 'frobs' is not in struct\n"
+    "        full_key: decoding.frobs\n        object_type=dict\n    Traceback (most recent call last):": (
+        "config-lacks-key",
+        "+decoding.frobs=VALUE",
+    ),
+    "ImportError: cannot import name '_frob' from 'unsloth_zoo.loss_utils'": (
+        "import-of-other-release",
+        "-U unsloth unsloth_zoo",
+    ),
+    f'Traceback (most recent call last):\n  {SITE}/vllm/entrypoints/llm.py", line 212, in __init__\n'
+    "    engine_args = EngineArgs(\nTypeError: EngineArgs.__init__() got an unexpected keyword argument"
+    " 'worker_extension_cls'": ("api-came-later", "vllm>=0.8.0"),
+    "ValueError: Call to add_lora method failed: vLLM only supports modules_to_save being None.": (
+        "adapter-with-whole-layers",
+        "--merge --base BASE",
+    ),
+    "huggingface_hub.errors.HFValidationError: Repo id must use alphanumeric chars or '-', '_', '.', '--' and '..' are"
+    " forbidden, '-' and '.' cannot start or end the name, max length is 96: './lora-out'.": (
+        "hf-path-taken-for-repo",
+        "ls -d",
     ),
 }
 

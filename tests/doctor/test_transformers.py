@@ -162,7 +162,7 @@ MODELS = {
     "vocabulary.": ("added-token-elsewhere", "transformers>=4.34"),
     "RuntimeError: The expanded size of the tensor (873) must match the existing size (512) at "
     "non-singleton dimension 1.": (
-        "text-beyond-positions",
+        "shape-positions",
         "truncation=True, max_length=512",
     ),
     "ValueError: Unable to infer channel dimension format": ("image-channels", 'convert("RGB")'),

@@ -14,6 +14,7 @@ from reshard.doctor.history.versions import Versions
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.rules import told
 from reshard.doctor.spelling import Usage, keys_of
+from reshard.doctor.upstream import place_in_code
 from reshard.doctor.words import words
 from reshard.suggest import closest
 
@@ -120,12 +121,22 @@ _OF_CONFIG = re.compile(
 """What accelerate says of keys in its config that it does not know: those of newer releases, or misspelled ones."""
 
 
+_LACKS = re.compile(
+    r"(?:ConfigAttributeError:|Error\(s\):) {1,8}(?:Key '|Missing key )(?P<name>\w+)[^\n]{0,40}\s{1,20}"
+    r"full_key: (?P<key>[\w.]{1,200})"
+)
+
+
 def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
     """The finding for a key that no catalogue entry covers."""
     config = _OF_CONFIG.search(root.said)
     if config and set(_NAME.findall(config["keys"])) <= Keys("accelerate", Versions()).known:
         return told("accelerate-config-newer", [place], config.groupdict(), certainty="likely")
     texts = of_releases(root, log) or evidence(root, log)
+    lacks = None if "Could not override" in log.text else _LACKS.search(root.said)
+    if lacks and texts in ([], [words("argument-unknown", name=lacks["key"])]):
+        values = {**lacks.groupdict(), "where": place_in_code(root.root)}
+        return told("config-lacks-key", [place], values, certainty="likely")
     if not texts:
         return None
     lines = Text("; ".join(each.en for each in texts), "；".join(each.zh for each in texts))

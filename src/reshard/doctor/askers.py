@@ -188,13 +188,18 @@ _PAIR = re.compile(
 )
 
 
+_PARTNERS = {"unsloth_zoo": "unsloth"}
+"""Packages that only one other package imports."""
+
+
 def of_pair(root: Traceback, log: Log) -> Finding | None:
     """The finding that a package imports a name which the installed release of another one does not have.
 
     For packages whose history is not known.
     """
-    match, asking = _PAIR.search(root.said), owner(root.frames[-1]) if root.frames else None
-    if match is None or asking is None or "partially initialized" in root.said:
+    match = _PAIR.search(root.said)
+    asking = owner(root.frames[-1]) if root.frames else match and _PARTNERS.get(match["package"])
+    if match is None or not asking or "partially initialized" in root.said:
         return None
     called = match["package"]
     own = match["path"] and not _INSTALLED.search(match["path"])

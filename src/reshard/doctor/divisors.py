@@ -96,7 +96,12 @@ def checked(failure: Traceback, log: Log) -> Check | None:
 def _shown(name: str) -> str:
     """The name of a setting alone."""
     plain = re.sub(rf"{_NUMBER_AFTER.pattern}|^[Tt]he |\.$", "", name.strip())
-    return re.sub(r"^(?:self\.)?(?:(?:\w+\.)*\w*(?:args|config)|self)\.", "", plain)
+    alone = re.sub(r"^(?:self\.)?(?:(?:\w+\.)*\w*(?:args|config)|self)\.", "", plain)
+    return OPTIONS.get(alone, alone)
+
+
+OPTIONS = {"infer_tp": "actor_rollout_ref.rollout.tensor_model_parallel_size"}
+"""Variables in messages, and the settings that they hold: verl's."""
 
 
 _NUMBER_AFTER = re.compile(r"(?:: ?|[ =])\(?(?P<value>\d+)\)?")

@@ -410,7 +410,22 @@ def _begun(lines: Sequence[Line]) -> Traceback | None:
     if line is None:
         return None
     message = line.text[line.text.index(START) :].strip()
+    if message.rstrip(":") == START and (stated := _stated_above(line, lines)):
+        return stated
     return Traceback(line.stream, line.number, line.number, line.number, CUT_OFF, message, [message])
+
+
+_STATES = re.compile(r"^\s*(?:Error\(s\)|Reason|Cause|Error|Exception): ")
+
+
+def _stated_above(start: Line, lines: Sequence[Line]) -> Traceback | None:
+    """The error that a program states above a traceback of which only the first line was pasted."""
+    above = [line for line in lines if line.stream == start.stream and 0 < start.number - line.number <= FEW]
+    at = next((at for at, line in enumerate(above) if _STATES.match(line.text)), None)
+    if at is None:
+        return None
+    said = "\n".join(line.text.strip() for line in above[at:])
+    return Traceback(start.stream, above[at].number, above[at].number, start.number, "", said)
 
 
 LAST = 3

@@ -42,6 +42,7 @@ from reshard.doctor.inputs import of_input
 from reshard.doctor.kinds import BY_KIND, filled_in, in_notebook, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import OF_SCRIPTS, Match, first_sign, match_log, which_is_first
+from reshard.doctor.meanings import is_over, is_over_history
 from reshard.doctor.modelfiles import of_model_files
 from reshard.doctor.parts import of_part
 from reshard.doctor.pythons import of_pythons
@@ -55,7 +56,7 @@ from reshard.doctor.shapes import computed, contradict, pairs
 from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.stale import of_stale
 from reshard.doctor.symptoms import of_symptom
-from reshard.doctor.systems import is_over, is_over_history, of_kernels, of_system, reported, warned
+from reshard.doctor.systems import of_kernels, of_system, reported, warned
 from reshard.doctor.tasks import of_task
 from reshard.doctor.undefined import of_guarded
 from reshard.doctor.upstream import own_code, search_of

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from reshard.doctor.artefacts import kind_of_file
 from reshard.doctor.attributes import of_attribute, of_none
+from reshard.doctor.builds import supplied
 from reshard.doctor.finding import Finding
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.lookups import of_key
@@ -62,6 +63,8 @@ def _file(root: Traceback, log: Log) -> Told | None:
     if match is None:
         return _file_of_kind(root)
     path = (match["path"] or match["other"]).strip()
+    if re.fullmatch(r"[a-z][\w+-]{1,30}", path) and (program := supplied("programs", path)):
+        return "program-missing", program
     if named := _of_kind(path):
         return named
     if _LEGACY.search(path):

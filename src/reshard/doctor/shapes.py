@@ -35,6 +35,10 @@ _NARROW = re.compile(
 )
 
 _EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score")
+_VOCABULARY = re.compile(r"lm_head|embed_tokens|\bwte\b|word_embeddings|embed_out")
+"""Embeddings and heads of which no tensor-parallel rank has a part of each row."""
+PADDED = 128
+"""`--make-vocab-size-divisible-by`, unless it is set."""
 _LABELS = re.compile(
     r"(?:^|\.)(?:classifier|score|qa_outputs|classification_head)\b"
     r"|^(?:\w{1,40}\.)?(?:fc|head|heads\.head)\.(?:weight|bias)$"
@@ -136,6 +140,10 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
     if _LABELS.search(name) and at == 0 and max(ours, theirs) <= MOST_LABELS:
         return "labels", numbers
     embeds = _EMBEDDING.search(name) or (name == "weight" and min(ours, theirs) > LARGEST_LAYER)
+    if at == 0 and embeds and (ranks := _ranks_of_padded(ours, theirs)):
+        return "shard", {**numbers, "ratio": ranks}
+    if at == 1 and len(saved) == 2 and _VOCABULARY.search(name):
+        return "other-size", numbers
     if at == 0 and embeds and abs(ours - theirs) < MOST_PADDING * max(ours, theirs):
         return "rows", {**numbers, "more": abs(ours - theirs)}
     small, large = sorted((ours, theirs))
@@ -145,6 +153,15 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
     if _KEYS_VALUES.search(name) and ours > theirs:
         return "heads", numbers
     return ("shard" if ours < theirs else "model-shard"), numbers
+
+
+def _ranks_of_padded(rows: int, whole: int) -> int:
+    """The ranks over which Megatron has cut a vocabulary of which `rows` are one part; 0 if it has not.
+
+    It pads the vocabulary to a multiple of 128 for each rank, so another number of ranks has other padding.
+    """
+    fits = (ranks for ranks in (2, 4, 8, 16) if abs(rows * ranks - whole) < PADDED * ranks)
+    return next(fits, 0) if rows % PADDED == 0 else 0
 
 
 def _of_elements(said: str) -> Told | None:

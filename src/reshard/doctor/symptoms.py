@@ -11,8 +11,8 @@ from functools import lru_cache
 
 from reshard.doctor.finding import Finding
 from reshard.doctor.log import Line, Log
+from reshard.doctor.meanings import beside
 from reshard.doctor.rules import rules, told_at
-from reshard.doctor.systems import beside
 
 SHORT = 40
 """Most lines of a text in which somebody describes a run."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache
 
 from reshard.doctor.builds import package_of_extension, supplied, way_to_rebuild
 from reshard.doctor.failures import CUT_OFF, EXIT
 from reshard.doctor.finding import Finding, Text
 from reshard.doctor.history.table import table
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.rules import Told, rules, told_at
+from reshard.doctor.meanings import of_message, warnings
+from reshard.doctor.rules import Told, told_at
 from reshard.doctor.upstream import place_in_code
 from reshard.doctor.wheels import of_build, of_offered, of_platform, of_wheel
 from reshard.doctor.words import words
@@ -76,8 +76,6 @@ LAST_WORDS = 12
 _LAUNCHES = re.compile(
     r"accelerate[/\\]commands[/\\]|torch[/\\]distributed[/\\](?:run|launch)|launcher[/\\]api\.py"
 )
-_IGNORED = re.compile(r"WARNING: tokenization mismatch: \d+ vs\. \d+\.")
-"""A report of data that a program does not train on, after which it continues."""
 _OTHERS = re.compile(r"tensorflow|TF-TRT|libnvinfer|dso_loader|jax", re.IGNORECASE)
 """Packages that report missing libraries as a matter of course."""
 _PACKAGE = re.compile(
@@ -103,8 +101,6 @@ def _packages(text: str) -> set[str]:
 def reported(log: Log) -> Traceback | None:
     """A report of something that was not loaded, as the failure of a log that has no other."""
     for line in log.lines:
-        if _IGNORED.search(line.text):
-            return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
         later = line.number > log.progress.get(line.stream, 0)
         if later and _HIDDEN.search(line.text) and not _OTHERS.search(line.text):
             return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
@@ -114,92 +110,9 @@ def reported(log: Log) -> Traceback | None:
 def warned(log: Log) -> Traceback | None:
     """The same for the first warning that a rule knows, wherever it is."""
     for line in log.lines:
-        if any(pattern.search(line.text) for pattern in _warnings()):
+        if any(pattern.search(line.text) for pattern in warnings()):
             return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
     return None
-
-
-# ------------------------------------------------------------------------------------------ messages of one meaning
-
-
-def _said(said: str, log: Log) -> Told | None:
-    for identifier, patterns in messages():
-        match = next((hit for pattern in patterns if (hit := pattern.search(said))), None)
-        if match and beside(identifier).search(log.text):
-            defaults = UNNAMED.get(identifier, {})
-            given = {name: value for name, value in match.groupdict().items() if value}
-            return identifier, {**defaults, **given}
-    return None
-
-
-UNNAMED: dict[str, dict[str, object]] = {
-    "dataset-not-found": {"name": "NAME"},
-    "rows-too-long": {"limits": ""},
-    "library-not-loaded": {"package": "bitsandbytes"},
-    "gguf-vocabulary": {"sizes": ""},
-    "quant-state-none": {"name": "quant_state"},
-    "vision-built-for": {"package": "torchvision"},
-    "windows-library": {"what": "a library"},
-    "compiler-too-old": {"standard": "17"},
-    "engine-does-not-shard": {"what": ""},
-    "repository-not-reached": {"why": ""},
-    "bridge-lacks-model": {"model": Text("this model", "这个模型")},
-    "collective-on-cpu": {"device": "cpu"},
-    "ray-disk-full": {"path": "/tmp/ray"},
-    "reward-function-arguments": {"name": "**kwargs"},
-    "mergekit-vocabulary": {"one": "–"},
-    "engine-of-other-tensorrt": {"has": "TensorRT", "wants": "GPU"},
-    "ascend-operator": {"name": ""},
-    "model-not-served": {"name": "MODEL"},
-    "server-not-listening": {"host": "localhost", "port": "11434"},
-    "quantization-differs": {"has": "not quantized", "given": "…"},
-    "user-without-name": {"name": "UID"},
-    "numpy-half-changed": {"name": "numpy.core"},
-    "pip-times-out": {"host": "the index"},
-    "setuptools-newer": {"name": "use_2to3"},
-    "module-not-set-up": {"name": "Net"},
-    "input-dimensions": {"layer": "BatchNorm"},
-}
-"""Values for braces, if the message has none."""
-
-
-@lru_cache(maxsize=1)
-def messages() -> tuple[tuple[str, tuple[re.Pattern[str], ...]], ...]:
-    """The rules that are told by messages, with these messages, in order."""
-    told_by = ((name, rule["said"]) for name, rule in rules().items() if "said" in rule)
-    return tuple((name, tuple(map(re.compile, patterns))) for name, patterns in told_by)
-
-
-@lru_cache(maxsize=1)
-def _warnings() -> tuple[re.Pattern[str], ...]:
-    """The messages of rules about what ends no run."""
-    return tuple(each for name, own in messages() if rules()[name]["severity"] == "warning" for each in own)
-
-
-@cache
-def beside(identifier: str) -> re.Pattern[str]:
-    """What a log has to contain besides the message of a rule."""
-    return re.compile(rules()[identifier].get("beside", ""))
-
-
-def is_over_history(failure: Traceback) -> bool:
-    """Whether a rule knows a message better than the history of releases: `over_history` in its file."""
-    return any(
-        pattern.search(failure.said)
-        for name, patterns in messages()
-        if rules()[name].get("over_history")
-        for pattern in patterns
-    )
-
-
-def is_over(entries: frozenset[str], failure: Traceback, log: Log) -> bool:
-    """Whether a rule that is `over` entries of the catalogue knows a message, too: better than they do."""
-    return any(
-        pattern.search(failure.said) and beside(name).search(log.text)
-        for name, patterns in messages()
-        if entries <= set(rules()[name].get("over", ()))
-        for pattern in patterns
-    )
 
 
 # ------------------------------------------------------------------------------------------ shared libraries
@@ -458,7 +371,7 @@ _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
         of_wheel,
         of_platform,
         _tokenizer,
-        _said,
+        of_message,
         of_build,
     ),
 )

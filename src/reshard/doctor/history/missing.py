@@ -265,14 +265,17 @@ def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
 def _of_others(root: Traceback, found: Iterable[Missing]) -> Iterator[Missing]:
     """Without functions of the package that calls them: it is one release, so what it calls is somebody's override.
 
-    A config that it makes of the keys in a file is not: the file is another release's.
+    A config that it makes of the keys in a file, or of keywords that it got, is not: these are another release's.
     """
     at = -2 if _FORWARDS.search(root.source) and len(root.frames) > 1 else -1
     caller = package_of(root.frames[at]) if root.frames else None
     of_file = root.frames and "**" in root.source and _CONFIGS.search(root.frames[-1])
-    return (each for each in found if of_file or each.table.raw["root"] != caller)
+    passed = of_file or _PASSES.search(root.source)
+    return (each for each in found if passed or each.table.raw["root"] != caller)
 
 
+_PASSES = re.compile(r"\b\w+(?:Args|Arguments|Config)\($")
+"""The first line of a call that ends with the keywords of somebody else."""
 _CONFIGS = re.compile(r"[/\\]config\w*(?:\.py|[/\\])")
 """A package's code that reads configs, by its path."""
 _FORWARDS = re.compile(r"^(?:return |\w+ = )?\w+\((?:self, )?(?:\*args, )?\*\*kwargs\)$")

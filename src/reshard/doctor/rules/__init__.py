@@ -1,11 +1,11 @@
 """The texts of the doctor's own rules, in this folder: what happens, why, and what to do.
 
 Braces are filled in by whoever tells a rule. `said` has messages with one meaning, whatever the run does: their named
-groups fill the braces, and the first rule that matches counts, by the names of the files. If such words have several
-meanings, `beside` has what else the log must contain. `certainty` is "possible" for rules that say where to look rather
-than why. `over_history` rules know a message better than the history of releases. `shows` has the words in which people
-describe a run that does not fail, `over` the catalogue's entries that the rule knows better than. Without `said` or
-`shows`, code computes when a rule applies.
+groups fill the braces (`defaults`: those that a message may lack), and the first rule that matches counts, by the names
+of the files (`meanings.py`). If such words have several meanings, `beside` has what else the log must contain.
+`certainty` is "possible" for rules that say where to look rather than why. `over_history` rules know a message better
+than the history of releases. `shows` has the words in which people describe a run that does not fail, `over` the
+catalogue's entries that the rule knows better than. Without `said` or `shows`, code computes when a rule applies.
 """
 
 from __future__ import annotations
