@@ -258,6 +258,26 @@ COMPUTED = {
         "hf-path-taken-for-repo",
         "ls -d",
     ),
+    "ERROR: Could not install packages due to an OSError: [Errno 2] No such file or directory: "
+    f"'C:\\\\Temp\\\\{'frob' * 70}.hpp'": ("path-too-long", "LongPathsEnabled"),
+    f'Traceback (most recent call last):\n  {SITE}/frob/a/__init__.py", line 9, in <module>\n    open(path)\n'
+    f"FileNotFoundError: [Errno 2] No such file or directory: '{SITE[6:]}/frob/a/version'": (
+        "package-without-part",
+        "pip uninstall -y frob",
+    ),
+    "TypeError: _unsloth_frob() takes 3 positional arguments but 4 were given": (
+        "unsloth-of-other-release",
+        "unsloth unsloth_zoo",
+    ),
+    "Usage:\n  pip install [options] ...\nno such option: --config-settings": (
+        "pip-option-of-later-release",
+        "pip>=23.1",
+    ),
+    "numpy  2.1\ntorch  2.9\nvllm  0.16.0\n\nValueError: Following weights were not initialized from checkpoint: "
+    "{'model.layers.16.eh_proj.weight', 'model.layers.16.enorm.weight'}": (
+        "mtp-not-saved",
+        "--speculative-config",
+    ),
 }
 
 

@@ -22,14 +22,17 @@ MOST_OTHER = 0.1
 _PACKAGE = re.compile(
     r"(?P<name>[A-Za-z][\w.-]*)(?:\[[\w,-]+\])?(?:\s*===?\s*|\s+)v?(?P<version>\d[\w.+!-]*)(?:\s+[\w./:@+~-]+){0,2}\s*$"
 )
+_FAILURE = re.compile(r"\s*(?:[\w.]{0,100}(?:Error|Exception): |Traceback \(most recent call last\))")
 _OTHER = re.compile(r"\s*(?:#.*|-e\s.*|-+(?:\s+-+)*|Package\s+Version.*|[\w.-]+\s+@\s+\S+)?\s*")
 
 
 def versions_in(lines: Iterable[str]) -> dict[str, str]:
-    """Versions by package, if the lines are a list of packages; else {}."""
+    """Versions by package, if the lines are a list of packages without a failure among them; else {}."""
     found: dict[str, str] = {}
     other = 0
     for line in lines:
+        if _FAILURE.match(line):
+            return {}
         if match := _PACKAGE.match(line.rstrip()):
             found[canonicalize_name(match["name"])] = match["version"]
         elif not _OTHER.fullmatch(line):

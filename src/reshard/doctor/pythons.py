@@ -12,6 +12,7 @@ from reshard.doctor.artefacts import kind_of_file
 from reshard.doctor.attributes import of_attribute, of_none
 from reshard.doctor.builds import supplied
 from reshard.doctor.finding import Finding
+from reshard.doctor.history.table import PACKAGES
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.lookups import of_key
 from reshard.doctor.rules import Told, told_at
@@ -55,6 +56,7 @@ _OF_MODEL = re.compile(
     r"|chat_template\.jinja|(?:configuration|modeling|tokenization|processing)_\w+\.py)$"
 )
 """Files of a Hugging Face model other than its weights."""
+_OWN_FILE = re.compile(r"/(?:site|dist)-packages/(?P<package>\w+)/(?P<part>\S+)$")
 _REPLACED = re.compile(r"[{<\[]\w+[}>\]]|path[_/]to|your[_-]|/path/|\$\{?\w|XXX", re.IGNORECASE)
 
 
@@ -72,6 +74,14 @@ def _file(root: Traceback, log: Log) -> Told | None:
         return "file-of-legacy", {"path": path, "way": way}
     if _REPLACED.search(path):
         return "file-placeholder", {"path": path}
+    if (own := _OWN_FILE.search(path)) and root.frames and f"/{own['package']}/" in root.frames[-1]:
+        package = own["package"]
+        distribution = PACKAGES.get(package, package.replace("_", "-"))
+        return "package-without-part", {
+            "package": package,
+            "module": own["part"],
+            "distribution": distribution,
+        }
     if of_model := _OF_MODEL.search(path):
         return "file-of-model", {"file": of_model["file"], "folder": path[: of_model.start()] or "FOLDER"}
     if path.startswith("/tmp/") or "/.cache/" in path or "torchelastic" in path:

@@ -276,7 +276,8 @@ def _shown(found: Shortage) -> dict[str, object]:
         share = found.numbers.get("there", 0.0) / found.numbers["total"]
         shown["share"] = f"{max(0.1, share - 0.05):.2f}"
     return {
-        **dict.fromkeys(("asked", "there", "port", "fits", "size", "parts", "total", "share"), "?"),
+        **dict.fromkeys(("asked", "there", "fits", "size", "parts", "total", "share"), "?"),
+        "port": "MASTER_PORT",
         **shown,
     }
 
