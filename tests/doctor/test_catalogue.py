@@ -19,6 +19,7 @@ from reshard.cli import cli
 from reshard.doctor.check import SCHEMA, main, problems
 from reshard.doctor.entries import FOLDER, KINDS, Entry, catalogue
 from reshard.doctor.pages import page
+from reshard.doctor.rules import rules
 
 REPOSITORY = Path(__file__).parents[2]
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -155,9 +156,20 @@ def test_the_page_of_failures_is_that_of_the_catalogue() -> None:
 @pytest.mark.parametrize("entry", catalogue().values(), ids=lambda entry: entry.id)
 def test_commands_of_cures_can_be_typed(entry: Entry) -> None:
     for cure in (entry.cure.en, entry.cure.zh):
-        for typed in re.findall(r"(?m)(?:^|`)(reshard [a-z]+ [^`#\n]+)", cure):
-            words = shlex.split(typed)
-            command = cli.get_command(click.Context(cli), words[1])
-            assert command is not None, typed
-            numbers = [re.sub("^[NM]$", "2", word) for word in words[2:]]
-            command.make_context(words[1], numbers)  # raises if it does not parse
+        _type(cure)
+
+
+def test_commands_of_rules_can_be_typed() -> None:
+    for rule in rules().values():
+        for cure in rule["cure"].values():
+            _type(re.sub(r"\{(\w+)\}", r"\1", cure))
+
+
+def _type(cure: str) -> None:
+    """Parse each command of a cure; raises click's exception if one does not parse."""
+    for typed in re.findall(r"(?m)(?:^|`|&& )(reshard [a-z]+ [^`#\n&|;]+)", cure):
+        words = shlex.split(typed)
+        command = cli.get_command(click.Context(cli), words[1])
+        assert command is not None, typed
+        numbers = [re.sub("^([NM]|[TPE]P|ratio)$", "2", word) for word in words[2:]]
+        command.make_context(words[1], numbers)
