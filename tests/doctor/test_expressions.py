@@ -41,6 +41,8 @@ OWN = {"reshard.doctor.entries._PARTS"}
 ENDLESS = 1.0
 QUICK = 0.15
 """Seconds that no line may take when its length doubles, unless the time grows linearly."""
+TRIES = 8
+"""The least of as many durations counts: other work on the machine only ever adds to them."""
 GENERAL = [
     *"a0_é \t\n./\\()[{<\"'`:=-+|#*^",
     *(
@@ -189,13 +191,16 @@ def slow_line(search: Callable[[str], object], pattern: re.Pattern[str]) -> str:
     for begin, unit in units(pattern):
         if seconds(search, line(begin, unit, LONGEST_LINE // 4)) < QUICK / 8 / 4**3:
             continue  # twice the longest line is quick, too, were the search cubic
-        once = seconds(search, line(begin, unit, LONGEST_LINE))
-        if once > QUICK / 8:
-            twice = min(seconds(search, line(begin, unit, 2 * LONGEST_LINE)) for _ in range(2))
-            if twice > QUICK and (twice > 3 * once or twice > ENDLESS / 2):
-                return f"{begin!r}, {unit!r} … take {once:.3f} s, and twice the line {twice:.3f} s"
-            if once > ENDLESS:
-                return f"{begin!r}, {unit!r} … take {once:.3f} s and more"
+        once = twice = float("inf")
+        for _ in range(TRIES):
+            once = min(once, seconds(search, line(begin, unit, LONGEST_LINE)))
+            if once <= QUICK / 8:
+                break
+            twice = min(twice, seconds(search, line(begin, unit, 2 * LONGEST_LINE)))
+            if twice <= QUICK or twice <= min(3 * once, ENDLESS / 2):
+                break
+        else:
+            return f"{begin!r}, {unit!r} … take {once:.3f} s, and twice the line {twice:.3f} s"
     return ""
 
 
@@ -219,6 +224,6 @@ def test_no_description_takes_long() -> None:
         for name, patterns in described()
         for pattern in (*patterns, beside(name))
         for begin, unit in units(pattern)
-        if seconds(pattern.search, line(begin, unit, SPREAD)) > QUICK
+        if all(seconds(pattern.search, line(begin, unit, SPREAD)) > QUICK for _ in range(TRIES))
     ]
     assert not slow, "\n".join(slow)

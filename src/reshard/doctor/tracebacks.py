@@ -202,9 +202,9 @@ def source_of(lines: list[Line]) -> str:
         carets = next((at for at in range(len(below) - 1, 0, -1) if _CARETS.fullmatch(below[at])), 0)
         return below[carets - 1].strip() if carets else ""
     code = [re.sub(r"^[\s│|]*(?:[-❱>]+\s*)?(?:\d+\s)?\s*", "", text) for text in below[:2]]
-    marked = next((text for text in below if _MARKED.match(text)), None)
-    if marked:
-        code = [_MARKED.sub("", marked, count=1)]
+    marked = next((text[mark.end() :] for text in below if (mark := _MARKED.match(text))), None)
+    if marked is not None:
+        code = [marked]
     return next((text.strip() for text in code if text.strip(" ^~│╰─╯")), "")
 
 
