@@ -13,6 +13,8 @@ import re
 from collections import deque
 from collections.abc import Iterator
 
+from reshard.doctor.localized import in_english
+
 START = "Traceback (most recent call last)"
 HELD = 2_000
 """Lines that are held until a frame shows whether the text before a traceback is a prefix."""
@@ -62,7 +64,7 @@ _LINK = re.compile(r"\[((?:/|<ipython|[\w.]+\.py|File )[^\]\n]{0,300})\]\((?:htt
 
 
 def cleaned(raw: str) -> str:
-    """A line without colours, page markup, and text that a progress bar overwrote."""
+    """A line without colours, page markup, and text that a progress bar overwrote; the system's words in English."""
     text = _ANSI.sub("", raw) if "\x1b" in raw else raw
     text = text.rstrip()
     text = text.removeprefix("E   ")  # pytest's
@@ -70,7 +72,7 @@ def cleaned(raw: str) -> str:
         text = _LINK.sub(r"\1", text)
     if text.endswith(("**", "`")):
         text = _EMPHASIS.sub(r"\g<error>", text)
-    return text.split("\r")[-1] if "\r" in text else text  # a progress bar rewrites its line
+    return in_english(text.split("\r")[-1] if "\r" in text else text)  # a progress bar rewrites its line
 
 
 class Prefixes:
