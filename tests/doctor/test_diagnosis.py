@@ -94,7 +94,8 @@ def test_a_trap_in_a_run_that_ended_well_is_told_as_a_warning(identifier: str) -
     """Exit status 0 proves nothing: weights were initialized again, or an adapter was saved in pieces."""
     ran = (CLEAN / "sft-lora-ddp.log").read_text()
     found = diagnose_text("log", ENTRIES[identifier].excerpt + "\n" + ran)
-    assert [(finding.code, finding.severity) for finding in found] == [(identifier, "warning")]
+    assert [finding.severity for finding in found] == ["warning"]
+    assert identifier in (found[0].code, *found[0].also)
 
 
 def test_a_warning_that_does_no_harm_here_is_not_told() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 
-from reshard.doctor import absent, arguments, divisors, shortages
+from reshard.doctor import absent, arguments, divisors, newweights, shortages
 from reshard.doctor.advice import of_order, of_packages, of_setting
 from reshard.doctor.artefacts import VETOED, mixed_up
 from reshard.doctor.askers import (
@@ -306,6 +306,8 @@ WARNINGS = ("warning", "silent")
 
 def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
     entry = match.entry
+    if entry.id in newweights.ENTRIES and (told_apart := newweights.of_loading(log)):
+        return replace(told_apart, also=(entry.id, *match.also, *also))
     return Finding(
         code=entry.id,
         message=entry.title,

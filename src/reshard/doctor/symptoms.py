@@ -40,8 +40,7 @@ def of_symptom(
                 return told_at((identifier, {}), log.name, line.number, line.text)
         if not explained and (sized := _of_sizes(text)):
             return told_at((sized, {}), log.name, lines[0].number, lines[0].text)
-    metrics = _of_metrics(log) if with_metrics and not explained else None
-    return metrics or (_of_new_weights(log) if explained <= {"hf-newly-initialized"} else None)
+    return _of_metrics(log) if with_metrics and not explained else None
 
 
 @lru_cache(maxsize=1)
@@ -110,41 +109,3 @@ def _loss(line: Line) -> float:
 def _is_zero(metric: re.Pattern[str], line: Line) -> bool:
     match = metric.search(line.text)
     return match is not None and float(match["value"]) == 0
-
-
-# ------------------------------------------------------------------------------------------ weights that are new
-
-_NEW = re.compile(
-    r"Some weights of (?P<model>\w{1,100}) were not initialized from the model checkpoint at (?P<path>\S{1,300})"
-    r" and are newly initialized: (?P<names>[\[{][^\]\n]{1,4000})"
-)
-_NAME = re.compile(r"['\"]([\w.]{1,200})['\"]")
-_HEAD = re.compile(
-    r"(?:score|classifier|pre_classifier|qa_outputs|v_head|value_head|pooler|regression_head|classification_head|lm_head"
-    r"|cls|mc_head|summary|logits_proj|sequence_summary)\b.{0,80}|.{0,120}\.pooler\..{0,60}"
-)
-_OWN_FOLDER = re.compile(r"^\.{0,2}/|(?i:out|merge|checkpoint-|ckpt|saved|tuned|sft)")
-_COMPUTED = re.compile(
-    r".{0,160}(?:rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias|rotary_pos_emb\.inv_freq)"
-)
-
-
-def new_weights(said: str) -> tuple[str, dict[str, object]] | None:
-    """The rule for a list of newly initialized weights of which none is lost."""
-    match = _NEW.search(said)
-    names = _NAME.findall(match["names"]) if match else []
-    if match is None or not names:
-        return None
-    values = {"model": match["model"], "path": match["path"], "names": ", ".join(names[:4])}
-    if all(map(_COMPUTED.fullmatch, names)):
-        return "weights-recomputed", values
-    if all(_HEAD.fullmatch(name) and name != "lm_head.weight" for name in names):
-        return "head-not-saved" if _OWN_FOLDER.search(match["path"]) else "head-is-new", values
-    return None
-
-
-def _of_new_weights(log: Log) -> Finding | None:
-    for line in log.lines:
-        if found := new_weights(line.text):
-            return told_at(found, log.name, line.number, line.text)
-    return None

@@ -46,7 +46,9 @@ _QUANTIZED = re.compile(
     r"(?:^|\.)(?:SCB|weight_format|absmax|nested_absmax|quant_map|nested_quant_map|quant_state(?:\.\w+)*|qweight"
     r"|qzeros|g_idx|scales|weight_scale(?:_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point)$"
 )
-_ADAPTER = re.compile(r"\blora_(?:A|B|embedding_[AB])\b|\bbase_layer\b|^base_model\.model\.|modules_to_save")
+_ADAPTER = re.compile(
+    r"\blora_(?:[ABab]|embedding_[AB])\b|\bbase_layer\b|^base_model\.model\.|modules_to_save"
+)
 _INSIDE = re.compile(r"^(?:\w*state_dict|model|module|net\w*|weights|params|ema|generator|encoder)$")
 _BUFFER = re.compile(r"(?:rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias|num_batches_tracked)$")
 _HEAD = re.compile(r"(?:lm_head|embed_out|output_layer|embed_tokens|shared)\.weight$")
@@ -57,10 +59,14 @@ _OF_EVERY_LAYER = re.compile(
     r"|\w*layernorm|eh_proj|enorm|hnorm|shared_head|embed_tokens)\b"
 )
 """Parts of every decoder layer, and of MTP layers."""
+_AFTER = re.compile(r"(?:^|\.)(?:norm|ln_f|final_\w*norm|lm_head|embed_out|output_layer)\.(?:weight|bias)$")
+"""What a model has after its last layer."""
 MOST = 60
 """Maximum names of each list that are compared."""
 WHOLE = 5
 """Number of missing names, including the first layer's, from which the complete model is missing."""
+FEW = 2
+"""Most parts that another variant of a model's layer has, or lacks."""
 SHARE = 0.5
 """The share of the shorter list that must agree."""
 
@@ -80,7 +86,7 @@ def of_names(root: Traceback, log: Log) -> Finding | None:
     if packed:
         kind, values = "quantized", {"example": packed[0]}
     elif names.missing or names.unexpected:
-        kind, values = _class_of(names)
+        kind, values = class_of(names)
     else:
         return None
     if names.missing and not names.unexpected and _LLAMA_CPP.search(log.text):
@@ -173,7 +179,7 @@ def _listed(match: re.Match[str] | None) -> list[str]:
     return [name.rstrip(".") for name in named][:MOST]
 
 
-def _class_of(names: Names) -> tuple[str, dict[str, object]]:
+def class_of(names: Names) -> tuple[str, dict[str, object]]:
     """The class of two lists of names, the most specific first, and the values for its text."""
     missing, unexpected = names
     both = [*unexpected, *missing]
@@ -205,6 +211,8 @@ def _class_of(names: Names) -> tuple[str, dict[str, object]]:
         return "experts", {}
     if missing and unexpected:
         return "other-model", {}
+    if part := _part_of_layers(names):
+        return part
     if missing and len(missing) >= WHOLE and any(_LAYER.search(name) and ".0." in name for name in missing):
         return "none", {}
     parts = Counter(name.split(".")[0] for name in both)
@@ -256,13 +264,28 @@ def _prefixes(lacks: str, has: str) -> tuple[str, str] | None:
 def _deeper(names: Names) -> tuple[str, dict[str, object]] | None:
     """The class if one side has layers after the last one of the other."""
     one_side = names.missing if not names.unexpected else names.unexpected if not names.missing else []
-    one_side = [name for name in one_side if not _is_cut(name, one_side)]
+    one_side = [name for name in one_side if not (_is_cut(name, one_side) or _AFTER.search(name))]
     indices = [int(hit["index"]) for name in one_side if (hit := _LAYER.search(name))]
     if not indices or len(indices) < len(one_side) or not min(indices):
         return None
     if len(one_side) == 1 and not _OF_EVERY_LAYER.search(one_side[0]):
         return None  # a part that only some layers have
-    return ("layers-of-file" if names.unexpected else "layers-of-model"), {"first": min(indices)}
+    return ("layers-of-file" if names.unexpected else "layers-of-model"), {
+        "first": min(indices),
+        "last": max(indices),
+    }
+
+
+def _part_of_layers(names: Names) -> tuple[str, dict[str, object]] | None:
+    """The class if one or two parts of several layers, the first among them, are on one side only."""
+    one_side = names.missing if not names.unexpected else names.unexpected if not names.missing else []
+    hits = [hit for name in one_side if not _is_cut(name, one_side) and (hit := _LAYER.search(name))]
+    layers = {hit["index"] for hit in hits}
+    parts = Counter(hit.string[hit.end() :] for hit in hits)
+    if "0" not in layers or len(layers) < 2 or len(parts) > FEW or len(hits) < len(one_side) - 1:
+        return None
+    shown = ", ".join(part for part, _ in parts.most_common())
+    return ("part-of-file" if names.unexpected else "part-of-model"), {"parts": shown}
 
 
 def _is_cut(name: str, others: list[str]) -> bool:
