@@ -251,6 +251,10 @@ REFUSALS = {
         "subcommand-unknown",
         "pip install -U frob",
     ),
+    "$ swift mix a.py out\nWARNING: command error: 'mix'!": (
+        "subcommand-unknown",
+        "pip install -U ms-swift",
+    ),
     "Usage: frob [OPTIONS] COMMAND\nError: No such command 'mix'.": ("subcommand-unknown", "--help"),
     "RuntimeError: [gloo/transport/tcp/pair.cc:186] ss1.ss_family == ss2.ss_family. 2 vs 10": (
         "address-families",

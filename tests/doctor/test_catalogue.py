@@ -165,6 +165,16 @@ def test_commands_of_rules_can_be_typed() -> None:
             _type(re.sub(r"\{(\w+)\}", r"\1", cure))
 
 
+def test_adapters_are_merged_or_stay_adapters() -> None:
+    files = [*FOLDER.parent.glob("*.yaml"), *FOLDER.parent.glob("*/*.yaml")]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").split("\n")]
+    commands = [
+        each for line in lines for each in re.findall(r"reshard convert (?:ADAPTER|适配器)[^`#&|;]*", line)
+    ]
+    assert commands
+    assert [each for each in commands if not re.search("--merge|--to peft", each)] == []
+
+
 def _type(cure: str) -> None:
     """Parse each command of a cure; raises click's exception if one does not parse."""
     for typed in re.findall(r"(?m)(?:^|`|&& )(reshard [a-z]+ [^`#\n&|;]+)", cure):

@@ -53,6 +53,12 @@ NAMES = {
     lists("", "v_head.summary.weight"): ("names-only-file", "same class"),
     lists("score.weight"): ("names-only-model", "strict=False"),
     lists("h.0.a.weight h.0.b.weight h.0.c.weight h.1.a.weight h.1.b.weight"): ("names-none", "--use-legacy"),
+    lists(
+        "layers.0.attn.q_proj.lora_a.weight layers.0.attn.q_proj.lora_b.weight layers.1.attn.q_proj.lora_a.weight"
+    ): (
+        "names-no-adapter",
+        "PeftModel",
+    ),
     lists("enc.conv.weight", "dec.up.gain"): ("names-other-model", "model_type"),
     raised("ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.SCB'"): (
         "names-quantized",

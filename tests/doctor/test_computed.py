@@ -184,7 +184,7 @@ error: metadata-generation-failed
 )
 def test_a_check_states_its_own_cure(said: str) -> None:
     found = first(*raised(said, f"{SITE}/frob/a.py"))
-    assert (found.code, found.certainty) == ("requirement-not-met", "likely")
+    assert (found.code, found.certainty) == ("requirement-not-met", "possible")
     assert said.partition(": ")[2] in found.remedy.en
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard.doctor.logs import diagnose_text
-from tests.doctor.test_classes import first, raised
+from tests.doctor.test_classes import assert_class, first, raised
 
 MESSAGES = {
     "AssertionError: Using tensor model parallelism or context parallelism require setting the environment "
@@ -110,7 +110,7 @@ MESSAGES = {
     ),
     "ValueError: Unregistered model type: qwen3_next, now only support dict_keys(['qwen2'])": (
         "bridge-lacks-model",
-        "install -U mbridge",
+        "ISEEKYAN/mbridge",
     ),
     "ValueError: \n✗ Model architecture not supported by AutoBridge\n\nModel: x": (
         "bridge-lacks-model",
@@ -165,10 +165,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("said", MESSAGES)
 def test_message_has_one_meaning(said):
-    code, cure = MESSAGES[said]
-    found = first(raised(said))
-    assert found.code == code
-    assert cure in found.remedy.en
+    assert_class(raised(said), *MESSAGES[said])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reshard.doctor.logs import diagnose_text
 from tests.doctor.test_classes import SITE, first, raised
 
 LLAVA = (
@@ -73,8 +74,8 @@ SAID = {
     ),
     f"P-Tuning chatglm\n{UNEQUAL}": ("virtual-tokens", "likely", "pre_seq_len=128"),
     f"num_virtual_tokens=10\nRuntimeError: {MASK}": ("virtual-tokens", "likely", "LoRA"),
-    f"num_virtual_tokens=7\nRuntimeError: {MASK}": ("shape-apart", "likely", "max_length"),
-    UNEQUAL: ("shape-multiple", "likely", "reshard inspect"),
+    f"num_virtual_tokens=7\nRuntimeError: {MASK}": ("shape-apart", "possible", "max_length"),
+    UNEQUAL: ("shape-multiple", "possible", "reshard convert"),
     raised("KeyError: None", "model = MODEL_TYPES[config.task_type](model)"): (
         "key-is-none",
         "likely",
@@ -115,7 +116,7 @@ SAID = {
     ),
     "AttributeError: 'NoneType' object has no attribute 'absmax'": (
         "quant-state-none",
-        "likely",
+        "possible",
         "unsloth_zoo",
     ),
     raised("IndexError: list index out of range", "x = lines[-2]", f"{SITE}/unsloth/models/rl.py"): (
@@ -159,3 +160,16 @@ def test_a_module_in_a_notebook_is_a_frame() -> None:
         f"File {SITE}/llava/__init__.py:1\n----> 1 from .model import LlavaLlamaForCausalLM\n\n{LLAVA.format(SITE)}\n"
     )
     assert first(text).code == "import-hidden"
+
+
+def test_a_command_whose_package_lacks_its_module_is_no_older_release() -> None:
+    """It was written together with the module: another package of the same name is imported."""
+    log = (
+        "Traceback (most recent call last):\n"
+        '  File "/env/bin/axolotl", line 5, in <module>\n'
+        "    from axolotl.cli.main import main\n"
+        "ModuleNotFoundError: No module named 'axolotl.cli'\n"
+    )
+    assert diagnose_text("run.log", log)[0].code == "program-without-its-module"
+    by_script = log.replace("/env/bin/axolotl", "/home/user/run.py")
+    assert diagnose_text("run.log", by_script)[0].code != "program-without-its-module"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.doctor.test_classes import first, raised
+from tests.doctor.test_classes import assert_class, first, raised
 
 MESSAGES = {
     "AssertionError: real_train_batch_size (20) must be divisible by minimal possible batch size (8)": (
@@ -143,10 +143,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("said", MESSAGES)
 def test_message_has_one_meaning(said):
-    code, cure = MESSAGES[said]
-    found = first(raised(said))
-    assert found.code == code
-    assert cure in found.remedy.en
+    assert_class(raised(said), *MESSAGES[said])
 
 
 @pytest.mark.parametrize(

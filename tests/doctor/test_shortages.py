@@ -169,3 +169,34 @@ def test_a_launcher_without_slots_is_no_clean_log() -> None:
 def test_a_warning_about_a_context_is_no_failure() -> None:
     said = "Token indices sequence length is longer than the specified maximum sequence length for this model (5 > 4)."
     assert not diagnose_text("log", f"{said}\n{{'loss': 1.0}}\nTraining finished\n")
+
+
+ALIKE = {
+    "torch.distributed.DistNetworkError: The server socket has failed to bind to [::]:23456 (errno: 98 - Address "
+    "already in use).": "port-in-use",
+    "OSError: [Errno 98] Address already in use": "port-in-use",
+    "RuntimeError: Address already in use": "short-port",
+    "RuntimeError: CUDA error: invalid device ordinal": "cuda-invalid-ordinal",
+    "torch.distributed.DistBackendError: NCCL error, invalid usage. Last error:\nDuplicate GPU detected : rank 1 and "
+    "rank 0 both on CUDA device 1000": "dup-gpu",
+}
+COMMANDS = {
+    "torchrun --nproc_per_node=4 train.py --local_rank 0 --config a.yaml": "--local_rank 0",
+    "python -m torch.distributed.launch --nproc_per_node 2 \\\n    train.py \\\n    --local-rank=0": "--local-rank=0",
+    "torchrun --nproc_per_node=4 train.py --config a.yaml": None,
+    "torchrun --local_rank 0 train.py": None,
+    "[2026-01-01] cmd = python -u train.py --local_rank=0": None,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("said", ALIKE)
+def test_a_local_rank_in_the_command_is_told_first(said: str, command: str) -> None:
+    frames = (
+        'Traceback (most recent call last):\n  File "/home/user/train.py", line 4, in <module>\n    main()'
+    )
+    found = diagnose_text("log", f"$ {command}\n{frames}\n{said}")[0]
+    typed = COMMANDS[command]
+    assert found.code == ALIKE[said]
+    assert ("instead of args.local_rank" in found.remedy.en) == (typed is not None)
+    assert typed is None or found.remedy.en.startswith(f"The command passes `{typed}`")

@@ -375,3 +375,11 @@ def test_binary_files_are_no_logs_of_a_folder(tmp_path: Path) -> None:
 def test_the_tracker_is_looked_for_beside_the_iteration_and_not_in_the_folder_of_the_run() -> None:
     run = Path(__file__).parents[1] / "data/peers/swift/qwen3"  # ms-swift's, with the tracker in checkpoint-3
     assert "checkpoint-lacks" not in [finding.code for finding in reshard.diagnose(run)]
+
+
+def test_a_file_of_another_program_makes_no_checkpoint_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "b.bin").write_bytes(bytes(range(7, 255)) * 9)
+    with pytest.raises(reshard.ReshardError, match="neither a checkpoint nor a log"):
+        reshard.diagnose(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert [each.code for each in reshard.diagnose(tmp_path)] == ["checkpoint-damaged"]

@@ -152,11 +152,15 @@ TENSORS = {
 }
 
 
+POSSIBLE = {"cat-sizes-differ", "sampling-not-finite", "value-not-tensor", "values-are-nan"}
+"""Messages that have several causes."""
+
+
 @pytest.mark.parametrize("said", TENSORS)
 def test_what_torch_says_of_tensors(said: str) -> None:
     found = first(said)
     code, cure = TENSORS[said]
-    assert (found.code, found.certainty) == (code, "likely")
+    assert (found.code, found.certainty) == (code, "possible" if code in POSSIBLE else "likely")
     assert cure in found.remedy.en and found.remedy.zh
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reshard.doctor.rules import rules
 from tests.doctor.test_classes import first, raised
 
 TUNING = {
@@ -26,7 +27,7 @@ TUNING = {
     ),
     "datasets.exceptions.DatasetNotFoundError: Dataset 'org/data' doesn't exist on the Hub or cannot be accessed.": (
         "dataset-not-found",
-        "ls -d org/data",
+        "ORG/NAME",
     ),
     "FileNotFoundError: Couldn't find a dataset script at /w/data/data.py or any data file in the same directory.": (
         "dataset-not-found",
@@ -215,7 +216,7 @@ TUNING = {
 def test_what_a_tuning_tool_reports_is_named(said: str) -> None:
     code, cure = TUNING[said]
     found = first(raised(said, "trainer.train()"))
-    assert (found.code, found.certainty) == (code, "likely")
+    assert (found.code, found.certainty) == (code, rules().get(code, {}).get("certainty", "likely"))
     assert cure in found.remedy.en
 
 

@@ -39,6 +39,8 @@ MARKS = (
     ),
 )
 """Files that show that a checkpoint was intended, even if it cannot be opened."""
+OF_OTHERS = (".bin", ".pt", ".pth")
+"""Suffixes that other programs use, too: such a file has to begin as one with weights does."""
 
 
 def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
@@ -124,7 +126,10 @@ def is_meant(path: Path) -> bool:
     if path.is_file():
         return _begins_as_weights(path)
     folders = [path, *(child for child in path.glob("*") if child.is_dir())]
-    return any(next(folder.glob(mark), None) for folder in folders for mark in MARKS)
+    found = (file for folder in folders for mark in MARKS for file in folder.glob(mark))
+    return any(
+        each.suffix not in OF_OTHERS or not each.is_file() or _begins_as_weights(each) for each in found
+    )
 
 
 def _begins_as_weights(path: Path) -> bool:

@@ -205,7 +205,7 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
     It takes precedence over entries that only depend on the kind of the exception, or guess otherwise. Other entries
     that explain the failure are kept after it.
     """
-    known = of_engine(root, log) or of_guarded(root, log) or is_over_history(root)
+    known = of_engine(root, log) or of_guarded(root, log) or is_over_history(root, log)
     found = None if known else of_failure(root, log)
     if found is None:
         return None
@@ -313,7 +313,7 @@ def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
         message=entry.title,
         rule=entry.cause,
         remedy=_cure(match, log),
-        certainty=match.certainty,
+        certainty="likely" if entry.id == "hang-nccl" and way_of_hang(log) else match.certainty,
         severity="warning" if entry.kind in WARNINGS else "error",
         places=(Place.of(log.name, match.line.number, match.line.text),),
         evidence=(*match.evidence, *_told_by(match, log)),
@@ -378,7 +378,7 @@ def _cure(match: Match, log: Log) -> Text:
     if root is None or not _is_of_root(match):
         return cure
     of_shapes, short = _of_shapes(root, log), shortages.of_failure(root, log)
-    first = short and shortages.way(short, root)
+    first = shortages.alike(root, log) or (short and shortages.way(short, root))
     return Text.lines([each for each in (of_shapes and of_shapes.remedy, way_of(root), first, cure) if each])
 
 
@@ -439,10 +439,9 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     if not needed and (condition := _asserted(first)):
         needed = f"assert {condition}"
     if needed and not asked:
-        sure = "possible" if needed.startswith("assert") else "likely"
         if absent := _ABSENT.search(needed):
             values["upstream"] = Text.lines([words("given-twice", name=absent["name"]), upstream])
-        needing = told(NEEDS, [place], {**values, "asked": needed}, certainty=sure, evidence=evidence)
+        needing = told(NEEDS, [place], {**values, "asked": needed}, certainty="possible", evidence=evidence)
         return replace(needing, also=symptoms)
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN
     found = told(rule, [place], values, certainty="possible", evidence=evidence)

@@ -46,10 +46,10 @@ def beside(identifier: str) -> re.Pattern[str]:
     return re.compile(rules()[identifier].get("beside", ""))
 
 
-def is_over_history(failure: Traceback) -> bool:
+def is_over_history(failure: Traceback, log: Log) -> bool:
     """Whether a rule knows a message better than the history of releases: `over_history` in its file."""
     return any(
-        pattern.search(failure.said)
+        pattern.search(failure.said) and beside(name).search(log.text)
         for name, patterns in messages()
         if rules()[name].get("over_history")
         for pattern in patterns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from reshard.doctor.builds import installed_for
 from reshard.doctor.dtypes import of_dtypes
 from reshard.doctor.finding import Finding, Text
 from reshard.doctor.log import Log, Traceback
@@ -151,7 +152,20 @@ def _command(said: str, log: Log) -> Told | None:
         rf"(?m)^[$>\s]{{0,4}}(?:\S*/)?(?P<program>[a-z][\w.-]{{1,40}})(?: [\w-]{{2,30}}){{0,2}} {value}\b",
         log.text,
     )
-    return "subcommand-unknown", {"value": value, "program": typed["program"] if typed else "PROGRAM"}
+    program = typed["program"] if typed else "PROGRAM"
+    return "subcommand-unknown", {
+        "value": value,
+        "program": program,
+        "distribution": installed_for(_PROGRAMS.get(program, program)),
+    }
+
+
+_PROGRAMS = {
+    "llamafactory-cli": "llamafactory",
+    "huggingface-cli": "huggingface_hub",
+    "hf": "huggingface_hub",
+}
+"""Packages of programs with another name."""
 
 
 _ORDERED = re.compile(

@@ -35,8 +35,16 @@ _NARROW = re.compile(
 )
 
 _EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score")
-_VOCABULARY = re.compile(r"lm_head|embed_tokens|\bwte\b|word_embeddings|embed_out")
-"""Embeddings and heads of which no tensor-parallel rank has a part of each row."""
+_VOCABULARY = re.compile(
+    r"lm_head|embed_tokens|\bw[tp]e\b|word_embeddings|output_layer|(?:^|\.)output\.weight|score"
+    r"|embed_positions|position_embeddings?|embed_out"
+)
+"""Embeddings and heads of which no tensor-parallel rank has a part of each row. Llama's `tok_embeddings` are cut so."""
+_COLUMNS = re.compile(r"\b(?:(?:[qkv]|gate|up|gate_up|qkv)_proj|query_key_value|linear_qkv|linear_fc1)\b")
+"""Layers that tensor parallelism cuts along their outputs: their other dimension is the hidden size."""
+_ROWS = re.compile(r"\b(?:o_proj|down_proj|linear_proj|linear_fc2|dense_4h_to_h)\b")
+"""Layers that it cuts along their inputs."""
+_NORM = re.compile(r"norm\w*\.(?:weight|bias)$|\bln_\w+\.(?:weight|bias)$")
 PADDED = 128
 """`--make-vocab-size-divisible-by`, unless it is set."""
 _LABELS = re.compile(
@@ -47,7 +55,7 @@ MOST_LABELS = 1000
 """Rows up to which a head classifies: a vocabulary is larger."""
 _EXPERTS = re.compile(r"expert|router|mlp\.gate\.weight|gate\.weight$|gate_inp")
 _ADAPTER = re.compile(r"lora_[AB]|lora_(?:up|down)|linear_(?:in|out)\.weight")
-_KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|key|value")
+_KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|\b(?:key|value)\b")
 _LORA = re.compile(r"(?i)lora")
 MOST_RANK = 1024
 """The highest rank of adapters."""
@@ -78,13 +86,22 @@ def pairs(said: str) -> Iterator[Pair]:
 
 def computed(said: str) -> Told | None:
     """The rule for what the shapes in a message show; None if there are none, or nothing follows."""
-    for pair in pairs(said):
-        if found := _class_of(pair):
-            kind, values = found
-            kind += ("-more" if pair.saved > pair.wanted else "-fewer") * (kind == "rows")
-            shown = {"name": pair.name, "saved": list(pair.saved), "wanted": list(pair.wanted)}
-            return f"shape-{kind}", {**shown, **values}
-    return _of_elements(said)
+    classes = [(pair, found) for pair in pairs(said) if (found := _class_of(pair))]
+    if not classes:
+        return _of_elements(said)
+    if classes[0][1][0] in _SHARDS:
+        rows = (each for each in classes if each[1][0] == _HIDDEN and each[1][1]["dimension"])
+        classes = [*rows, *classes]
+    pair, (kind, values) = classes[0]
+    shown = {"name": pair.name, "saved": list(pair.saved), "wanted": list(pair.wanted), **values}
+    if kind == "rows":
+        kind += "-more" if pair.saved > pair.wanted else "-fewer"
+    return f"shape-{'other-size' if kind == _HIDDEN else kind}", shown
+
+
+_HIDDEN = "hidden"
+"""The class of two hidden sizes, of which no tensor-parallel rank has a part: all shapes are another model's then."""
+_SHARDS = ("shard", "model-shard")
 
 
 OF_ENTRY = {
@@ -139,11 +156,11 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
         return "experts", numbers
     if _LABELS.search(name) and at == 0 and max(ours, theirs) <= MOST_LABELS:
         return "labels", numbers
-    embeds = _EMBEDDING.search(name) or (name == "weight" and min(ours, theirs) > LARGEST_LAYER)
+    embeds = _EMBEDDING.search(name) or (name == "weight" and min(saved[0], wanted[0]) > LARGEST_LAYER)
     if at == 0 and embeds and (ranks := _ranks_of_padded(ours, theirs)):
         return "shard", {**numbers, "ratio": ranks}
-    if at == 1 and len(saved) == 2 and _VOCABULARY.search(name):
-        return "other-size", numbers
+    if _is_hidden(pair, at, embeds=bool(embeds)):
+        return _HIDDEN, numbers
     if at == 0 and embeds and abs(ours - theirs) < MOST_PADDING * max(ours, theirs):
         return "rows", {**numbers, "more": abs(ours - theirs)}
     small, large = sorted((ours, theirs))
@@ -153,6 +170,18 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
     if _KEYS_VALUES.search(name) and ours > theirs:
         return "heads", numbers
     return ("shard" if ours < theirs else "model-shard"), numbers
+
+
+def _is_hidden(pair: Pair, at: int, *, embeds: bool) -> bool:
+    """Whether a dimension is a model's hidden size, which tensor parallelism does not cut."""
+    name, dimensions = pair.name, len(pair.saved)
+    if _ADAPTER.search(name):
+        return True
+    if dimensions == 1:
+        return bool(_NORM.search(name))
+    if at == 1:
+        return bool(_VOCABULARY.search(name) or _COLUMNS.search(name) or (embeds and name == "weight"))
+    return at == 0 and bool(_ROWS.search(name))
 
 
 def _ranks_of_padded(rows: int, whole: int) -> int:

@@ -123,7 +123,7 @@ def finding(found: Shortage, root: Traceback, log: Log, place: Place) -> Finding
     texts = evidence(found, root, log)
     values = {**_shown(found), "told": _sentence(texts)}
     told_of = told(f"short-{_whose(found, root, log)}", [place], values, certainty="likely")
-    first = way(found, root)
+    first = alike(root, log) or way(found, root)
     return replace(told_of, remedy=Text.lines([first, told_of.remedy])) if first else told_of
 
 
@@ -142,6 +142,25 @@ def way(found: Shortage, root: Traceback) -> Text | None:
         return words("memory-others-way", processes=" ".join(named[:8]) or "PID")
     known = ("memory-fragments", "memory-limited", "memory-never")
     return words(f"{verdict}-way") if verdict in known else None
+
+
+_ALIKE = re.compile(r"EADDRINUSE|[Aa]ddress already in use|invalid device ordinal|Duplicate GPU detected")
+"""What processes say that all take the same rank: one port for all of them, one GPU."""
+_LAUNCHED = re.compile(
+    r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate[ -]launch)\s(?P<command>(?:[^\n]|(?<=\\)\n){0,2000})"
+)
+_ONE_RANK = re.compile(r"(?<!\S)--local[-_]rank[ =]\d{1,4}(?!\S)")
+"""The same rank for every process, if it stands behind the script in a launcher's command."""
+
+
+def alike(root: Traceback, log: Log) -> Text | None:
+    """What to do first if the command line gives all processes the same local rank."""
+    commands = _LAUNCHED.finditer(log.text) if _ALIKE.search(root.said) else ()
+    for each in commands:
+        typed = _ONE_RANK.search(each["command"].partition(".py")[2])
+        if typed:
+            return words("local-rank-typed-way", typed=typed[0])
+    return None
 
 
 _ENGINE = re.compile(

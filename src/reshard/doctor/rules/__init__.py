@@ -3,9 +3,10 @@
 Braces are filled in by whoever tells a rule. `said` has messages with one meaning, whatever the run does: their named
 groups fill the braces (`defaults`: those that a message may lack), and the first rule that matches counts, by the names
 of the files (`meanings.py`). If such words have several meanings, `beside` has what else the log must contain.
-`certainty` is "possible" for rules that say where to look rather than why. `over_history` rules know a message better
-than the history of releases. `shows` has the words in which people describe a run that does not fail, `over` the
-catalogue's entries that the rule knows better than. Without `said` or `shows`, code computes when a rule applies.
+`certainty` is the most that a rule may claim: "possible" for those that say where to look rather than why.
+`over_history` rules know a message better than the history of releases. `shows` has the words in which people
+describe a run that does not fail, `over` the catalogue's entries that the rule knows better than. Without `said` or
+`shows`, code computes when a rule applies.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from reshard.doctor.data import FOLDER, data
-from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
 from reshard.doctor.words import filled
 
 Told = tuple[str, Mapping[str, object]]
@@ -71,7 +72,10 @@ def told(
     certainty: str = "sure",
     evidence: Iterable[Text] = (),
 ) -> Finding:
-    """The finding of one rule; `values` fill the braces of its texts, a `Text` among them in each language."""
+    """The finding of one rule; `values` fill the braces of its texts, a `Text` among them in each language.
+
+    It is as certain as the rule allows, and at most `certainty`.
+    """
     rule = rules()[identifier]
 
     def text(key: str) -> Text:
@@ -82,7 +86,7 @@ def told(
         message=text("title"),
         rule=text("cause"),
         remedy=text("cure"),
-        certainty=certainty,
+        certainty=max(certainty, rule.get("certainty", "sure"), key=CERTAINTIES.index),
         severity=severity or rule["severity"],
         places=tuple(places),
         evidence=tuple(evidence),
@@ -91,10 +95,9 @@ def told(
 
 
 def told_at(found: Told, target: str, line: int, said: str) -> Finding:
-    """The finding of a rule for what a line says; `likely`, unless the rule has another `certainty`."""
+    """The finding of a rule for what a line says: at most `likely`."""
     identifier, values = found
-    certainty = rules()[identifier].get("certainty", "likely")
-    return told(identifier, [Place.of(target, line, said)], values, certainty=certainty)
+    return told(identifier, [Place.of(target, line, said)], values, certainty="likely")
 
 
 @lru_cache(maxsize=1)
