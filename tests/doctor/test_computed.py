@@ -179,7 +179,7 @@ error: metadata-generation-failed
         "AssertionError: frob_size must match the number of frobs",
         "ValueError: --frob must be used together with --nicate",
         "RuntimeError: frobs are only supported with nicate",
-        "ValueError: frob and nicate are mutually exclusive",
+        "ValueError: frob and nicate are not compatible",
     ],
 )
 def test_a_check_states_its_own_cure(said: str) -> None:
@@ -208,6 +208,12 @@ def test_arguments_by_position_have_a_history_too() -> None:
     assert first(*raised(own, f"{SITE}/transformers/trainer.py")).code == "trainer-old-signature"
     override = said.replace("DPOTrainer.log", "Trainer.log")  # of a subclass with the name of its base
     assert first(*raised(override, f"{SITE}/transformers/trainer.py")).code == "trainer-old-signature"
+
+
+def test_the_oldest_release_that_was_read_need_not_be_the_first_with_a_name() -> None:
+    said = "ImportError: cannot import name 'ShardingStrategy' from 'torch.distributed.fsdp'"
+    found = diagnose_text("log", ["torch version: 1.11.0", *raised(said)])[0]
+    assert found.code == "api-came-later" and "torch 2.0.0 (or before it)" in found.message.en
 
 
 def test_the_history_knows_names_that_the_log_gives_no_package_for() -> None:

@@ -324,10 +324,11 @@ def _finding(
     kind = "api-came-later" if bounds.until is None or (version and bounds.since) else "api-between"
     kind = "api-is-gone" if bounds.since is None else "api-returned" if bounds.again else kind
     package = found.table.package
+    is_oldest = bounds.since == found.table.versions[0]
     values: dict[str, object] = {
         "name": found.name,
         "package": package,
-        "since": bounds.shown,
+        "since": words("or-earlier", version=bounds.since) if is_oldest else bounds.shown,
         "until": bounds.until or bounds.last,
         "last": bounds.last,
         "again": bounds.again or "",
