@@ -12,6 +12,7 @@ from reshard.doctor.shortages import shortage
 
 GIB = 2.0**30
 SAID = {
+    "Error out of memory at line 380 in file /home/user/bitsandbytes/csrc/ops.cu": ("device-memory", {}),
     # torch 2.13, c10/cuda/CUDACachingAllocator.cpp, c10/xpu/XPUCachingAllocator.cpp, torch/mps
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.15 GiB "
     "of which 1.25 GiB is free. Process 4711 has 40.50 GiB memory in use. Process 12 has 8.00 GiB memory in use. "
