@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.doctor.test_classes import SITE, assert_class, raised
+from reshard.doctor.logs import diagnose_text
+from tests.doctor.test_classes import SITE, assert_class, first, raised
 
 CALLS = {
     raised("ValueError: too many dimensions 'str'", "return torch.tensor(value)"): (
@@ -415,3 +416,39 @@ REFUSALS = {
 @pytest.mark.parametrize("text", [*CALLS, *REFUSALS], ids=lambda text: text[-60:])
 def test_a_class_of_causes_is_computed(text: str) -> None:
     assert_class(text, *{**CALLS, **REFUSALS}[text])
+
+
+EXCLUDE = {
+    "ValueError: `max_length` and `max_new_tokens` are mutually exclusive": ("max_length", "max_new_tokens"),
+    "ValueError: Cannot specify both `dtype` and `torch_dtype`": ("dtype", "torch_dtype"),
+    "ValueError: You passed both `device_map` and `tp_plan`. Please pass only one of them.": (
+        "device_map",
+        "tp_plan",
+    ),
+    "ValueError: At most one of fp16 and bf16 can be True, but not both": ("fp16", "bf16"),
+    "ValueError: Either `tokenizer` or `processing_class` should be given, not both.": (
+        "tokenizer",
+        "processing_class",
+    ),
+    "ValueError: You cannot specify both input_ids and inputs_embeds at the same time": (
+        "input_ids",
+        "inputs_embeds",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", EXCLUDE)
+def test_two_arguments_that_exclude_each_other_are_named(said: str) -> None:
+    found = first(raised(said))
+    assert found.code == "arguments-exclude"
+    assert all(name in found.message.en and name in found.message.zh for name in EXCLUDE[said])
+
+
+def test_one_of_two_that_is_missing_is_no_pair_too_many() -> None:
+    said = "You cannot specify both input_ids and inputs_embeds at the same time, and must specify either one"
+    assert first(raised(f"ValueError: {said}")).code == "batch-lacks"
+
+
+def test_argparse_names_both_options() -> None:
+    (found,) = diagnose_text("log", "train.py: error: argument --a: not allowed with argument --b")
+    assert found.code == "arguments-exclude" and "grep -rnE -- '--a|--b'" in found.remedy.en

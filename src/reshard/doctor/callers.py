@@ -304,7 +304,7 @@ def _is_known(kind: str) -> bool:
 _INPUT = re.compile(
     r"ValueError: (?:`(?P<name>\w+)` is required as a model input"
     r"|You (?:have to|must|should|cannot)[^\n]{0,20} specify[^\n]{0,40}?"
-    r"(?P<names>\w*input_ids[^\n]{0,80}inputs_embeds))"
+    r"(?P<names>\w*input_ids[^\n]{0,80}inputs_embeds)(?! at the same time$))"
 )
 
 
