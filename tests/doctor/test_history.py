@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import threading
 import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +28,7 @@ from reshard.doctor.history import table as tables
 from reshard.doctor.history.calls import base_of, refused
 from reshard.doctor.history.table import ROOTS, Presence, Table, table
 from reshard.doctor.history.versions import Versions
+from tests.serving import serving
 
 LOGS = Path(__file__).with_name("history")
 
@@ -405,9 +405,8 @@ def index() -> Iterator[tuple[str, list[str]]]:
         def log_message(self, *ignored: object) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/simple", asked
-    server.shutdown()
+    with serving(server):
+        yield f"http://127.0.0.1:{server.server_address[1]}/simple", asked
 
 
 def build(address: str, folder: Path) -> Table:

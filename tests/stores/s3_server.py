@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Thread
 from typing import Any
 
 import boto3
@@ -15,6 +14,7 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 from reshard.stores import store
+from tests.serving import serving
 
 BUCKET = "bucket"
 CREDENTIALS = {
@@ -118,14 +118,11 @@ def s3_server() -> Iterator[S3]:
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     running = make_server("127.0.0.1", 0, _application(server), threaded=True)
     server.address = f"http://127.0.0.1:{running.server_port}"
-    thread = Thread(target=running.serve_forever, daemon=True)
-    thread.start()
     try:
-        server.client.create_bucket(Bucket=BUCKET)
-        yield server
+        with serving(running):
+            server.client.create_bucket(Bucket=BUCKET)
+            yield server
     finally:
-        running.shutdown()
-        thread.join()
         _forget()
 
 

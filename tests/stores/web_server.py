@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from urllib.parse import unquote, urlsplit
+
+from tests.serving import serving
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Web:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # it waits 40 ms between the headers and the content of an answer
     web: Web
     lock: Lock
 
@@ -131,11 +134,5 @@ def web_server(folder: Path) -> Iterator[Web]:
     handler = type("Handler", (_Handler,), {"web": web, "lock": Lock()})
     server = _Server(("127.0.0.1", 0), handler)
     web.address = f"http://127.0.0.1:{server.server_port}"
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(server):
         yield web
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import pytest
 from reshard.doctor.environment import Environment, Gpu
 from reshard.train.run import Ranks, Run
 from reshard.train.trl import vllm
+from tests.serving import serving
 
 GIB = 1 << 30
 COLOCATED = {
@@ -62,14 +62,9 @@ def server(answers: dict[str, Any]) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as listening:
-        thread = Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.server_address[1]}"
-        finally:
-            listening.shutdown()
-            thread.join()
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    with serving(listening):
+        yield f"http://127.0.0.1:{listening.server_address[1]}"
 
 
 @pytest.mark.parametrize(
