@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from transformers import CLIPConfig, CLIPModel
 
 import reshard
 from reshard.algebra.tensors import Tensor
@@ -133,6 +134,25 @@ def test_what_is_no_weight_is_dropped_by_named_rules(saved: Callable[[str], Path
     assert "random number states" in reshard.open(saved("fsdp2-app")).dropped
     titan = {"optimizer states", "learning rate schedules", "data loader states", "training progress"}
     assert reshard.open(TITAN / "llama").dropped.keys() == titan
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["below model", "at the top"])
+def test_a_scalar_of_the_model_is_a_weight_and_one_of_the_loop_is_not(nested: bool, tmp_path: Path) -> None:
+    """CLIP's `logit_scale` has no dimension, like the step that training loops save."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision = {**sizes, "image_size": 32, "patch_size": 16}
+    config = CLIPConfig(text_config={**sizes, "vocab_size": 64}, vision_config=vision, projection_dim=16)
+    model = CLIPModel(config)
+    model.save_pretrained(tmp_path / "hub")
+    weights = dict(model.state_dict())
+    loop = {"step": torch.tensor(3), "best_loss": torch.tensor(0.5)}
+    folder = save({"model": weights, **loop} if nested else {**weights, **loop}, tmp_path / "dcp")
+    report = reshard.convert(folder, tmp_path / "out", base=tmp_path / "hub", no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hub"))
+    assert report.plan.dropped["training progress"] == 12
+    reshard.convert(tmp_path / "hub", tmp_path / "again", to="dcp", no_tokenizer=True)
+    reshard.convert(tmp_path / "again", tmp_path / "back", no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hub"))
 
 
 def test_names_without_a_record_of_their_nesting_are_found(hf_model: Maker, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ BALANCING = (
 )
 ONE_MODEL = "the checkpoint has one model, but contains this tensor twice"
 WEIGHTS_ONLY = "a Trainer FSDP checkpoint: weights only, no config or tokenizer; pass --base"
+PROGRESS = "training progress"
 NOT_WEIGHTS = tuple(
     (re.compile(rf"(\w+\.){{0,2}}{pattern}"), rule)
     for pattern, rule in (
@@ -58,13 +59,18 @@ NOT_WEIGHTS = tuple(
         (r"(lr_)?schedulers?(\..*)?", "learning rate schedules"),
         (r"(rng|random)(_\w+)?(\..*)?", "random number states"),
         (r"data_?loader\w*(\..*)?", "data loader states"),
-        (r"(train_state|trainer_state|progress)(\..*)?", "training progress"),
+        (r"(train_state|trainer_state|progress)(\..*)?", PROGRESS),
         (r".*\b_extra_state\b.*", "extra states"),
         (torchtitan.EXPERT_BIAS.pattern, ROUTER_BIASES),
         (r".*\.rotary_emb\.inv_freq|freqs_cis|.*\brope\.cache", "rotary buffers"),
     )
 )
 """Entries that are not weights: the pattern of their keys, below at most two levels of nesting, and the rule."""
+
+SCALAR_PROGRESS = re.compile(
+    r"(\w+\.){0,2}((\w+_)?(steps?|epochs?|iters?|iterations?|loss|samples|tokens|seed|lr|learning_rate)|best_\w+)"
+)
+"""Scalars among a model's tensors that a training loop saved with them; other scalars there are weights."""
 
 ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
 STEP = re.compile(r"(?:(?:global_)?step|checkpoint)[_-]?(\d+)")
@@ -163,8 +169,8 @@ class _Parts:
         rule = _rule_of(key)
         if rule == OPTIMIZER:
             self.optimizer[key] = tensor
-        if not rule and not tensor.shape:
-            rule = "training progress"  # the scalar of a step, a loss, a best score
+        if not rule and not tensor.shape and SCALAR_PROGRESS.fullmatch(key):
+            rule = PROGRESS
         if rule:
             self.dropped[rule] += _nbytes(tensor)
         else:
@@ -172,7 +178,12 @@ class _Parts:
 
     def weights(self, folder: Path) -> dict[str, DcpTensor]:
         """The tensors of the one model, by name. Raises ReshardError if there is none, or more than one."""
-        if not self._candidates:
+        nests = self._nests()
+        for prefix in [each for each, found in nests.items() if not any(t.shape for t in found.values())]:
+            self.dropped[PROGRESS] += sum(
+                map(_nbytes, nests.pop(prefix).values())
+            )  # scalars beside the model
+        if not nests:
             raise ReshardError(
                 "dcp-without-weights",
                 "this folder contains no weights",
@@ -180,7 +191,6 @@ class _Parts:
                 found=", ".join(sorted(self.dropped)) or "an empty state dict",
                 remedy="pass the folder of the model next to it, such as pytorch_model_fsdp_0",
             )
-        nests = self._nests()
         self.prefix = max(nests, key=lambda prefix: sum(map(_nbytes, nests[prefix].values())))
         weights = nests.pop(self.prefix)
         problems = []
