@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import FalconConfig, FalconForCausalLM
 
 import reshard
 from reshard.errors import ReshardError
@@ -207,6 +208,24 @@ def test_shards_of_torch_are_read(hf_model: Models, tmp_path: Path) -> None:
     (folder / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(ReshardError, match=r"pytorch_model-00002-of-00002\.bin"):
         converted(folder, tmp_path / "none")
+
+
+@pytest.mark.parametrize("to", ["huggingface", "dcp"])
+def test_shards_count_themselves_if_the_index_is_missing_too(to: str, tmp_path: Path) -> None:
+    """Nobody declared Falcon: its names are taken as they are, so no tensor would be missed."""
+    config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    FalconForCausalLM(config).save_pretrained(tmp_path / "whole", max_shard_size="8KB")
+    shards = sorted((tmp_path / "whole").glob("*.safetensors"))
+    (tmp_path / "whole" / "model.safetensors.index.json").unlink()
+    whole = reshard.convert(tmp_path / "whole", tmp_path / "out", to=to, no_tokenizer=True)
+    assert whole.plan.tensors == len(tensors_of(tmp_path / "whole"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "cut" / shards[1].name).unlink()
+    for source in (tmp_path / "cut", tmp_path / "whole" / shards[0].name):
+        assert [each.code for each in reshard.inspect(source).problems][:1] == ["hub-shards-missing"]
+        with pytest.raises(ReshardError, match=shards[1].name):
+            reshard.convert(source, tmp_path / "none", to=to, no_tokenizer=True)
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("to", ["huggingface", "megatron"])

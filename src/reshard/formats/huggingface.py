@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.errors import UNUSABLE, Problem, ReshardError, said
+from reshard.errors import UNUSABLE, Problem, ReshardError, listed, said
 from reshard.formats import iterations, safetensors
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.places import below
@@ -24,6 +25,8 @@ NAME = "huggingface"
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 NESTS = ("state_dict", "model_state_dict", "model", "module")
 """Keys of the weights in the dict that training loops save: Lightning, DeepSpeed, and many scripts."""
+SHARD = re.compile(r"(?P<stem>.+[-_.])(?P<number>\d{1,6})-of-(?P<count>\d{1,6})(?P<suffix>\.\w+)")
+"""The name of one of several files: `model-00002-of-00006.safetensors`."""
 
 
 def detect(path: Path) -> bool:
@@ -85,6 +88,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         tensors=tensors,
         root=folder,
         dropped=+dropped,
+        problems=[] if index else list(_incomplete(files)),
         variant=", ".join(sorted({file.suffix.lstrip(".") for file in files})),
         notes=["the index of the shards is missing: transformers cannot load them without it"]
         if alone
@@ -136,6 +140,28 @@ def _indexed_files(index: Path, named: Mapping[str, str], problems: list[Problem
         if not shard.is_file()
     ]
     return [shard for shard in shards if shard.is_file()]
+
+
+def _incomplete(files: Iterable[Path]) -> Iterator[Problem]:
+    """A problem for each set of shards, read without an index, of which not all are there: their names count them."""
+    sets: dict[tuple[Path, str, str, str], set[int]] = defaultdict(set)
+    for file in files:
+        if match := SHARD.fullmatch(file.name):
+            sets[file.parent, match["stem"], match["count"], match["suffix"]].add(int(match["number"]))
+    for (folder, stem, count, suffix), numbers in sets.items():
+        first = 0 if 0 in numbers else 1
+        missing = [number for number in range(first, first + int(count)) if number not in numbers]
+        if missing:
+            names = [f"{stem}{number:0{len(count)}}-of-{count}{suffix}" for number in missing]
+            yield Problem(
+                "hub-shards-missing",
+                "shards are missing",
+                file=str(folder),
+                rule="the name of a shard says how many there are, and all are read",
+                expected=f"{int(count)} files {stem}*-of-{count}{suffix}",
+                found=f"{len(numbers)}, without {listed(names, 5)}",
+                remedy="copy or download the missing files; if they are there, pass the folder instead of a file",
+            )
 
 
 def _plain_files(path: Path) -> list[Path]:
