@@ -20,9 +20,10 @@ from reshard.formats.provenance import BASE, find_hints
 from reshard.formats.quantization import UNTOLD
 from reshard.formats.target import Kind
 from reshard.model.dequantization import dequantized
+from reshard.model.heads import resolve_if_declared
 from reshard.model.logical import logical_tensors
 from reshard.model.recognition import describes_model
-from reshard.model.resolve import read_config, resolve, resolve_if_declared
+from reshard.model.resolve import read_config, resolve
 from reshard.shown import html_table, shown
 from reshard.transfer.sources import OnStep, noted
 
@@ -139,7 +140,7 @@ def inspect_checkpoint(
     try:
         told = has_config or checkpoint.config or describes_model(checkpoint.args)
         base = None if told else bases.get(BASE)
-        if told or base:
+        if (told or base) and not any(each.code == "wrapper-in-names" for each in problems):
             resolved = resolve_if_declared(checkpoint, base)
             checkpoint, model, unknown = resolved.checkpoint, resolved.model, resolved.notes
             logical_tensors(resolved)

@@ -21,9 +21,10 @@ from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model.dequantization import BFLOAT16, FLOAT32, dequantized
+from reshard.model.heads import as_named
 from reshard.model.logical import Logical, LogicalTensors, logical_tensors
 from reshard.model.quantizer import Stored, stored_weights
-from reshard.model.resolve import as_named, config_of, read_base, resolve
+from reshard.model.resolve import config_of, read_base, resolve
 from reshard.model.shifted import FLOAT64
 from reshard.shown import html_table
 from reshard.transfer.compare import Comparer, Measure, unequal_replicas

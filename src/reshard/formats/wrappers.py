@@ -54,16 +54,29 @@ def wrapper_problems(names: Iterable[str], file: str) -> Iterator[Problem]:
     for wrapper in WRAPPERS:
         wrapped = sorted(name for name in names if wrapper in name)
         if wrapped:
-            yield Problem(
-                "wrapper-in-names",
-                "tensor names contain a wrapper's prefix",
-                tensor=listed(wrapped, 1),
-                file=file,
-                rule="tensor names are the model's own",
-                found=f"{wrapper} in {len(wrapped)} of {len(names)} names",
-                remedy=f"remove it with --strip {wrapper}, and save the unwrapped module in future",
-                values={"wrapper": wrapper},
-            )
+            yield _problem(wrapper, wrapped, len(names), file)
+
+
+def prefix_problem(anchor: str, names: Iterable[str], file: str) -> Problem | None:
+    """The problem if a name that a model has is there below a prefix, such as `module.` of DDP; None otherwise."""
+    names = list(names)
+    prefix = next((name.removesuffix(anchor) for name in names if name.endswith(f".{anchor}")), "")
+    if not prefix or prefix in anchor:
+        return None  # `--strip` would remove it from the name itself, too
+    return _problem(prefix, sorted(name for name in names if name.startswith(prefix)), len(names), file)
+
+
+def _problem(mark: str, wrapped: list[str], count: int, file: str) -> Problem:
+    return Problem(
+        "wrapper-in-names",
+        "tensor names contain a wrapper's prefix",
+        tensor=listed(wrapped, 1),
+        file=file,
+        rule="tensor names are the model's own",
+        found=f"{mark} in {len(wrapped)} of {count} names",
+        remedy=f"remove it with --strip {mark}, and save the unwrapped module in future",
+        values={"wrapper": mark},
+    )
 
 
 def all_stripped(named: Mapping[str, T], marks: Iterable[str]) -> dict[str, T]:

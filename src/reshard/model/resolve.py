@@ -192,38 +192,6 @@ def _agreed(
         ) from error
 
 
-def resolve_if_declared(
-    checkpoint: Checkpoint, base: Path | None = None, trust: str = "checkpoint"
-) -> Resolved:
-    """The same as `resolve` for weights that are only copied, which may be quantized.
-
-    An undeclared family has no model, only a note: its names are already the Hub's.
-    """
-    config = config_of(checkpoint, base) or {}
-    if checkpoint.dialect != "hf":
-        return resolve(checkpoint, base, trust=trust)
-    if has_other_head(config):
-        return as_named(checkpoint, config)
-    if checkpoint.flat or declared(config.get("model_type")):
-        return resolve(checkpoint, base, trust=trust, computes=False)
-    return as_named(checkpoint, config)
-
-
-def has_other_head(config: Mapping[str, Any]) -> bool:
-    """Whether a config describes a classifier: a reward model's head is `score`, which no family has."""
-    named = config.get("architectures")
-    return isinstance(named, list) and any(str(each).endswith("ForSequenceClassification") for each in named)
-
-
-def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
-    """The tensors of a Hugging Face checkpoint under their own names, for any family."""
-    model_type = config.get("model_type")
-    why = "it classifies" if has_other_head(config) else recognition.not_known(model_type)
-    note = f"{why}; names are taken as they are"
-    renamed = fused.under_hub_names(checkpoint, live_names(model_type))
-    return Resolved(renamed, None, config, (note,) if config else ())
-
-
 def _not_judged(family: Family, file: Path) -> Problem:
     return Problem(
         "family-unconfirmed",

@@ -17,6 +17,7 @@ from reshard.families.model import Model
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import find_companions
 from reshard.formats.megatron.mcore import padded_vocabulary
+from reshard.formats.wrappers import prefix_problem
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 
@@ -64,6 +65,10 @@ def embedding(checkpoint: Checkpoint, family: Family | None = None) -> tuple[str
     for name in names:
         if name in checkpoint.tensors:
             return name, checkpoint.tensors[name]
+    if checkpoint.dialect == "hf":
+        wrapped = (prefix_problem(name, checkpoint.tensors, str(checkpoint.path)) for name in names)
+        if problem := next(filter(None, wrapped), None):
+            raise ReshardError(problem)
     raise ReshardError(
         "embedding-missing",
         "a tensor is missing",

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import Problem, ReshardError
-from reshard.model.resolve import has_other_head
+from reshard.model.heads import head_of
 
 Logits = npt.NDArray[np.float32]
 RULE = "strict loading by transformers"
@@ -76,10 +76,10 @@ def assert_loads(path: str | Path) -> None:
 
 def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
     """The model of a folder, and those of its parameters that may be missing from the folder."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers
 
     settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    kind = AutoModelForSequenceClassification if has_other_head(settings) else AutoModelForCausalLM
+    kind = getattr(transformers, f"AutoModel{head_of(settings) or 'ForCausalLM'}")
     config = _config(path, settings)
     try:
         with _quiet():

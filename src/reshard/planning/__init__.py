@@ -20,9 +20,10 @@ from reshard.formats.provenance import BASE, find_hints
 from reshard.formats.quantization import UNTOLD, settings_of
 from reshard.formats.target import HUB, MASTERS, Format, Kind, Options, Request, Target, main_dtype
 from reshard.model.dequantization import dequantized
+from reshard.model.heads import refuse_other_head, resolve_if_declared
 from reshard.model.logical import logical_tensors
 from reshard.model.quantizer import quantized
-from reshard.model.resolve import Resolved, config_of, contradictions, resolve, resolve_if_declared
+from reshard.model.resolve import Resolved, config_of, contradictions, resolve
 from reshard.model.vocabulary import lost_padding
 from reshard.plain import to_json
 from reshard.planning import adapters, beside, merge, optimizer
@@ -233,6 +234,8 @@ def _resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resol
     """The model of a checkpoint. If names are not converted, its family need not be declared."""
     if not target.keeps_names or options.family:
         computes = checkpoint.dialect != HUB or not target.keeps_names
+        if not target.keeps_names:
+            refuse_other_head(checkpoint, options.base)
         return resolve(checkpoint, options.base, options.family, options.trust, computes=computes)
     config = config_of(checkpoint, options.base) or {}
     wrong = contradictions(config) if checkpoint.dialect == HUB else []

@@ -16,7 +16,7 @@ from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import CONFIG, find_companions, read_object
 from reshard.formats.peft import CONFIG as ADAPTER_CONFIG
-from reshard.model.resolve import resolve_if_declared
+from reshard.model.heads import resolve_if_declared
 from reshard.stores.hub import name_of
 from reshard.train.run import Run
 

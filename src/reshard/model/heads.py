@@ -1,0 +1,174 @@
+"""Models with another head than a language model's, or without one: classifiers, reward models, embedding models.
+
+Their names are copied as they are, but their layers are those of the family's language model, and are checked as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.errors import Problem, ReshardError
+from reshard.families import Family, declared, live_names
+from reshard.formats import fused
+from reshard.formats.checkpoint import Checkpoint
+from reshard.model import recognition, vocabulary
+from reshard.model.logical import logical_tensors
+from reshard.model.resolve import Resolved, config_of, resolve
+
+HEADS = {
+    "ForSequenceClassification": "score",
+    "ForTokenClassification": "score",
+    "ForQuestionAnswering": "qa_outputs",
+}
+"""The heads that transformers adds, by the end of the architecture's name."""
+REWARD = "Reward"
+"""In the names of architectures with code of their own (Qwen2ForProcessRewardModel): each has another head."""
+
+
+def resolve_if_declared(
+    checkpoint: Checkpoint, base: Path | None = None, trust: str = "checkpoint"
+) -> Resolved:
+    """The same as `resolve` for weights that are only copied, which may be quantized, or have another head or none.
+
+    An undeclared family has no model, only a note: its names are already the Hub's. Raises ReshardError.
+    """
+    config = config_of(checkpoint, base) or {}
+    family = declared(config.get("model_type"))
+    if checkpoint.dialect != "hf":
+        return resolve(checkpoint, base, trust=trust)
+    if family is None and not checkpoint.flat:
+        return as_named(checkpoint, config)
+    if family is None or checkpoint.flat:
+        return resolve(checkpoint, base, trust=trust, computes=False)
+    renamed = fused.under_hub_names(checkpoint, live_names(family.name))
+    layers = _layers(renamed, family)
+    if layers is None or not (layers.moved or has_other_head(config)):
+        return resolve(checkpoint, base, trust=trust, computes=False)
+    _check(renamed, config, layers, base, trust)
+    return as_named(checkpoint, config)
+
+
+def refuse_other_head(checkpoint: Checkpoint, base: Path | None) -> None:
+    """Raise ReshardError unless an engine has the model's head: only language models can be written for it."""
+    config = config_of(checkpoint, base) or {}
+    family = declared(config.get("model_type"))
+    if checkpoint.dialect != "hf" or family is None:
+        return
+    layers = _layers(fused.under_hub_names(checkpoint, live_names(family.name)), family)
+    if has_other_head(config) or (layers and layers.moved):
+        raise ReshardError(
+            "engine-without-head",
+            "engines train language models, and this model has another head or none",
+            file=str(checkpoint.path),
+            expected=family.architecture,
+            found=", ".join(_named(config)) or "names without an output head",
+            remedy="formats that keep the Hub's names can be written: --to huggingface, dcp or deepspeed",
+        )
+
+
+def has_other_head(config: Mapping[str, Any]) -> bool:
+    """Whether a config describes a model with another head than a language model's, which no family has."""
+    return bool(head_of(config)) or any(REWARD in architecture for architecture in _named(config))
+
+
+def head_of(config: Mapping[str, Any]) -> str | None:
+    """The key of `HEADS` that a config's architecture ends with; None for others."""
+    return next((end for end in HEADS for each in _named(config) if each.endswith(end)), None)
+
+
+def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
+    """The tensors of a Hugging Face checkpoint under their own names, for any family."""
+    model_type = config.get("model_type")
+    family = declared(model_type)
+    why = (
+        "its head is not a language model's"
+        if has_other_head(config)
+        else "it has no output head"
+        if family and (layers := _layers(checkpoint, family)) and layers.moved
+        else recognition.not_known(model_type)
+    )
+    note = f"{why}; names are taken as they are"
+    renamed = fused.under_hub_names(checkpoint, live_names(model_type))
+    return Resolved(renamed, None, config, (note,) if config else ())
+
+
+def _named(config: Mapping[str, Any]) -> list[str]:
+    named = config.get("architectures")
+    return [str(each) for each in named] if isinstance(named, list) else []
+
+
+class _Layers(NamedTuple):
+    """Where a checkpoint has the layers of a family: below `prefix`, the language model below `usual`."""
+
+    prefix: str
+    usual: str
+
+    @property
+    def moved(self) -> bool:
+        return self.prefix != self.usual
+
+
+def _layers(checkpoint: Checkpoint, family: Family) -> _Layers | None:
+    """By the embedding: `embed_tokens.weight` in a model without a head, below `model.` in others, or elsewhere."""
+    for plain in vocabulary.EMBEDDINGS["hf"]:
+        name = family.hub_name(plain)
+        usual, _, rest = name.partition(".")
+        prefixes = (f"{usual}.", "", "transformer.")  # the last one is that of models that answer questions
+        for prefix in prefixes:
+            if prefix + rest in checkpoint.tensors:
+                return _Layers(prefix, f"{usual}.")
+    return None
+
+
+def _check(
+    checkpoint: Checkpoint, config: Mapping[str, Any], layers: _Layers, base: Path | None, trust: str
+) -> None:
+    """Raise ReshardError with all that is missing, unknown or misshapen in the layers, or if the head is missing."""
+    prefix, usual = layers
+    below = {name for name in checkpoint.tensors if name.startswith(prefix)}
+    tied = {**checkpoint.changes, "tie_word_embeddings": True}  # so that no output head is expected
+    inner = replace(
+        checkpoint,
+        tensors={usual + name.removeprefix(prefix): checkpoint.tensors[name] for name in below},
+        changes=tied,
+    )
+    problems: list[Problem] = []
+    try:
+        resolved = resolve(inner, base, trust=trust, computes=False)
+        if not prefix:  # a head may be next to the layers
+            parts = {
+                name.split(".")[1]
+                for name in resolved.declared.binding(checkpoint.engine).hf
+                if name.startswith(usual)
+            }
+            heads = {name for name in inner.tensors if name.split(".")[1] not in parts}
+            kept = {name: each for name, each in inner.tensors.items() if name not in heads}
+            resolved = replace(resolved, checkpoint=replace(resolved.checkpoint, tensors=kept))
+        logical_tensors(resolved)
+    except ReshardError as error:
+        problems += [_renamed(each, layers) for each in error.problems]
+    end = head_of(config)
+    if end and prefix and below >= checkpoint.tensors.keys():
+        problems.append(
+            Problem(
+                "head-missing",
+                "the head of the model is missing",
+                tensor=f"{HEADS[end]}.weight",
+                file=str(checkpoint.path),
+                rule=f"config.json names a {_named(config)[0]}, which has one",
+                found="no tensor outside the layers",
+                remedy="save the complete model; if it has no head, name its class in `architectures`",
+            )
+        )
+    if problems:
+        raise ReshardError(problems)
+
+
+def _renamed(problem: Problem, layers: _Layers) -> Problem:
+    """A problem with the name that the checkpoint has for its tensor."""
+    if not problem.tensor or not problem.tensor.startswith(layers.usual):
+        return problem
+    return replace(problem, tensor=layers.prefix + problem.tensor.removeprefix(layers.usual))
