@@ -26,8 +26,7 @@ from reshard.transfer import batch as batch_module
 from reshard.transfer import execute as execute_module
 from reshard.transfer import gather as gather_module
 from reshard.transfer import sink as sink_module
-from reshard.transfer.batch import has_nonfinite
-from reshard.transfer.elements import RAW, cast
+from reshard.transfer.elements import RAW, cast, has_nonfinite
 from reshard.transfer.execute import execute
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer

@@ -103,11 +103,13 @@ def test_headers_are_as_transformers_4_wants_them(hf_model: Models, tmp_path: Pa
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("wanted", DTYPES)
 def test_dtypes_are_cast_as_torch_casts(stored: str, wanted: str, hf_model: Models, tmp_path: Path) -> None:
-    """Bit for bit, with ties, overflow, subnormal numbers, signed zeros and infinities; NaN stays NaN."""
+    """Bit for bit, with ties, subnormal numbers, signed zeros and infinities; NaN stays NaN."""
     base = hf_model("qwen2", dtype=stored)
     tensors = tensors_of(base)
     edge = tensors["model.embed_tokens.weight"].view(-1)
-    edge[: len(EDGES)] = torch.tensor(EDGES, dtype=torch.float64).to(edge.dtype)
+    values = torch.tensor(EDGES, dtype=torch.float64).to(edge.dtype)
+    fit = values[~values.isfinite() | values.to(getattr(torch, wanted)).isfinite()]
+    edge[: len(fit)] = fit  # for the others, see test_overflow.py
     source = with_weights(base, tmp_path / "source", tensors, "model.safetensors")
     out = converted(source, tmp_path / "out", dtype=wanted)
     for name, tensor in tensors_of(out).items():

@@ -21,6 +21,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import reshard
 from bench.models import QWEN2_5_3B, make
@@ -125,6 +126,23 @@ def test_dask_writes_what_threads_write(
     assert result.report and sum(parts) == result.report.nbytes and len(parts) > 8
     assert reshard.verify(tmp_path / "dask").equal
     assert not leftovers(tmp_path / "dask")
+
+
+def test_values_that_workers_cannot_cast_are_refused(
+    sources: dict[str, Path], dask: str, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(sources["model"], tmp_path / "source"))
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        for tensor in tensors.values():
+            tensor.view(-1)[-1] = 1e6
+        save_file(tensors, file, metadata={"format": "pt"})
+    options = {**SAVED, "dtype": "float16"}
+    with pytest.raises(ReshardError, match="would become infinite") as here:
+        reshard.convert(source, tmp_path / "threads", **options)
+    with pytest.raises(ReshardError, match="would become infinite") as there:
+        reshard.convert(source, tmp_path / "dask", on=dask, **options)
+    assert there.value.problems == here.value.problems and not (tmp_path / "dask").exists()
 
 
 def test_a_part_whose_worker_is_killed_is_done_elsewhere(

@@ -26,6 +26,7 @@ from reshard.transfer.journal import Identity, Journal
 from reshard.transfer.leftovers import recover, reusable
 from reshard.transfer.marker import marker_in
 from reshard.transfer.memory import Meter, Share, plainly, shared
+from reshard.transfer.overflow import overflow_problem
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
 from reshard.transfer.spread import spread
@@ -235,8 +236,8 @@ class _Work:
                 on_file=uploads.take if uploads else _not_moved,
                 journal=journal,
             )
-            if how.strict and report.nonfinite:
-                raise ReshardError([_nonfinite(name) for name in report.nonfinite])
+            if problems := _unusable(report, strict=how.strict):
+                raise ReshardError(problems)
             sizes[RECORD] = write_record(plan, folder, report, self.facts, journal)
             report.nbytes += sizes[RECORD]
             if uploads:
@@ -385,6 +386,13 @@ def _kept(target: Path) -> list[Problem]:
         )
         for path in put_aside(target)
     ]
+
+
+def _unusable(report: Report, *, strict: bool) -> list[Problem]:
+    """Values that the conversion would lose, and if `strict`, tensors that contain NaN or Inf in the source."""
+    lost = report.overflows()
+    problems = [overflow_problem(name, lost[name]) for name in sorted(lost)]
+    return problems + [_nonfinite(name) for name in report.nonfinite if strict and name not in lost]
 
 
 def _nonfinite(name: str) -> Problem:

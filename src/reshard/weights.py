@@ -25,8 +25,10 @@ from reshard.formats.target import Options
 from reshard.planning import planned_tensors
 from reshard.shown import html_table
 from reshard.suggest import meant
+from reshard.transfer.elements import count_nonfinite
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.overflow import overflow_problem, overflows
 from reshard.transfer.plan import Planned
 from reshard.transfer.sources import Sources, noted
 
@@ -130,14 +132,18 @@ class LazyTensor:
     def raw(self) -> Array:
         """Read the tensor as unsigned integers of the same width, bit for bit.
 
-        Raises ReshardError if a file cannot be read, or has changed since it was opened.
+        Raises ReshardError if a file cannot be read, or has changed since it was opened, or if a finite value does not
+        fit the requested dtype.
         """
         files = Files()
         with self._sources.only(self.files).unchanged():
             try:
-                found = Gatherer(files, None).read(Tensor(self._dtype, self._view), 0, self.size)
+                with overflows() as lost:
+                    found = Gatherer(files, None).read(Tensor(self._dtype, self._view), 0, self.size)
             finally:
                 files.close()
+        if overflow := lost.of(count_nonfinite(found, self._dtype) if lost.found else 0):
+            raise ReshardError(overflow_problem(self.name, overflow))
         return found.reshape(self.shape)
 
     def numpy(self) -> Array:

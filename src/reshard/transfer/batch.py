@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from reshard.algebra.dtypes import DType
-from reshard.transfer.elements import RAW
+from reshard.transfer.elements import RAW, count_nonfinite, has_nonfinite
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.journal import Begun
 from reshard.transfer.memory import WINDOW
+from reshard.transfer.overflow import Overflows, overflows
 from reshard.transfer.plan import Block, OutputFile
 from reshard.transfer.sink import PAGE
 
@@ -26,11 +26,12 @@ class Stream:
         self.view = block.source()
         self.end = block.offset + block.nbytes
         self.nonfinite = begun is not None and begun.nonfinite
+        self.overflow = begun.overflow if begun else None
         self._checksum = begun.checksum if begun else 0
 
     def begun(self, end: int) -> Begun:
         """Progress of the block once all bytes before `end` of its file are written."""
-        return Begun(end, self._checksum, self.nonfinite)
+        return Begun(end, self._checksum, self.nonfinite, self.overflow)
 
     def is_transposed(self) -> bool:
         """Whether elements adjacent in the output are not adjacent in the source."""
@@ -41,10 +42,19 @@ class Stream:
         size = self.block.dtype.itemsize
         first, last = begin // size, (begin + out.nbytes) // size
         pieces = self.view.pieces if last - first == self.view.numel else self.view.window(first, last)
-        gatherer.fill(pieces, self.block.dtype, out.view(RAW[size]))
-        self.nonfinite = self.nonfinite or has_nonfinite(out, self.block.dtype)
+        with overflows() as lost:
+            gatherer.fill(pieces, self.block.dtype, out.view(RAW[size]))
+        self._note_nonfinite(out, lost)
         if self.block.crc_at:
             self._checksum = crc32(out.data, self._checksum)
+
+    def _note_nonfinite(self, out: np.ndarray[Any, Any], lost: Overflows) -> None:
+        """Note whether `out` contains NaN or Inf, and how many of them are finite values that were `lost`."""
+        if (lost.found is None and self.nonfinite) or not has_nonfinite(out, self.block.dtype):
+            return
+        self.nonfinite = True
+        if overflow := lost.of(count_nonfinite(out, self.block.dtype) if lost.found else 0):
+            self.overflow = overflow.joined(self.overflow)
 
     def sign(self, raw: np.ndarray[Any, Any], begin: int) -> Iterator[tuple[int, bytes]]:
         """Write the checksum to its places in `raw`, which begins at `begin`; yield the places outside of it."""
@@ -117,16 +127,3 @@ def _with_literals(batch: Batch, literals: list[tuple[int, bytes]]) -> Batch:
     count = next((i for i, (offset, _) in enumerate(literals) if offset >= batch.end), len(literals))
     batch.literals, literals[:count] = literals[:count], []
     return batch
-
-
-def has_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> bool:
-    """Whether an element is NaN or Inf.
-
-    Read as integers, such elements are the largest: the positive ones if the bits are signed, the negative
-    ones if they are not. Two maxima run at cache speed, where masks and comparisons would not.
-    """
-    if not dtype.nonfinite or not raw.size:
-        return False
-    bits, sign = raw.view(RAW[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
-    signed = bits.view(f"i{dtype.itemsize}")
-    return bool(signed.max() >= dtype.nonfinite or bits.max() >= sign | dtype.nonfinite)

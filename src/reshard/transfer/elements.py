@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from reshard.algebra.dtypes import DType
+from reshard.transfer.overflow import LARGEST, Overflow, watching
 
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Dtypes for moving elements: integers of their width, whatever they mean."""
@@ -16,8 +17,17 @@ CAST = 20
 
 
 def cast(values: np.ndarray[Any, Any], source: DType, target: DType) -> np.ndarray[Any, Any]:
-    """Convert raw elements of one float type to another, rounding to nearest even as torch does."""
-    return _from_float(as_float(values, source), target)
+    """Convert raw elements of one float type to another, rounding to nearest even as torch does.
+
+    A finite value that does not fit becomes Inf, which `overflows` collects.
+    """
+    floats = as_float(values, source)
+    raw, is_suspect = _from_float(floats, target)
+    if is_suspect and LARGEST[source.name] > LARGEST[target.name] and (found := watching()):
+        lost = np.isfinite(floats) & ~np.isfinite(as_float(raw, target))
+        if count := int(lost.sum()):
+            found.add(Overflow(count, float(np.where(lost, np.abs(floats), 0).max()), target.name))
+    return raw
 
 
 FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
@@ -31,12 +41,36 @@ def as_float(values: np.ndarray[Any, Any], source: DType) -> np.ndarray[Any, Any
     return floats
 
 
-def _from_float(values: np.ndarray[Any, Any], target: DType) -> np.ndarray[Any, Any]:
-    with np.errstate(over="ignore"):  # an overflow becomes Inf, which the executor reports by name
+def has_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> bool:
+    """Whether an element is NaN or Inf.
+
+    Read as integers, such elements are the largest: the positive ones if the bits are signed, the negative
+    ones if they are not. Two maxima run at cache speed, where masks and comparisons would not.
+    """
+    if not dtype.nonfinite or not raw.size:
+        return False
+    bits, sign = raw.view(RAW[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
+    signed = bits.view(f"i{dtype.itemsize}")
+    return bool(signed.max() >= dtype.nonfinite or bits.max() >= sign | dtype.nonfinite)
+
+
+def count_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> int:
+    """How many elements are NaN or Inf."""
+    bits, sign = raw.view(RAW[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
+    return int(np.count_nonzero((bits & (sign - 1)) >= dtype.nonfinite)) if dtype.nonfinite else 0
+
+
+_ROUNDED_TO_INF = (2 - 2.0**-8) * 2.0**127
+"""The least float32 that bfloat16 rounds to Inf."""
+
+
+def _from_float(values: np.ndarray[Any, Any], target: DType) -> tuple[np.ndarray[Any, Any], bool]:
+    """The rounded raw elements, and whether any of them is NaN or Inf if the target's range is the narrower one."""
+    with np.errstate(over="ignore"):
         if target.name != "bfloat16":
             narrowed: np.ndarray[Any, Any] = values.astype(FLOATS[target.name])
             raw: np.ndarray[Any, Any] = narrowed.view(RAW[target.itemsize])
-            return raw
+            return raw, target.itemsize < values.itemsize and has_nonfinite(raw, target)
         narrow: np.ndarray[Any, Any] = np.asarray(values, np.float32)
     bits = narrow.view(np.uint32)
     rounded = bits >> 16  # one array, changed in place: several would not fit in the cache of a core
@@ -45,10 +79,12 @@ def _from_float(values: np.ndarray[Any, Any], target: DType) -> np.ndarray[Any, 
     rounded += bits
     rounded >>= 16
     halves: np.ndarray[Any, Any] = rounded.astype(np.uint16)
-    is_nan = np.isnan(narrow)
-    if is_nan.any():
+    # False for NaN, too: extremes propagate it. Together they cost hardly more than looking for NaN alone.
+    is_usual = not narrow.size or (narrow.max() < _ROUNDED_TO_INF and narrow.min() > -_ROUNDED_TO_INF)
+    if not is_usual:
+        is_nan = np.isnan(narrow)
         halves[is_nan] = (bits[is_nan] >> 16) | 0x40
-    return halves
+    return halves, not is_usual
 
 
 def castable(dtype: DType) -> bool:

@@ -24,6 +24,7 @@ from reshard.transfer.job import Found, Job
 from reshard.transfer.journal import Journal, Written
 from reshard.transfer.ledger import Ledger, Passed
 from reshard.transfer.memory import WINDOW, Share, shared
+from reshard.transfer.overflow import Overflow, total
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.sink import Buffer, stays_cached
 from reshard.transfer.threads import together
@@ -41,7 +42,8 @@ class Report:
     """Totals: bytes of the output, bytes that an earlier run had written, tensors that contain NaN or Inf.
 
     `digests` maps the path of each file to its digest. `passed` are the ranges of each source that were read, with
-    their CRC32s; None without checksums.
+    their CRC32s; None without checksums. `overflowed` are the finite values that a cast made infinite: for each file,
+    by tensor and offset of the block.
     """
 
     nbytes: int = 0
@@ -49,6 +51,12 @@ class Report:
     nonfinite: list[str] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     passed: Passed | None = None
+    overflowed: dict[str, dict[tuple[str, int], Overflow]] = field(default_factory=dict)
+
+    def overflows(self) -> dict[str, Overflow]:
+        """The finite values that a cast made infinite, by tensor."""
+        blocks = (each for found in self.overflowed.values() for each in found.items())
+        return total((name, overflow) for (name, _), overflow in blocks)
 
 
 def execute(
@@ -112,6 +120,7 @@ class Run:
         before = journal.progress
         self.report = Report(before.nbytes, before.nbytes, sorted(before.nonfinite))
         self.report.digests = {path: each.digest for path, each in before.files.items() if each.is_whole}
+        self.report.overflowed = {p: dict(each.overflowed) for p, each in before.files.items()}
         self.lock = Lock()
         self.names = dict(before.unchecked)
         self._unchecked = set(before.unchecked)
@@ -263,5 +272,7 @@ class _Worker:
             job.wrote(batch, streams[0].begun(end) if is_alone else None, len(raw), self.gatherer)
         found.passed = self.gatherer.take_passed()
         found.nonfinite.update(each.block.name for each in streams if each.nonfinite)
+        places = {(each.block.name, each.block.offset): each.overflow for each in streams}
+        found.overflowed.update({place: lost for place, lost in places.items() if lost})
         job.finish(found)
         return True

@@ -14,6 +14,7 @@ from reshard.transfer.digests import Digest
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.journal import EVERY, MANY, Begun, Written, as_entry
 from reshard.transfer.ledger import Passed, join
+from reshard.transfer.overflow import Overflow
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.sink import Sink
 
@@ -26,7 +27,8 @@ class Found:
     """What finished batches of `nbytes` bytes in total have found.
 
     `late` are checksums (offset, value) that belong outside of the window of their block, `taken` are storages with a
-    checksum that were read from, `passed` the ranges of sources that were read.
+    checksum that were read from, `passed` the ranges of sources that were read, `overflowed` the finite values that a
+    cast lost, by tensor and offset of the block.
     """
 
     batches: list[int] = field(default_factory=list)
@@ -35,6 +37,7 @@ class Found:
     nonfinite: set[str] = field(default_factory=set)
     taken: set[Storage] = field(default_factory=set)
     passed: Passed = field(default_factory=dict)
+    overflowed: dict[tuple[str, int], Overflow] = field(default_factory=dict)
 
     def add(self, other: Found) -> None:
         """Add what other batches have found."""
@@ -43,6 +46,7 @@ class Found:
         self.late += other.late
         self.nonfinite |= other.nonfinite
         self.taken |= other.taken
+        self.overflowed |= other.overflowed
         join(self.passed, other.passed)
 
 
@@ -130,6 +134,8 @@ class Job:
                 self.begun.pop(number, None)
             self._nbytes += found.nbytes
             self._late += found.late
+            if found.overflowed:
+                self._run.report.overflowed.setdefault(self.path, {}).update(found.overflowed)
             self._keep(found)
 
     def _keep(self, found: Found) -> None:
@@ -193,6 +199,7 @@ class Job:
             "begun": dict(self.begun),
             "late": [(place, checksum.hex()) for place, checksum in unsaved.late],
             "nonfinite": sorted(unsaved.nonfinite),
+            "overflowed": [[*place, *overflow] for place, overflow in unsaved.overflowed.items()],
             "taken": unsaved.taken,
             "passed": unsaved.passed,
         }

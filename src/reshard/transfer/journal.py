@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -21,6 +21,7 @@ from reshard.algebra.storage import Storage
 from reshard.errors import UNUSABLE, ReshardError
 from reshard.stores import File, open_file
 from reshard.transfer.ledger import Passed, join
+from reshard.transfer.overflow import Overflow
 from reshard.transfer.sink import allocate
 
 ROOM = 1 << 20
@@ -73,6 +74,13 @@ class Begun(NamedTuple):
     end: int
     checksum: int
     nonfinite: bool
+    overflow: Overflow | None = None
+
+    @staticmethod
+    def of(told: Sequence[Any]) -> Begun:
+        """The progress that a line of a journal tells. Raises one of `UNUSABLE` if it is malformed."""
+        end, checksum, nonfinite, *rest = told
+        return Begun(end, checksum, nonfinite, Overflow(*rest[0]) if rest and rest[0] else None)
 
 
 @dataclass
@@ -80,7 +88,8 @@ class Written:
     """What is on disk of one output file. Batches are identified by their numbers.
 
     `modified`, the modification time in nanoseconds, and `digest` are set for a complete file. `late` are checksums
-    (offset, value) to write after everything else. `elsewhere` is the state of a complete file that was uploaded, and
+    (offset, value) to write after everything else. `overflowed` are the finite values that a cast lost, by tensor and
+    offset of the block. `elsewhere` is the state of a complete file that was uploaded, and
     is no longer in the folder.
     """
 
@@ -90,6 +99,7 @@ class Written:
     batches: set[int] = field(default_factory=set)
     begun: dict[int, Begun] = field(default_factory=dict)
     late: list[tuple[int, bytes]] = field(default_factory=list)
+    overflowed: dict[tuple[str, int], Overflow] = field(default_factory=dict)
     elsewhere: str | None = None
 
     @property
@@ -150,8 +160,10 @@ class Progress:
             written.nbytes, written.modified = int(entry["bytes"]), entry.get("modified")
             written.digest = entry.get("digest", "")
             written.batches.update(entry["batches"])
-            written.begun = {int(number): Begun(*begun) for number, begun in entry["begun"].items()}
+            written.begun = {int(number): Begun.of(begun) for number, begun in entry["begun"].items()}
             written.late += [(place, bytes.fromhex(value)) for place, value in entry["late"]]
+            for name, offset, *overflow in entry.get("overflowed", ()):
+                written.overflowed[name, offset] = Overflow(*overflow)
 
 
 class Journal:
