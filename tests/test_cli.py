@@ -379,12 +379,11 @@ def test_verify_tells_what_it_took_for_granted(model: Path, megatron: Path, tmp_
 def test_verify_different(model: Path, other: Path) -> None:
     assert not api.verify(model, other)
     result = reshard("verify", model, other)
-    assert result.code == 1 and result.out.startswith("different: 6 tensors; 44 were compared\n")
+    assert result.code == 1 and result.out.startswith("different: 5 tensors; 45 were compared\n")
     layer = "model.layers.1."
     rows = {
         f"{layer}self_attn.q_proj.weight": ("values", "3 of 8192 elements", "0.5"),
         f"{layer}mlp.up_proj.weight": ("values", "6144 of 6144 elements", "nan"),
-        f"{layer}self_attn.k_proj.weight": ("dtype", "float32 [64, 64]", "float16 [64, 64]"),
         f"{layer}self_attn.v_proj.weight": ("shape", "float32 [64, 64]", "float32 [32, 64]"),
         f"{layer}self_attn.o_proj.weight": ("only in A", "float32 [64, 128]"),
         f"{layer}extra.weight": ("only in B", "float32 [64, 128]"),
@@ -392,6 +391,9 @@ def test_verify_different(model: Path, other: Path) -> None:
     for tensor, cells in rows.items():
         (line,) = [line for line in result.out.splitlines() if line.startswith(f"{tensor} ")]
         assert all(cell in line for cell in cells), line
+    told = "values are equal after rounding to float16, the dtypes differ: 1 tensor, float32 in A and float16 in B"
+    assert told in result.out
+    rows[f"{layer}self_attn.k_proj.weight"] = ("dtype", "", "")
     machine = reshard("verify", model, other, "--json")
     assert machine.code == 1 and not machine.json["equal"]
     assert {row["tensor"]: row["kind"] for row in machine.json["differences"]} == {
@@ -400,6 +402,7 @@ def test_verify_different(model: Path, other: Path) -> None:
     largest = {
         row["kind"]: row["largest"] for row in machine.json["differences"] if "up_proj" not in row["tensor"]
     }
+    assert 0 < largest.pop("dtype") < 1e-3
     assert largest.pop("values") == pytest.approx(0.5) and set(largest.values()) == {None}
 
 
@@ -418,7 +421,7 @@ def test_a_narrow_terminal_gets_a_record_for_each_row(model: Path, other: Path) 
     shown = in_terminal("verify", model, other, COLUMNS="40", NO_COLOR="1")
     lines = re.sub(rf"{ESCAPE}\[[0-9;?]*[a-zA-Z]", "", shown).splitlines()
     at = lines.index("model.layers.1.self_attn.q_proj.weight")
-    assert "different: 6 tensors; 44 were compared" in lines and not any("│" in line for line in lines)
+    assert "different: 5 tensors; 45 were compared" in lines and not any("│" in line for line in lines)
     assert lines[at + 1 : at + 5] == [
         "  what differs: values",
         "  A: 3 of 8192 elements",

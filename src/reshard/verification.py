@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from math import inf, sqrt
+from math import inf, prod, sqrt
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType
@@ -42,6 +42,9 @@ ROUNDED = "rounded"
 ROUNDED_SUM = "rounded sum"
 """Kind of a difference that rounding explains, in a norm that one side stores minus one."""
 
+EQUAL = "equal"
+"""What `Row.values` says of values that are equal although their dtypes differ."""
+
 SHOWN = 40
 """Differences to show; `as_dict` has all of them."""
 
@@ -49,13 +52,23 @@ EXPLAINED = (ROUNDED, ROUNDED_SUM)
 
 
 class Row(NamedTuple):
-    """One tensor that differs. `largest` is the largest difference between two elements."""
+    """One tensor that differs. `largest` is the largest difference between two elements.
+
+    If only the dtypes differ, `values` tells how far the values are equal, for example "equal after rounding to
+    bfloat16".
+    """
 
     tensor: str
     kind: str
     a: str
     b: str
     largest: float | None = None
+    values: str | None = None
+
+    @property
+    def what(self) -> str:
+        """What differs, in words."""
+        return f"{self.kind}; the values are {self.values}" if self.values else self.kind
 
 
 class Change(NamedTuple):
@@ -100,8 +113,11 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """The result in one line."""
-        if self.rows:
-            return f"{_tensors(len(self.rows))} different, {_tensors(self.tensors)} compared"
+        if self.different:
+            recast = f", {len(self.recast):,} in dtype only" if self.recast else ""
+            return f"{_tensors(len(self.different))} different{recast}, {_tensors(self.tensors)} compared"
+        if self.recast:
+            return "; ".join(self.by_dtypes())
         if self.rounded:
             return f"{_tensors(self.tensors)} equal, {len(self.rounded):,} of them but for rounding"
         logits = "" if self.logits is None or self.logits["equal"] else "; the logits differ"
@@ -110,7 +126,7 @@ class Comparison:
     def _repr_html_(self) -> str:
         """The verdict and the first differences, for a notebook."""
         rows = [
-            (row.tensor, row.kind, row.a, row.b, "" if row.largest is None else f"{row.largest:.3g}")
+            (row.tensor, row.what, row.a, row.b, "" if row.largest is None else f"{row.largest:.3g}")
             for row in self.rows[:SHOWN]
         ]
         more = [("…", f"and {len(self.rows) - SHOWN} more")] if len(self.rows) > SHOWN else []
@@ -123,10 +139,38 @@ class Comparison:
         """Whether no tensor differs and, if they were compared, the logits agree."""
         return not self.rows and (self.logits is None or bool(self.logits["equal"]))
 
+    @property
+    def different(self) -> list[Row]:
+        """The tensors that differ in more than their dtypes."""
+        return [row for row in self.rows if not row.values]
+
+    @property
+    def recast(self) -> list[Row]:
+        """The tensors that differ in dtype only: their values are equal, or equal after rounding."""
+        return [row for row in self.rows if row.values]
+
+    @property
+    def values(self) -> str:
+        """Whether all values are "equal", whatever their dtypes, equal but for what rounding explains, or not."""
+        if self.different:
+            return "different"
+        return "rounded" if self.rounded or any(row.values != EQUAL for row in self.recast) else "equal"
+
+    def by_dtypes(self) -> list[str]:
+        """Lines that count the tensors that differ in dtype only, by their dtypes."""
+        found = Counter(
+            (str(row.values), *(w.partition(" ")[0] for w in (row.a, row.b))) for row in self.recast
+        )
+        return [
+            f"the values are {values}, the dtypes differ: {_tensors(number)}, {a} in A and {b} in B"
+            for (values, a, b), number in sorted(found.items())
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         """The content of `verify --json`."""
         return {
             "equal": self.equal,
+            "values": self.values,
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "family": self.family,
@@ -269,7 +313,7 @@ def _compared(
     for name in ours.keys() & theirs.keys():
         if ours[name].shape != theirs[name].shape:
             rows.append(Row(name, "shape", _words(ours[name]), _words(theirs[name])))
-        elif ours[name].dtype != theirs[name].dtype:
+        elif not _are_comparable(ours[name].dtype, theirs[name].dtype):
             rows.append(Row(name, "dtype", _words(ours[name]), _words(theirs[name])))
         else:
             same.append(name)
@@ -312,6 +356,10 @@ def _taken(waiting: deque[str]) -> Iterator[str]:
             yield waiting.popleft()
 
 
+def _are_comparable(first: DType, second: DType) -> bool:
+    return first == second or (castable(first) and castable(second))
+
+
 def _words(logical: Logical) -> str:
     return f"{logical.dtype} {list(logical.shape)}"
 
@@ -339,19 +387,45 @@ def _differing(
     rows = []
     try:
         for name in names:
-            a, b = _exact(first, second, name)
             measure = None if changes is None else Measure()
-            found = comparer.difference(a, b, measure=measure)
+            is_same = first.tensors.tensors[name].dtype == second.tensors.tensors[name].dtype
+            row, differ = (_same_dtype if is_same else _other_dtype)(first, second, name, comparer, measure)
             if changes is not None and measure:
-                differ = found.elements if found else 0
-                changes.append(Change(name, a.view.numel, differ, measure.moved, measure.norm))
-            if found:
-                values = f"{found.elements} of {a.view.numel} elements"
-                rows.append(Row(name, _kind(comparer, first, second, name), values, values, found.largest))
+                numel = prod(first.tensors.tensors[name].shape)
+                changes.append(Change(name, numel, differ, measure.moved, measure.norm))
+            rows += [row] if row else []
             on_bytes(first.tensors.tensors[name].nbytes)
     finally:
         comparer.close()
     return rows
+
+
+def _same_dtype(
+    first: Side, second: Side, name: str, comparer: Comparer, measure: Measure | None
+) -> tuple[Row | None, int]:
+    """The row of a tensor that differs, and how many of its elements do."""
+    a, b = _exact(first, second, name)
+    found = comparer.difference(a, b, measure=measure)
+    if not found:
+        return None, 0
+    values = f"{found.elements} of {a.view.numel} elements"
+    return Row(name, _kind(comparer, first, second, name), values, values, found.largest), found.elements
+
+
+def _other_dtype(
+    first: Side, second: Side, name: str, comparer: Comparer, measure: Measure | None
+) -> tuple[Row, int]:
+    """The row of a tensor with two dtypes, and how many of its elements differ in value."""
+    a, b = (_tensor(side, name) for side in (first, second))
+    found = comparer.gap(a, b, measure=measure)
+    left, right = (_words(side.tensors.tensors[name]) for side in (first, second))
+    if not found:
+        return Row(name, "dtype", left, right, values=EQUAL), 0
+    if found.rounded_to:
+        values = f"{EQUAL} after rounding to {found.rounded_to}"
+        return Row(name, "dtype", left, right, found.largest, values), found.elements
+    left, right = (f"{tensor.dtype}, {found.elements} of {a.view.numel} elements" for tensor in (a, b))
+    return Row(name, "dtype and values", left, right, found.largest), found.elements
 
 
 def _kind(comparer: Comparer, first: Side, second: Side, name: str) -> str:

@@ -64,6 +64,9 @@ def command(
     For a training run, compare the step that its tracker names; for another step, name its folder, for example
     RUN/iter_0000200.
 
+    Where dtypes differ, the values are compared, after rounding to the narrower dtype if necessary, and a line tells
+    whether they are equal. The tensors still differ, bit for bit.
+
     Exit status: 0 equal (or balanced, with --proof), 1 not equal, 2 a checkpoint cannot be read.
     """
     silent = quiet or json_output
@@ -189,16 +192,34 @@ def _print_different(found: Comparison) -> None:
     """Print the verdict, then the tensors that differ."""
     console = stdout()
     more = f"; {len(found.rounded)} more differ by rounding only" if found.rounded else ""
+    different = found.different
     console.print(
-        f"[bold red]different:[/] {_count_of(len(found.rows), 'tensor')}; {found.tensors} were compared{more}"
+        f"[bold red]different:[/] {_count_of(len(different), 'tensor')}; {found.tensors} were compared{more}"
     )
     rows = [
         (row.tensor, row.kind, row.a, row.b, "" if row.largest is None else f"{row.largest:.3g}")
-        for row in found.rows[:SHOWN]
+        for row in different[:SHOWN]
     ]
     print_table(console, ("tensor", "what differs", "A", "B", "largest difference"), rows)
-    if len(found.rows) > SHOWN:
-        console.print(f"… and {len(found.rows) - SHOWN} more (--json lists all)")
+    if len(different) > SHOWN:
+        console.print(f"… and {len(different) - SHOWN} more (--json lists all)")
+
+
+def _print_differences(found: Comparison) -> None:
+    """Print the tensors that differ, first those with different values."""
+    if found.different:
+        _print_different(found)
+    _print_recast(found)
+
+
+def _print_recast(found: Comparison) -> None:
+    """Print which tensors have equal values and other dtypes, and what is equal besides them."""
+    for line in found.by_dtypes():
+        told, _, which = line.partition(":")
+        stdout().print(f"[bold yellow]{escape(told)}:[/]{escape(which)}")
+    if not found.different and (rest := found.tensors - len(found.rows)):
+        rounded = f", {len(found.rounded)} of them but for rounding" if found.rounded else ", bit for bit"
+        stdout().print(f"[bold green]equal:[/] {_count_of(rest, 'tensor')}{rounded}")
 
 
 def _print_rounded(found: Comparison) -> None:
@@ -230,7 +251,7 @@ def _print(found: Comparison) -> None:
     for note in found.notes:
         stderr().print(f"[bold]note:[/] {escape(note)}")
     if found.rows:
-        _print_different(found)
+        _print_differences(found)
     elif found.rounded:
         _print_rounded(found)
     else:

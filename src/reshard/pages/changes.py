@@ -68,7 +68,7 @@ def table_of(found: Comparison) -> list[dict[str, Any]]:
         rows.append(
             {
                 "tensor": shown(row.tensor),
-                "kind": row.kind,
+                "kind": row.what,
                 "a": row.a,
                 "b": row.b,
                 "largest": row.largest if row.largest is not None and isfinite(row.largest) else None,

@@ -27,7 +27,7 @@ from reshard.model.resolve import Resolved, config_of, contradictions, resolve
 from reshard.model.vocabulary import lost_padding
 from reshard.plain import to_json
 from reshard.planning import adapters, beside, merge, optimizer
-from reshard.planning.naming import Types, elements, names_of
+from reshard.planning.naming import Types, elements, names_of, recast
 from reshard.transfer.memory import NOTHING, Need, uncollected
 from reshard.transfer.plan import OutputFile, Plan, Planned
 from reshard.transfer.sources import OnStep, noted, read_source
@@ -341,6 +341,8 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
         notes.append(UNTOLD)
     tensors, settings, need = names.tensors(logical, Types(dtype)), None, Need.of(checkpoint.tensors)
     parameters = checkpoint.parameters if checkpoint.quantization else elements(tensors)
+    if target.dtype and not options.dtype:
+        notes += recast(format, logical, Types(dtype))
     if options.quantize:
         request = replace(request, config={**request.config, "dtype": main_dtype(tensors)})
         tensors, settings, told, more = quantized(tensors, options.quantize, request.config)

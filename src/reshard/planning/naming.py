@@ -48,6 +48,26 @@ class Types:
         return self.wanted
 
 
+def recast(format: str, logical: LogicalTensors, types: Types) -> list[str]:
+    """Notes on weights that are cast to the only dtype of a format, by the dtypes that they have."""
+    stored = [(item.dtype, types.of(name, item.dtype)) for name, item in logical.tensors.items()]
+    counted = Counter((before, after) for before, after in stored if before != after)
+    is_one = len(counted) == 1
+    return [
+        _recast(format, *pair, number, is_one=is_one) for pair, number in sorted(counted.items(), key=str)
+    ]
+
+
+def _recast(format: str, before: DType, after: DType, number: int, *, is_one: bool) -> str:
+    which = f"{number:,} tensor{'' if number == 1 else 's'} in {before}"
+    if before.itemsize > after.itemsize:
+        told = f"rounded; --to huggingface keeps {before}"
+    else:
+        restored = f"; converted back with --dtype {before}, they are the same again, bit for bit"
+        told = f"widened, which changes no value{restored if is_one else ''}"
+    return f"{format} stores weights in {after} only: {which} {'is' if number == 1 else 'are'} {told}"
+
+
 @dataclass(frozen=True)
 class Names:
     """How a target names tensors: by `natives` if an engine has its own names, else as on the Hub, or by `live`."""

@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.algebra.dtypes import DType
+from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.errors import Problem, one_for_each_file
 from reshard.stores import REQUEST, is_remote
-from reshard.transfer.elements import as_float, castable
+from reshard.transfer.elements import as_float, cast, castable
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import Share
+from reshard.transfer.overflow import overflows
 from reshard.transfer.threads import together
 
 WINDOW = 1 << 20
@@ -38,6 +39,17 @@ class Difference(NamedTuple):
     elements: int
     largest: float
     first: int
+
+
+class Gap(NamedTuple):
+    """How the values of two tensors of different dtypes differ.
+
+    `rounded_to` is the dtype of one of them, if rounding the other one to it gives the same values.
+    """
+
+    elements: int
+    largest: float
+    rounded_to: DType | None
 
 
 UNCOUNTED = Difference(0, float("nan"), 0)
@@ -88,24 +100,45 @@ class Comparer:
                 measure.add(a, b, first.dtype)
             if np.array_equal(a, b):
                 continue
-            unequal = a != b
-            if any_nan and castable(first.dtype):
-                unequal &= ~(np.isnan(as_float(a, first.dtype)) & np.isnan(as_float(b, first.dtype)))
+            unequal = _unequal(a, b, first.dtype) if any_nan else a != b
             if found := int(unequal.sum()):
                 at = at if elements else begin + int(unequal.argmax())
                 elements += found
                 largest = max(largest, _gap(a[unequal], b[unequal], first.dtype), key=_nan_last)
         return Difference(elements, largest, at) if elements else None
 
+    def gap(self, first: Tensor, second: Tensor, *, measure: Measure | None = None) -> Gap | None:
+        """How the values of two tensors of different dtypes and the same shape differ; None if they do not.
+
+        All NaNs are equal. `measure` accumulates the distance.
+        """
+        kinds = (first.dtype, second.dtype)
+        common = BY_NAME["float64" if BY_NAME["float64"] in kinds else "float32"]
+        elements, largest = 0, 0.0
+        fits_first = fits_second = True
+        for _, a, b in self._windows(first, second):
+            left, right = (cast(each, kind, common) for each, kind in zip((a, b), kinds, strict=True))
+            if measure:
+                measure.add(left, right, common)
+            unequal = _unequal(left, right, common)
+            if found := int(unequal.sum()):
+                elements += found
+                largest = max(largest, _gap(left[unequal], right[unequal], common), key=_nan_last)
+                fits_second = fits_second and _rounds(a, b, *kinds)
+                fits_first = fits_first and _rounds(b, a, *reversed(kinds))
+        rounded_to = second.dtype if fits_second else first.dtype if fits_first else None
+        return Gap(elements, largest, rounded_to) if elements else None
+
     def _windows(self, first: Tensor, second: Tensor) -> Iterator[tuple[int, Elements, Elements]]:
         """Windows of both tensors to compare, each with the index of its first element.
 
         A store is read in requests as large as those of `convert`, since each costs a round trip.
         """
-        step = compared = self._size // first.dtype.itemsize
+        itemsize = max(first.dtype.itemsize, second.dtype.itemsize)
+        step = compared = self._size // itemsize
         if is_remote(first.file) or is_remote(second.file):
             # Half of the memory is for reading, the other half for comparing.
-            step, compared = self._far // first.dtype.itemsize, max(1, compared // 2)
+            step, compared = self._far // itemsize, max(1, compared // 2)
         for begin in range(0, first.view.numel, step):
             end = min(begin + step, first.view.numel)
             if self._stopped.is_set():
@@ -113,6 +146,21 @@ class Comparer:
             a, b = (self._gatherer.read(tensor, begin, end) for tensor in (first, second))
             for low in range(0, end - begin, compared):
                 yield begin + low, a[low : low + compared], b[low : low + compared]
+
+
+def _unequal(a: Elements, b: Elements, dtype: DType) -> Elements:
+    """Which elements differ, where all NaNs are equal."""
+    unequal: Elements = a != b
+    if castable(dtype):
+        unequal &= ~(np.isnan(as_float(a, dtype)) & np.isnan(as_float(b, dtype)))
+    return unequal
+
+
+def _rounds(a: Elements, b: Elements, dtype: DType, target: DType) -> bool:
+    """Whether rounding `a` from `dtype` to `target` gives `b`. A finite value is never rounded to Inf."""
+    with overflows() as lost:
+        rounded = cast(a, dtype, target)
+    return lost.found is None and not _unequal(rounded, b, target).any()
 
 
 def _nan_last(value: float) -> tuple[bool, float]:
