@@ -32,6 +32,8 @@ CALLED = {
     "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
 }
 NO = {"role": "assistant", "content": "No"}
+WHOLE = {"chosen": CHAT, "rejected": [CHAT[0], NO]}
+"""A pair whose answers begin with the prompt."""
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -102,6 +104,10 @@ def problems_of(
             {"chosen": "b", "rejected": "c", "prompt": "a"},
         ),
         ("dpo", {"chosen": "a b", "rejected": "a c"}, {"chosen": "a b", "rejected": "a c"}),
+        *(
+            ("dpo", {"prompt": prompt, **WHOLE}, WHOLE)  # the answers contain it already
+            for prompt in (CHAT[0]["content"], CHAT[:1])
+        ),
         (
             "dpo",
             {"chosen": CHAT, "rejected": [CHAT[0], {"role": "assistant", "content": "No"}]},
@@ -218,6 +224,8 @@ def test_each_shape_is_read_as_trl_takes_it(
             "its own column",
         ),
         ("dpo", {"prompt": "a", "chosen": 3, "rejected": "c"}, '"chosen" has the wrong type', None),
+        ("dpo", {"prompt": "a", "chosen": None, "rejected": "c"}, '"chosen" is null', "leave"),
+        ("dpo", {"prompt": "Other", **WHOLE}, "some columns are strings, others are messages", "write"),
         ("dpo", {"chosen": {"0": "b"}, "rejected": True}, '"rejected" has the wrong type', None),
         ("grpo", {"prompt": 3}, '"prompt" has the wrong type', None),
     ],

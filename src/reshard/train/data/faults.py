@@ -58,6 +58,9 @@ def faults(
         )
         return
     shapes = shapes_of(row, method, chosen)
+    if not shapes and (nulls := list(_of_nulls(row, method))):
+        yield from nulls
+        return
     if len(shapes) != 1:
         yield _several_shapes(row, shapes) if shapes else _other_columns(row, method)
         return
@@ -76,6 +79,16 @@ def faults(
     if shape == "preference pairs" and not wrong:
         yield from _of_pair(clean, template)
     yield from _of_kinds(clean, columns)
+
+
+def _of_nulls(row: Row, method: str) -> Iterator[Problem]:
+    """Problems of columns that are null, if the row has all columns of a shape."""
+    shape = next((shape for shape in METHODS[method] if row.keys() >= set(SHAPES[shape])), None)
+    for column in SHAPES[shape] if shape else ():
+        if row[column] is None:
+            yield Problem(
+                "column-null", f'"{column}" is null', expected="a value", remedy="leave the record out"
+            )
 
 
 def _columns(method: str) -> str:

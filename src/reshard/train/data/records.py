@@ -8,6 +8,7 @@ preference pairs, only prompts. ShareGPT's `conversations`, and Alpaca's `instru
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from reshard.plain import json_of
@@ -77,6 +78,8 @@ def standard(row: Row, shape: str, system: str | None = None) -> Row:
         return {"messages": _with_system(_chat(row, shape), row.get("system") or system), **beside}
     kept = _pair(row) if shape == "preference pairs" else {key: row[key] for key in SHAPES[shape]}
     kept = {key: _as_messages(value) for key, value in kept.items()}
+    if shape == "preference pairs" and _repeats_prompt(kept):
+        del kept["prompt"]  # TRL would put it in front once more
     opened = ("prompt",) if "prompt" in kept else tuple(kept)
     return {
         key: _with_system(value, system) if key in opened else value for key, value in kept.items()
@@ -114,6 +117,17 @@ def _pair(row: Row) -> Row:
     else:
         return answers
     return {key: _answer(value) for key, value in answers.items()} | {"prompt": prompt}
+
+
+def _repeats_prompt(pair: Row) -> bool:
+    """Whether both answers contain the prompt as their first turns, as in UltraFeedback."""
+    prompt, chosen, rejected = pair.get("prompt"), pair["chosen"], pair["rejected"]
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        return False
+    if isinstance(prompt, list):
+        return bool(prompt) and all(each[: len(prompt)] == prompt for each in (chosen, rejected))
+    both = takewhile(lambda turns: turns[0] == turns[1], zip(chosen, rejected, strict=False))
+    return any(isinstance(turn, Mapping) and turn.get("content") == prompt is not None for turn, _ in both)
 
 
 def _answer(value: Any) -> Any:
