@@ -157,6 +157,34 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
         (lambda: reshard.convert("a", "b", stages=(-1, 2)), "stages=(-1, 2)"),
         (lambda: reshard.convert("a", "b", trust="me", engine="x"), "trust='me'"),
         (lambda: reshard.convert("a", "b", memory="much"), "--memory"),
+        *[
+            (partial(reshard.convert, "a", "b", **{name: None}), f"{name}=None")
+            for name in ("tp", "pp", "vpp", "ep", "stages")
+        ],
+        *[
+            (partial(reshard.convert, "a", "b", **{name: value}), f"{name} is not a size")
+            for name in ("max_shard_size", "memory")
+            for value in (0, -5, True, None, float("nan"), float("inf"), "0GB", "-1", "0.0001k")
+        ],
+        *[
+            (partial(reshard.convert, "a", "b", **{name: value}), f"{name}={value!r}")
+            for name in ("tp", "etp", "workers", "vocab_divisible_by")
+            for value in (0, True, 2.0, float("nan"), 10**30)
+        ],
+        *[
+            (partial(function, "a", "b", lora_alpha=value), f"lora_alpha={value!r}")
+            for function in (reshard.convert, lambda path, _, **options: reshard.open(path, **options))
+            for value in (True, "2", float("nan"), float("inf"), 10**400)
+        ],
+        *[
+            (partial(reshard.train, "sft", **{name: value}), f"{name}={value!r}")
+            for name in ("nproc", "node_rank", "nan_steps", "save_on_signal", "max_restarts")
+            for value in (-1, True, 1.5, "2", float("inf"))
+        ],
+        (lambda: reshard.train("sft", nproc=0, nan_steps=0), "nproc=0"),
+        (lambda: reshard.train("sft", nproc=0, nan_steps=0), "nan_steps=0"),
+        (lambda: reshard.train("sft", dry_run=True, gpus=8), "gpus=8"),  # type: ignore[arg-type]
+        (lambda: reshard.inspect("a", html=3), "html=3"),  # type: ignore[arg-type]
         (lambda: reshard.convert("a", None), "dst=None"),  # type: ignore[arg-type]
         (lambda: reshard.open(None), "path=None"),  # type: ignore[arg-type]
         (lambda: reshard.open("a", iteration="last"), "iteration='last'"),
@@ -169,8 +197,23 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
     ],
 )
 def test_wrong_arguments_are_said_so(call: Callable[[], object], told: str) -> None:
-    with pytest.raises(reshard.ReshardError, match=re.escape(told)):
+    with pytest.raises(reshard.ReshardError, match=re.escape(told).replace("_", "[_-]")):
         call()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"pp": 2**31 - 1}, "layers do not divide"),
+        ({"tp": 2, "vocab_divisible_by": 2**31 - 1}, "padded to too many rows"),
+    ],
+)
+def test_a_number_that_is_far_too_large_is_refused_in_no_time_and_memory(
+    place: Path, tmp_path: Path, wrong: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(reshard.ReshardError, match=told):
+        reshard.convert(place / "model", tmp_path / "out", to="megatron", **wrong)
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------- how it shows

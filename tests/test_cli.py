@@ -303,6 +303,23 @@ def test_dry_run_prints_the_plan_and_writes_nothing(model: Path, megatron: Path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--max-shard-size", "0"), "--max-shard-size is not a size"),
+        (("--max-shard-size", "0GB"), "--max-shard-size is not a size"),
+        (("--memory", "0"), "--memory is not a size"),
+        (("--lora-alpha", "nan"), "lora_alpha=nan"),
+        (("--to", "megatron", "--pp", str(10**30)), "is more than 2147483647"),
+    ],
+)
+def test_a_number_that_means_nothing_is_refused(
+    words: tuple[str, ...], told: str, model: Path, tmp_path: Path
+) -> None:
+    result = reshard("convert", model, tmp_path / "hf", *words)
+    assert result.code == 2 and told in result.err and not list(tmp_path.iterdir())
+
+
 def test_quiet_prints_nothing_but_errors(megatron: Path, tmp_path: Path) -> None:
     result = reshard("convert", megatron, tmp_path / "dst", "--quiet")
     assert result == (0, "", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Collection
@@ -28,20 +29,43 @@ _UNITS = {
 }
 
 
+LARGEST = 2**31 - 1
+"""The largest number of ranks, threads, rows and the like: frameworks keep most of them in 32 bits."""
+
+
+def is_whole(value: object, least: int = 1) -> bool:
+    """Whether a value is an integer from `least` to `LARGEST`. True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
+
+
+def whole_number(least: int = 1) -> str:
+    """What `is_whole` accepts, in words."""
+    return f"an integer of at least {least}, and below 2^31"
+
+
 def parse_size(size: int | str, flag: str = "size") -> int:
-    """Bytes of "5GB", "1GiB", "500M" or a plain number. Raises ReshardError naming `flag`."""
-    if isinstance(size, int):
-        return size
+    """Bytes of "5GB", "1GiB", "500M" or a plain number, at least one. Raises ReshardError naming `flag`."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?\s*", str(size).lower())
-    if not match:
+    if isinstance(size, int) and not isinstance(size, bool):
+        nbytes = size
+    else:
+        nbytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if nbytes < 1:
         raise ReshardError(
             "size-malformed",
             f"{flag} is not a size",
-            expected="a number with a unit, such as 5GB or 512MiB",
+            expected="a number of bytes above 0, or one with a unit, such as 5GB or 512MiB",
             found=str(size),
             remedy=f"correct {flag}",
         )
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    return nbytes
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is no float
+        return False
 
 
 class Arguments:
@@ -70,10 +94,21 @@ class Arguments:
         except ReshardError as error:
             self.problems += error.problems
 
-    def count(self, name: str, value: Any) -> None:
-        """Check for an integer of at least 1, or None."""
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            self._wrong(name, value, "an integer of at least 1")
+    def count(self, name: str, value: Any, least: int = 1) -> None:
+        """Check for an integer of at least `least`."""
+        if not is_whole(value, least):
+            self._wrong(name, value, whole_number(least))
+
+    def counted(self, name: str, value: Any, least: int = 1) -> None:
+        """Check for an integer of at least `least`, or None."""
+        if value is not None:
+            self.count(name, value, least)
+
+    def number(self, name: str, value: Any) -> None:
+        """Check for a finite number, or None."""
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and _is_finite(value)):
+            self._wrong(name, value, "a finite number")
 
     def counts(self, name: str, values: Any) -> None:
         """Check for several integers. Layout checks their values."""
@@ -92,6 +127,11 @@ class Arguments:
         is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not (value is None or value == "release" or is_step):
             self._wrong(name, value, 'a step number, or "release"')
+
+    def text(self, name: str, value: Any, example: str) -> None:
+        """Check for text such as `example`, or None."""
+        if not (value is None or isinstance(value, str)):
+            self._wrong(name, value, f"text, for example {example!r}")
 
     def path(self, name: str, value: Any) -> None:
         """Check for a path or a URL."""

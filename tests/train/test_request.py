@@ -97,6 +97,29 @@ def test_a_weight_that_is_no_number_is_told_from_a_path(tmp_path: Path) -> None:
     assert str(caught.value.problems[0].remedy).startswith("0,7 is not a number")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("nan_steps", value) for value in (0, -1, True, 1.5, ".inf", "many", "-1", 2**31)],
+        *[("save_on_signal", value) for value in (-1, False, 0.5)],
+        *[("tp", value) for value in (0, "0")],
+        ("nproc", 0),
+    ],
+)
+def test_a_config_has_numbers_that_mean_something(tmp_path: Path, name: str, value: object) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"{name}: {value}\n")
+    with pytest.raises(ReshardError, match=f"--{name.replace('_', '-')} has a wrong value"):
+        run_of("sft", given(tmp_path), (), config)
+
+
+def test_a_config_may_quote_a_number(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("nan_steps: '3'\nnode_rank: 0\nsave_on_signal: 0\n")
+    run = run_of("sft", given(tmp_path), (), config)
+    assert (run.nan_steps, run.ranks.node_rank, run.save_on_signal) == (3, 0, 0)
+
+
 def test_a_config_names_the_nearest_choice(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("parallel: fsdp\nengine: megatron-lm\n")

@@ -81,7 +81,8 @@ class Layout:
         Raises ReshardError if the layers do not divide.
         """
         parts = self.pp * self.vpp
-        counts = self.stages or (layers // parts,) * parts
+        # At most one part for each layer is built: a mistyped --pp can be a number of a billion.
+        counts = self.stages or (layers // parts,) * min(parts, layers)
         if len(counts) != parts or sum(counts) != layers or min(counts) < 1:
             raise ReshardError(
                 Problem(

@@ -190,9 +190,18 @@ def convert(
     given.choice("trust", trust, TRUSTED)
     given.choice("quantize", quantize, STORAGES)
     given.choice("transformer_impl", transformer_impl, IMPLEMENTATIONS)
-    sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "workers": workers}
-    for name, number in {**sizes, "vocab_divisible_by": vocab_divisible_by}.items():
+    for name, number in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}.items():
         given.count(name, number)
+    rows = vocab_divisible_by
+    for name, optional in {"etp": etp, "workers": workers, "vocab_divisible_by": rows}.items():
+        given.counted(name, optional)
+    given.number("lora_alpha", lora_alpha)
+    for name, text, example in (
+        ("adapter", adapter, "default"),
+        ("on", on, "dask://scheduler:8786"),
+        ("push_to_hub", push_to_hub, "Org/Name"),
+    ):
+        given.text(name, text, example)
     given.counts("stages", stages)
     given.texts("strip", strip)
     given.step("iteration", iteration)

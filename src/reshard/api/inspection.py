@@ -52,6 +52,8 @@ def inspect(
     given = Arguments("inspect")
     given.path("path", path)
     given.step("iteration", iteration)
+    if html is not None:
+        given.path("html", html)
     given.settle()
     if html is not None:
         check_page(Path(html), "--html")

@@ -116,7 +116,7 @@ def verify(
     """
     given = Arguments("verify")
     given.path("a", a)
-    for name, path in (("b", b), ("base", base)):
+    for name, path in (("b", b), ("base", base), ("html", html)):
         if path is not None:
             given.path(name, path)
     meter = Meter(given.size("--memory", memory))

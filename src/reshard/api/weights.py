@@ -83,6 +83,8 @@ def open(
     given.texts("strip", strip)
     given.known("family", family, named)
     given.known("dtype", dtype, Types)
+    given.text("adapter", adapter, "default")
+    given.number("lora_alpha", lora_alpha)
     given.settle()
     options = planning.Options(
         base=source_path(base) if base is not None else None,

@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from reshard.arguments import LARGEST
 from reshard.stores import at_home, source_path, typed_path
 
 
@@ -50,6 +51,8 @@ class AtLeast(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is not a whole number", param, ctx)
         if number < self._least:
             self.fail(f"{number} is less than {self._least}", param, ctx)
+        if number > LARGEST:
+            self.fail(f"{number} is more than {LARGEST}", param, ctx)
         return number
 
 

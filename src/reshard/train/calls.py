@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.arguments import Arguments, OnBytes, StrPath
+from reshard.planning.naming import Types
 from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES
 from reshard.train.methods import METHODS
@@ -163,8 +164,19 @@ def train(
     given.choice("engine", engine, MODULES)
     given.choice("data_shape", data_shape, DATA_SHAPES)
     given.choice("parallel", parallel, PARALLEL)
-    for name, number in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "nnodes": nnodes}.items():
-        given.count(name, number)
+    processes = None if nproc == "auto" else nproc
+    counts = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "nnodes": nnodes, "nproc": processes}
+    for name, number in {**counts, "nan_steps": nan_steps}.items():
+        given.counted(name, number)
+    for name, number in {
+        "node_rank": node_rank,
+        "save_on_signal": save_on_signal,
+        "max_restarts": max_restarts,
+    }.items():
+        given.counted(name, number, least=0)
+    given.text("gpus", gpus, "H100:8")
+    given.text("gpu_memory", gpu_memory, "80GB")
+    given.text("slurm", slurm, "partition=gpu,nodes=2,time=720")
     given.settle()
     flags = {
         "model": model,
@@ -266,6 +278,7 @@ def export(
     given = Arguments("export")
     given.path("checkpoint", checkpoint)
     given.path("dst", dst)
+    given.known("dtype", dtype, Types)
     given.settle()
     from reshard.train.final import finish
 

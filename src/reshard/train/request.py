@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout
+from reshard.arguments import is_whole, whole_number
 from reshard.errors import Problem, ReshardError
 from reshard.plain_yaml import yaml_of
 from reshard.suggest import did_you_mean
@@ -77,13 +79,13 @@ def run_of(
         ranks=Ranks(
             nproc=0 if given.get("nproc") == "auto" else _number(given, "nproc", 0),
             nnodes=_number(given, "nnodes", 1),
-            node_rank=_number(given, "node_rank", 0),
+            node_rank=_number(given, "node_rank", 0, least=0),
             rendezvous=given.get("rendezvous"),
-            max_restarts=_number(given, "max_restarts", 0),
+            max_restarts=_number(given, "max_restarts", 0, least=0),
         ),
         reward=_rewards(given.get("reward")),
         nan_steps=_number(given, "nan_steps", 1),
-        save_on_signal=_number(given, "save_on_signal", SECONDS),
+        save_on_signal=_number(given, "save_on_signal", SECONDS, least=0),
         resume=_switch(given, "resume", False),
         merge=_switch(given, "merge", True),
         options=options,
@@ -219,7 +221,8 @@ def recorded(output: Path) -> Options:
         name: value for name, value in vars(run).items() if name in OURS and name not in ("output", "resume")
     }
     sizes = {name: getattr(run.layout, name) for name in SIZES}
-    return {**plain, **sizes, **vars(run.ranks), **run.options, "model": _recorded_model(run.model)}
+    ranks = {**vars(run.ranks), "nproc": run.ranks.nproc or "auto"}
+    return {**plain, **sizes, **ranks, **run.options, "model": _recorded_model(run.model)}
 
 
 def _local(given: Options, split: str, note: Callable[[str], None]) -> Callable[[str], Path]:
@@ -311,19 +314,21 @@ def _switch(given: Mapping[str, Any], name: str, default: bool) -> bool:
     return found
 
 
-def _number(given: Mapping[str, Any], name: str, default: int) -> int:
+def _number(given: Mapping[str, Any], name: str, default: int, *, least: int = 1) -> int:
+    """A number of a flag or of a config file, which may be a quoted word."""
     value = given.get(name)
     if value is None:
         return default
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise ReshardError(
-            "option-not-a-number",
-            f"--{name} is not a number",
-            found=repr(value),
-            remedy="pass an integer",
-        ) from None
+    number = int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,18}", value.strip()) else value
+    if is_whole(number, least):
+        return int(number)
+    raise ReshardError(
+        "option-not-a-number",
+        f"{flag(name)} has a wrong value",
+        expected=whole_number(least),
+        found=repr(value),
+        remedy="pass an integer",
+    )
 
 
 def check(run: Run) -> None:

@@ -10,6 +10,7 @@ from reshard.algebra.dtypes import BY_NAME, dtype
 from reshard.errors import ReshardError
 from reshard.families.family import ENGINES, MCORE, MCORE_BRIDGE
 from reshard.families.flags import flags_not_restored
+from reshard.families.rules import LARGEST
 from reshard.formats import iterations
 from reshard.formats.checkpoint import Iteration
 from reshard.formats.megatron.layouts import check_layout, layout_notes
@@ -30,7 +31,7 @@ def fit(request: Request) -> Request:
     layout = request.layout if model.dims.experts else replace(request.layout, etp=1)
     layout = layout.over(model.dims.layers)
     check_layout(model, layout)
-    rows = padded_vocabulary(model.dims.vocab, _vocabulary_unit(request), layout.tp)
+    rows = _padded_rows(request, layout.tp)
     return replace(request, dialect=dialect, model=model.padded(rows), layout=layout)
 
 
@@ -51,6 +52,21 @@ def _engine(request: Request) -> str:
             remedy=f"pass {' or '.join(known)}, or remove --engine",
         )
     return family.engine_for(wanted or request.engine)
+
+
+def _padded_rows(request: Request, tp: int) -> int:
+    """The rows of the embedding. Raises ReshardError if they are more than any model has."""
+    unit = _vocabulary_unit(request)
+    rows = padded_vocabulary(request.declared.dims.vocab, unit, tp)
+    if rows >= LARGEST:
+        raise ReshardError(
+            "vocabulary-padded-too-far",
+            "the vocabulary would be padded to too many rows",
+            expected=f"fewer than {LARGEST} rows",
+            found=f"{rows} rows, a multiple of --vocab-divisible-by {unit} times --tp {tp}",
+            remedy="pass a smaller --vocab-divisible-by",
+        )
+    return rows
 
 
 def _vocabulary_unit(request: Request) -> int:
