@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -365,6 +367,51 @@ def test_an_id_of_the_hub_is_no_folder_and_how_to_get_it_is_said(
     assert f"hf download Qwen/Qwen3-8B --local-dir Qwen3-8B, and then {then};" in result.err
     for path in ("Qwen", "./a/b/c", "/nothing/here", "model/nothing"):
         assert "hf download" not in reshard(*(path if "Qwen" in word else word for word in words)).err
+
+
+@pytest.fixture(scope="module")
+def without_hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The installed packages, except those of the Hub."""
+    folder = tmp_path_factory.mktemp("site")
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        if not package.name.startswith(("huggingface_hub", "hf_")):
+            (folder / package.name).symlink_to(package)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", "Org/Model"),
+        ("convert", "Org/Model", "dst"),
+        ("convert", "megatron", "dst", "--base", "Org/Model"),
+    ],
+)
+def test_an_id_of_the_hub_needs_its_package_first(
+    words: tuple[str, ...], without_hub: Path, model: Path, megatron: Path, tmp_path: Path
+) -> None:
+    """Also if the model is in the local cache, which only that package can read."""
+    snapshot = tmp_path / "hub" / "models--Org--Model" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(model)
+    (tmp_path / "hub" / "models--Org--Model" / "refs").mkdir()
+    (tmp_path / "hub" / "models--Org--Model" / "refs" / "main").write_text("0" * 40)
+    (tmp_path / "megatron").symlink_to(megatron)
+    paths = [str(Path(api.__file__).parents[1]), str(without_hub)]
+    code = f"import sys; sys.path += {paths}; from reshard.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, *words],
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 2 and "Org/Model looks like a model id on the Hub" in told
+    assert "which reshard reads with huggingface_hub: " in told and "hf download" not in told
+    assert " install " in told.partition("huggingface_hub: ")[2]
+    assert not (tmp_path / "dst").exists()
 
 
 def test_the_page_of_a_model_is_its_id() -> None:

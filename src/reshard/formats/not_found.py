@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from reshard.errors import Problem, ReshardError, listed
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Iteration
 from reshard.formats.places import can_list, folders_in
+from reshard.installing import install_command
 from reshard.stores import is_remote
 from reshard.stores.address import PROTOCOLS
+from reshard.stores.errors import PACKAGES
 
 NOTHING_FOUND = "checkpoint-not-found"
 ANYWHERE = "pass the folder with the weights, or an iteration folder"
@@ -50,13 +53,18 @@ def nothing_there(path: Path) -> ReshardError:
 
 
 def download(path: Path, then: str) -> str | None:
-    """How to download a missing model, if the path may be the id or the URL of a model on the Hub.
+    """How to get a missing model, if the path may be the id or the URL of a model on the Hub.
 
     `then` says how to name the folder that the download makes.
     """
     hub = None if is_remote(path) else _hub_id(path)
     if hub is None:
         return None
+    if find_spec(PACKAGES["hf"]) is None:  # without it, ids are not looked up, not even in the local cache
+        return (
+            f"{hub} looks like a model id on the Hub, which reshard reads with {PACKAGES['hf']}: "
+            f"{install_command(PACKAGES['hf'])}; otherwise check the path"
+        )
     return (
         f"{hub} looks like a model id on the Hub that was not downloaded: run hf download {hub} "
         f"--local-dir {path.name}, and then {then}; otherwise check the path"
