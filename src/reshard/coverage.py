@@ -25,7 +25,7 @@ from reshard.errors import Problem, ReshardError, listed
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contents import FILES, RECORD
-from reshard.formats.record import options_of, read_record, without_record
+from reshard.formats.record import options_of, read_record, unless_modified, without_record
 from reshard.formats.target import MASTERS
 from reshard.model.dequantization import UNUSED
 from reshard.model.vocabulary import PADDING
@@ -130,6 +130,11 @@ def prove_output(
     """
     if (source / RECORD).is_file() and output.exists() and not (output / RECORD).is_file():
         raise ReshardError([_swapped(source, output)])
+    with unless_modified(output):
+        return _proof_of(source, output, base, on_step)
+
+
+def _proof_of(source: Path, output: Path, base: Path | None, on_step: OnStep) -> Proof:
     record = read_record(output)
     options = options_of(record, output)
     options = replace(options, base=base) if base else options

@@ -19,6 +19,14 @@ def json_of(content: bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
+_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+
+
+def kind_of(value: Any) -> str:
+    """What a value of JSON is, in the words of JSON."""
+    return _KINDS.get(type(value), "a number")
+
+
 def to_json(content: Any) -> bytes:
     """JSON as in Hugging Face folders: indented by two spaces, with a final newline. Lone surrogates are escaped."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.errors import Problem, ReshardError, understood
 from reshard.formats.places import belongs
-from reshard.plain import JSON_MOST, JSON_WEIGHT, json_of, to_json
+from reshard.plain import JSON_MOST, JSON_WEIGHT, json_of, kind_of, to_json
 from reshard.stores import as_path
 from reshard.transfer.memory import fits
 from reshard.transfer.plan import OutputFile
@@ -305,7 +305,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _unreadable(path, str(error)) from error
     if not isinstance(content, dict):
-        raise _unreadable(path, f"a {type(content).__name__}")
+        raise _unreadable(path, kind_of(content))
     return content
 
 

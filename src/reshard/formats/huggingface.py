@@ -6,17 +6,18 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.errors import UNUSABLE, Problem, ReshardError, listed, said
+from reshard.errors import Problem, ReshardError, listed
 from reshard.formats import iterations, safetensors
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.places import below
 from reshard.formats.target import Format, Request, Target
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.wrappers import without_buffers
-from reshard.plain import JSON_MOST, json_of, to_json
+from reshard.plain import JSON_MOST, json_of, kind_of, to_json
 from reshard.stores import as_path, fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.sources import read_source
@@ -113,17 +114,35 @@ def _index(path: Path) -> Path | None:
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor."""
     try:
-        content = json_of(read_source(index, JSON_MOST))["weight_map"]
-        files = {file: str(below(index.parent, file)) for file in set(content.values())}
-        return {name: files[file] for name, file in content.items()}
-    except UNUSABLE as error:
+        content = json_of(read_source(index, JSON_MOST))
+        named = _names_of_files(content)
+        files = {file: str(below(index.parent, file)) for file in set(named.values())}
+    except ValueError as error:
         raise ReshardError(
             "index-unreadable",
             "the index cannot be read",
             file=str(index),
-            found=said(error),
+            expected='an object with a weight_map, from names of tensors to names of files: {"weight_map": '
+            '{"model.norm.weight": "model-00001-of-00002.safetensors", …}}',
+            found=str(error),
             remedy="copy or download it again",
         ) from None
+    return {name: files[file] for name, file in named.items()}
+
+
+def _names_of_files(content: Any) -> dict[str, str]:
+    """The `weight_map` of an index. Raises ValueError that says what is there instead."""
+    if not isinstance(content, dict):
+        raise ValueError(kind_of(content))
+    if "weight_map" not in content:
+        raise ValueError("an object without weight_map")
+    named = content["weight_map"]
+    if not isinstance(named, dict):
+        raise ValueError(f"{kind_of(named)} as weight_map")
+    for name, file in named.items():
+        if not isinstance(file, str):
+            raise ValueError(f"{kind_of(file)} as the file of {name}")
+    return named
 
 
 def _indexed_files(index: Path, named: Mapping[str, str], problems: list[Problem]) -> list[Path]:

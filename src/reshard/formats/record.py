@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from threading import Event
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from reshard.errors import ReshardError, size
+from reshard.errors import UNUSABLE, ReshardError, size
 from reshard.formats.companions import read_object
 from reshard.formats.contents import FILES, RECORD, foreign_in
 from reshard.formats.not_found import nothing_there
@@ -213,6 +214,23 @@ def read_record(folder: Path) -> dict[str, Any]:
             remedy="check the folder with the version of reshard that wrote it, or with a newer one",
         )
     return found
+
+
+@contextmanager
+def unless_modified(folder: Path) -> Iterator[None]:
+    """Blame a record that was modified after it was written for values that cannot be used in the block."""
+    try:
+        yield
+    except UNUSABLE as error:
+        if _is_own(read_source(folder / RECORD)):
+            raise
+        raise ReshardError(
+            "record-modified",
+            f"{RECORD} was modified after it was written, and cannot be used",
+            file=str(folder / RECORD),
+            rule="a proof needs the options and sources of the conversion, as they were written",
+            remedy="put the original back, compare the weights (reshard verify SRC DST), or convert again",
+        ) from error
 
 
 def options_of(record: Mapping[str, Any], folder: Path) -> Options:

@@ -7,6 +7,7 @@ leave gaps or end beyond the file; there is no checksum, so sizes are all that c
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -16,9 +17,9 @@ from reshard.algebra.dtypes import BY_SAFETENSORS, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
-from reshard.errors import UNUSABLE, Problem, ReshardError, said
+from reshard.errors import UNUSABLE, Problem, ReshardError
 from reshard.formats.torchfiles.untrusted import shape_of, sizes
-from reshard.plain import json_of
+from reshard.plain import json_of, kind_of
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.sources import open_source
 
@@ -50,7 +51,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     except ValueError as error:
         raise _broken(path, "a JSON header", str(error)) from None
     if not isinstance(header, dict):
-        raise _broken(path, "a JSON object", type(header).__name__)
+        raise _broken(path, "a JSON object", kind_of(header))
     header.pop("__metadata__", None)
     return header, 8 + length
 
@@ -68,8 +69,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             dtype = BY_SAFETENSORS[entry["dtype"]]
             shape = _in_items(dtype, shape_of(entry["shape"]))
             first, last = sizes(entry["data_offsets"])
-        except UNUSABLE as error:
-            problems.append(_entry(path, name, "a known dtype, a shape and data_offsets", said(error)))
+        except UNUSABLE:
+            problems.append(
+                _entry(path, name, "a known dtype, a shape and data_offsets", reprlib.repr(entry))
+            )
             continue
         spans.append((first, last, name))
         nbytes = prod(shape) * dtype.itemsize

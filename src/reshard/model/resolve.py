@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import UNUSABLE, Problem, ReshardError, said, understood
+from reshard.errors import UNUSABLE, Problem, ReshardError, understood
 from reshard.families import FAMILIES, Family, declared, live_names
 from reshard.families.disagreements import COMPUTED, agreed
 from reshard.families.entries import first
@@ -23,6 +23,7 @@ from reshard.formats.places import belongs
 from reshard.formats.quantization import refusal
 from reshard.formats.torchfiles import flat
 from reshard.model import recognition, vocabulary
+from reshard.model.unusual import why
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list
     try:
         found = family.differs(config)
     except UNUSABLE as error:
-        found = [("", f"{type(error).__name__}: {error}")]
+        found = [("", why(error, config))]
     return [
         Problem(
             "engine-computes-another-model",
@@ -304,7 +305,7 @@ def _sizes(
             file=str(folder / "config.json"),
             rule="the config must contain every size of the model",
             expected=f"numbers for {', '.join(SIZES)}",
-            found=f"no usable {', '.join(missing)}" if missing else said(error),
+            found=f"no usable {', '.join(missing)}" if missing else why(error, config),
             remedy="pass the config that belongs to these weights: --base DIR",
             values={"family": family.name},
         ) from error
