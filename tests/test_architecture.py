@@ -14,7 +14,7 @@ SOURCE = Path(reshard.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
 
 ORDER = (
-    ("installing", "notebooks", "shown", "suggest", "version"),
+    ("installing", "interrupts", "notebooks", "shown", "suggest", "version"),
     ("errors", "plain", "plain_yaml"),
     ("arguments",),
     ("plugins",),

@@ -1,5 +1,17 @@
-"""`python -m reshard` is `reshard`."""
+"""The `reshard` script, and `python -m reshard`."""
 
-from reshard.cli import main
+from typing import Any
 
-main()
+from reshard.interrupts import end_at_once
+
+
+def main() -> Any:
+    """Run the command line."""
+    end_at_once()
+    from reshard.cli import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ from click.shell_completion import CompletionItem
 
 from reshard.cli.usage import Group, WrongUsageError, problems_of_usage
 from reshard.errors import Problem, ReshardError, can_reserve, is_no_memory, no_memory
+from reshard.interrupts import ENDED, raise_again
 from reshard.version import __version__
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -111,6 +112,7 @@ def cli() -> None:
 
     Exit status: 0 done, 1 the check failed, 2 the request is refused.
     """
+    raise_again()  # the command is imported
 
 
 def main(argv: list[str] | None = None) -> Any:
@@ -138,7 +140,7 @@ def _run(words: list[str]) -> Any:
         _refuse(error, as_json="--json" in words)
         sys.exit(2)
     except click.Abort:  # Ctrl-C before a command started
-        sys.exit(130)
+        sys.exit(ENDED)
     except BrokenPipeError:
         raise
     except Exception as error:
