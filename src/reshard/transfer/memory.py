@@ -47,6 +47,9 @@ LEAST_LEDGER = 1 << 20
 SLACK = 8 << 20
 """Most bytes by which two runs of the same plan differ, so that what one asks for is enough for the next."""
 
+LEAST_SLACK = 256 << 10
+"""The least bytes for that: two runs of a small plan differ by a fifth of it."""
+
 
 class Need(NamedTuple):
     """The bytes without which a tensor cannot be computed, and its name. Tensors that are only read need none."""
@@ -135,7 +138,7 @@ class Meter:
         if enough <= self._memory:
             return self._memory - held
         found = f"the plan takes {_mebibytes(planning)}, one thread {_mebibytes(_least(need) + LEAST_LEDGER)}"
-        raise self._too_little(enough, found, tensor=need.tensor)
+        raise self._too_little(enough, planning, found, tensor=need.tensor)
 
     @contextmanager
     def bounding(self) -> Iterator[None]:
@@ -157,10 +160,12 @@ class Meter:
         """Raise ReshardError if reading a file, and what is made from it, takes more than is left."""
         enough = self._enough(nbytes)
         if enough > self._memory:
-            raise self._too_little(enough, f"reading this takes {_mebibytes(nbytes)}", file=path)
+            found = f"reading this takes {_mebibytes(nbytes)}"
+            raise self._too_little(enough, enough, found, file=path)
 
-    def _too_little(self, enough: int, found: str, **where: str | None) -> ReshardError:
-        number = _mebibytes(enough + SLACK)
+    def _too_little(self, enough: int, measured: int, found: str, **where: str | None) -> ReshardError:
+        """The error that names what is enough. Only what was `measured` of it may differ in the next run."""
+        number = _mebibytes(enough + min(SLACK, LEAST_SLACK + measured // 8))
         return ReshardError(
             "memory-too-small",
             "the memory limit is too low",
