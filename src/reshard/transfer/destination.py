@@ -121,6 +121,15 @@ def _links(path: Path) -> Iterator[Path]:
 
 def _holds_sources(source: Path, inside: Sequence[Path], target: Path | str) -> Problem:
     is_named = inside[0] == source
+    if is_named and os.path.realpath(source) == os.path.realpath(target):
+        return Problem(
+            "source-is-destination",
+            "the source and the destination are the same",
+            file=str(target),
+            rule="sources are only read: the output has a place of its own",
+            found=f"source {source}" if str(source) != str(target) else None,
+            remedy="choose another destination",
+        )
     return Problem(
         "source-in-destination" if is_named else "destination-contains-input",
         "the source is inside the destination"
