@@ -24,7 +24,7 @@ from reshard.model.heads import resolve_if_declared
 from reshard.model.logical import logical_tensors
 from reshard.model.recognition import describes_model
 from reshard.model.resolve import read_config, resolve
-from reshard.shown import html_table, shown
+from reshard.shown import html_table, shown, typeable
 from reshard.transfer.sources import OnStep, noted
 
 OPTIMIZER = "optimizer states"
@@ -272,11 +272,12 @@ def _next_command(
     """
     if any(problem.severity == "error" for problem in problems):
         return ""
-    words = ["reshard", "convert", path.as_posix().rstrip("/") or "/"]
+    words = ["reshard", "convert", typeable(path.as_posix().rstrip("/") or "/")]
     root = iterations.root_of(path.with_suffix("") if path.is_file() else path)
     target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
     if target.startswith(("hf://", "http")):  # nothing can be written there
         target = root.name.partition("@")[0]
+    target = typeable(target)
     if checkpoint.format == huggingface.NAME:
         if model:
             words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
@@ -287,7 +288,7 @@ def _next_command(
     else:
         words.append(f"{target}-hf")
     if bases is not None:
-        words += ["--base", str(bases[0]) if bases else "HF_FOLDER"]
+        words += ["--base", typeable(str(bases[0])) if bases else "HF_FOLDER"]
     return shlex.join(words)
 
 

@@ -23,6 +23,11 @@ def shown(text: str) -> str:
     return text if text.isprintable() else _HIDDEN.sub(_escaped, text)
 
 
+def typeable(path: str) -> str:
+    """A path as an argument of a command, which must not look like an option."""
+    return f"./{path}" if path.startswith("-") else path
+
+
 def shown_lines(text: str) -> str:
     """A text of several lines, which remain separate."""
     return "\n".join(shown(line.expandtabs(4)) for line in text.split("\n"))
