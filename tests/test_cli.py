@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -239,6 +242,85 @@ def test_inspect_tells_what_to_type_next_and_that_works(megatron: Path, model: P
     assert words is not None
     assert reshard(*words[1].split()).code == 0
     assert reshard("verify", model, f"{megatron}-hf").code == 0
+
+
+def test_a_name_that_looks_like_an_option_can_be_typed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("-dash").symlink_to(model)
+    command = shlex.split(reshard("inspect", "--json", "--", "-dash").json["next"])
+    assert command[2:4] == ["./-dash", "./-dash-megatron"]
+    assert reshard(*command[1:]).code == 0 and Path("-dash-megatron").is_dir()
+
+
+def test_the_memory_that_is_said_to_be_enough_is_hardly_more(model: Path, tmp_path: Path) -> None:
+    words = ("convert", model, tmp_path / "out", "--to", "megatron", "--json", "--memory")
+    (problem,) = reshard(*words, "1MiB").json["problems"]
+    number = int(problem["remedy"].removeprefix("pass --memory ").removesuffix("MiB"))
+    assert reshard(*words, f"{number - 2}MiB").code == 2
+    assert reshard(*words, f"{number}MiB").code == 0
+
+
+def _as_another_user(*words: str) -> str:
+    """The messages of a command of a user who is not root, who may look into any folder."""
+    reshard(*words)  # imports what it needs, which the other user may not
+
+    def run(sender: Any) -> None:
+        if os.getuid() == 0:
+            os.setresuid(65534, 65534, 65534)
+        result = reshard(*words)
+        sender.send(f"{result.code} {' '.join(result.err.split())}")
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run, args=(sender,))
+    process.start()
+    process.join(60)
+    return str(receiver.recv())
+
+
+@pytest.mark.parametrize(
+    ("mode", "lacking"), [(0o744, "search"), (0o711, "read"), (0o700, "read or to search")]
+)
+def test_a_closed_folder_is_named_with_the_permission_that_lacks(
+    model: Path, mode: int, lacking: str
+) -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        folder.chmod(0o755)
+        shutil.copytree(model, folder / "model")
+        (folder / "model").chmod(mode if os.getuid() == 0 else mode >> 6 & mode)
+        told = _as_another_user("inspect", str(folder / "model"))
+        assert told.startswith("2 error: this user may not look into the folder"), told
+        assert f"file: {folder / 'model'} " in told and f"no permission to {lacking} it" in told
+    finally:
+        (folder / "model").chmod(0o755)
+        shutil.rmtree(folder)
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+module = sys.argv.pop()
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupting())
+from reshard.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "reshard.cli", "reshard.cli.inspect", "rich", "numpy"])
+def test_an_interrupt_while_modules_are_imported_is_silent(model: Path, module: str) -> None:
+    words = [sys.executable, "-c", INTERRUPTED, "inspect", str(model), module]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (130, "")
 
 
 def test_an_iteration_is_known_by_any_path(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import math
+import os
 import shlex
 import signal
 import sys
@@ -207,12 +208,15 @@ def problems_of(error: Exception) -> list[Problem]:
         ]
     if isinstance(error, OSError):
         again = "and run the same command again"
+        closed = _closed_folder(error)
         return [
             Problem(
                 "system-refused",
                 "the system refused to read or to write",
-                file=str(error.filename) if error.filename else None,
-                found=error.strerror or str(error),
+                file=closed or (str(error.filename) if error.filename else None),
+                found=f"no permission to search this folder for {Path(str(error.filename)).name}"
+                if closed
+                else error.strerror or str(error),
                 remedy=f"ask its owner for permission, {again}"
                 if isinstance(error, PermissionError)
                 else f"fix what the system reports, {again}",
@@ -244,6 +248,16 @@ def problems_of(error: Exception) -> list[Problem]:
             remedy="this is a bug in reshard: please report the output of the same command with --debug",
         )
     ]
+
+
+def _closed_folder(error: OSError) -> str | None:
+    """The folder for want of whose permission a file could not even be looked for."""
+    if not isinstance(error, PermissionError) or not isinstance(error.filename, str):
+        return None
+    folder = Path(error.filename).parent
+    while not os.access(folder, os.F_OK) and folder != folder.parent:  # it is in a closed folder itself
+        folder = folder.parent
+    return None if os.access(folder, os.X_OK) else str(folder)
 
 
 _PRINTING = ("--json", "--debug", "--quiet", "-q")

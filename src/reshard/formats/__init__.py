@@ -25,7 +25,7 @@ from reshard.formats import (
     wrappers,
 )
 from reshard.formats.checkpoint import Checkpoint, Iteration, States
-from reshard.formats.places import belongs
+from reshard.formats.places import belongs, check_open
 from reshard.formats.target import Format, Target
 from reshard.plugins import Registry, leave_out
 from reshard.suggest import did_you_mean
@@ -110,6 +110,7 @@ def open_checkpoint(
     """
     if not path.exists():
         raise not_found.nothing_there(path)
+    check_open(path)
     refuse_unfinished(path)
     folder, was_step = descent.descend(path, lambda place: detect(place) is not None, iteration)
     iteration = None if was_step else iteration

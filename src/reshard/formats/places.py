@@ -42,6 +42,21 @@ def can_list(folder: Path) -> bool:
     return is_remote(folder) or os.access(folder, os.R_OK | os.X_OK)
 
 
+def check_open(path: Path) -> None:
+    """Raise ReshardError for a folder whose files can be listed but not opened, or opened but not listed."""
+    if not path.is_dir() or can_list(path):
+        return
+    lacking = [what for what, flag in (("read", os.R_OK), ("search", os.X_OK)) if not os.access(path, flag)]
+    raise ReshardError(
+        "folder-closed",
+        "this user may not look into the folder",
+        file=str(path),
+        expected="permission to read and to search it",
+        found=f"no permission to {' or to '.join(lacking)} it",
+        remedy="ask its owner for permission (chmod u+rx, g+rx or o+rx), and run the same command again",
+    )
+
+
 def is_here(name: str, file: str = "") -> bool:
     """Whether the path `name`, which may be of another machine, exists, or contains `file`."""
     try:
