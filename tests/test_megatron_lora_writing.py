@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,16 @@ def test_an_adapter_of_another_size_is_refused(base: Path, tmp_path: Path) -> No
     adapter = adapter_of(tmp_path / "other", tmp_path / "adapter")
     with pytest.raises(ReshardError, match="does not match the base"):
         written(adapter, tmp_path / "ours", base)
+
+
+@pytest.mark.parametrize("dropout", ["x", [0.1]])
+def test_a_dropout_that_is_no_number_is_refused(base: Path, tmp_path: Path, dropout: Any) -> None:
+    adapter = adapter_of(base, tmp_path / "adapter")
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_dropout": dropout}))
+    with pytest.raises(ReshardError, match="lora_dropout is not a number") as caught:
+        written(adapter, tmp_path / "ours", base)
+    assert caught.value.problems[0].file == str(file) and not (tmp_path / "ours").exists()
 
 
 def test_without_its_base_nothing_is_written(tmp_path: Path) -> None:

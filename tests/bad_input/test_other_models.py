@@ -191,7 +191,7 @@ def test_another_width_is_one_problem_for_all_layers(copy: Copy) -> None:
         ({"num_hidden_layers": "many"}, "no usable num_hidden_layers"),
         ({"num_attention_heads": 0}, "no usable num_attention_heads"),
         ({"vocab_size": None}, "no usable vocab_size"),
-        ({"rope_parameters": "yes"}, "Error"),
+        ({"rope_parameters": "yes"}, "rope_parameters: 'yes'"),
     ],
 )
 def test_a_config_without_what_it_needs(copy: Copy, changes: dict[str, Any], named: str) -> None:

@@ -65,6 +65,20 @@ class Settings:
             )
         return float(value)
 
+    @property
+    def dropout(self) -> float:
+        """`lora_dropout` of the training run; 0 if it is unknown. Raises ReshardError if it is not a number."""
+        value = self.config.get("lora_dropout") or 0
+        if not isinstance(value, int | float):
+            raise ReshardError(
+                "lora-dropout-no-number",
+                "lora_dropout is not a number",
+                file=self.source,
+                found=reprlib.repr(value),
+                remedy="correct it; merging and loading do not use it",
+            )
+        return float(value)
+
     def rank(self, module: str) -> int | None:
         """The rank of one module according to the config."""
         value = self._of("rank_pattern", module, self.config.get("r"))

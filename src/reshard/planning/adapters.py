@@ -163,7 +163,7 @@ def _settings(adapter: adapters.Adapter, found: Mapping[str, Linear], rank: int)
         "target_modules": targets(found),
         "dim": rank,
         "alpha": whole if math.isclose(alpha, whole, rel_tol=1e-12) else alpha,
-        "dropout": float(adapter.settings.config.get("lora_dropout") or 0),
+        "dropout": adapter.settings.dropout,
     }
 
 
