@@ -17,9 +17,17 @@ def load(folder: Path, dtype: str = "float32") -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
 
 
-def wrapped(base: Path, dtype: str = "float32", *, seed: int = 1, **settings: Any) -> PeftModel:
-    """A model with an adapter whose tensors all differ from their initial values, where lora_B would be zero."""
-    model = get_peft_model(load(base, dtype), LoraConfig(task_type="CAUSAL_LM", **settings))
+def wrapped(
+    base: Path, dtype: str = "float32", *, seed: int = 1, tokens: int = 0, **settings: Any
+) -> PeftModel:
+    """A model with an adapter whose tensors all differ from their initial values, where lora_B would be zero.
+
+    `tokens` is the vocabulary to which the model is resized first.
+    """
+    model = load(base, dtype)
+    if tokens:
+        model.resize_token_embeddings(tokens)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
     randomise(model, seed)
     return model
 

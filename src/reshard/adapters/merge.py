@@ -10,19 +10,15 @@ from reshard.adapters.adapter import Adapter, Pair
 from reshard.adapters.computed import Delta, Merged, Shifted
 from reshard.adapters.experts import is_stacked, stacked_pairs
 from reshard.adapters.settings import merge_problems
+from reshard.adapters.tables import ENDS, HEAD, resize, untie
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.formats import quantization
-from reshard.model.vocabulary import EMBEDDINGS
 from reshard.transfer.elements import castable
 
 Types = Callable[[str, DType], DType]
-HEAD = "lm_head.weight"
-ENDS = {*EMBEDDINGS["hf"], HEAD}
-"""Weights with one row for each token; a model has two, or one if they are tied."""
-
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -35,19 +31,22 @@ class Target(NamedTuple):
     rounded: bool
 
 
-def merged(adapter: Adapter, base: Mapping[str, Tensor], types: Types) -> dict[str, Tensor]:
+def merged(
+    adapter: Adapter, base: Mapping[str, Tensor], types: Types, *, tied: bool = False
+) -> dict[str, Tensor]:
     """`base`, under Hub names, with the adapter merged. `types` returns the dtype of each weight of the result.
 
-    A head that was tied to the embedding becomes a separate weight if either is trained. Raises ReshardError listing
-    every module that the base does not have, or has in another shape: the adapter belongs to another model.
+    `tied` says that a head in `base` is a copy of its embedding. A head that was tied to the embedding becomes a
+    separate weight if either is trained. Raises ReshardError listing every module that the base does not have, or has
+    in another shape: the adapter belongs to another model.
     """
     _refuse(adapter, base)
     weights = {name: Tensor(types(name, tensor.dtype), tensor.view) for name, tensor in base.items()}
     problems = list(_trained(adapter, weights))
-    _untie(adapter, weights)
-    for name, tensor in {**adapter.base, **adapter.whole}.items():
-        kind = weights[name].dtype if name in weights else types(name, tensor.dtype)
-        weights[name] = Tensor(kind, tensor.view)
+    _replace(adapter.base, weights, types)
+    untie(adapter, weights)
+    _replace(adapter.whole, weights, types)
+    resize(adapter, base, weights, tied=tied or HEAD not in base)
     for module, pair in adapter.pairs.items():
         for target in _targets(adapter, module, pair, weights):
             if isinstance(target, Problem):
@@ -89,16 +88,10 @@ def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Proble
             yield _foreign(name, str(list(there.shape)), str(list(tensor.shape)), tensor.file)
 
 
-def unties(adapter: Adapter) -> bool:
-    """Whether the adapter changes the embedding or the head, so that they are no longer tied."""
-    return not ENDS.isdisjoint([*adapter.whole, *(f"{module}.weight" for module in adapter.pairs)])
-
-
-def _untie(adapter: Adapter, weights: dict[str, Tensor]) -> None:
-    """Give a tied head its own weight. PEFT would add both changes to the one weight, which is another model."""
-    embedding = next((name for name in EMBEDDINGS["hf"] if name in weights), None)
-    if embedding and unties(adapter):
-        weights.setdefault(HEAD, weights[embedding])
+def _replace(by: Mapping[str, Tensor], weights: dict[str, Tensor], types: Types) -> None:
+    for name, tensor in by.items():
+        kind = weights[name].dtype if name in weights else types(name, tensor.dtype)
+        weights[name] = Tensor(kind, tensor.view)
 
 
 def _targets(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reshard.algebra.tensors import Replica, Tensor
 from reshard.formats import huggingface, iterations, safetensors
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.target import Format, Kind, Request, Target
@@ -15,6 +16,7 @@ from reshard.transfer.plan import OutputFile
 
 NAME = "peft"
 CONFIG = "adapter_config.json"
+SAVED = ".modules_to_save."
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -31,14 +33,31 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     """Open an adapter. Its tensors keep PEFT's names, which `adapters.find` reads. Raises ReshardError if damaged."""
     iterations.refuse(path, iteration, "an adapter")
     file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
+    tensors = huggingface.read_weights(file)
+    replicas = _taken_twice(tensors)
     return Checkpoint(
         path=path,
         format=NAME,
         dialect="hf",
-        tensors=huggingface.read_weights(file),
+        tensors=tensors,
+        replicas=replicas,
         root=file.parent,
         variant=file.suffix.lstrip("."),
     )
+
+
+def _taken_twice(tensors: dict[str, Tensor]) -> list[Replica]:
+    """Take out second copies of trained weights.
+
+    If the vocabulary was resized, `save_pretrained` of PEFT 0.21 writes all that a trained embedding or head consists
+    of, `modules_to_save.weight` among it, beside `weight`.
+    """
+    found = []
+    for copy in [name for name in tensors if SAVED in name]:
+        name = copy.replace(SAVED, ".")
+        if name in tensors:
+            found.append(Replica(copy, tensors[name], tensors.pop(copy), f"this is a second copy of {name}"))
+    return found
 
 
 def lay_out(request: Request) -> list[OutputFile]:

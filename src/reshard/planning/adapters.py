@@ -107,7 +107,8 @@ def _as_peft(adapter: adapters.Adapter, *, with_base: bool) -> Iterator[tuple[st
         yield f"{PREFIX}{name}", tensor
     for name, tensor in adapter.base.items() if with_base else ():
         module, _, leaf = name.rpartition(".")  # PEFT saves adapted embeddings, in case they were resized
-        yield f"{PREFIX}{module}.base_layer.{leaf}", tensor
+        wrapped = "original_module" if name in adapter.whole else "base_layer"
+        yield f"{PREFIX}{module}.{wrapped}.{leaf}", tensor
 
 
 def same_bytes(first: Tensor, second: Tensor) -> bool:

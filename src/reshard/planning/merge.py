@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard import adapters
 from reshard.adapters import megatron
-from reshard.adapters.merge import HEAD, unties
+from reshard.adapters.tables import ENDS, embedding_of, filled, unties
 from reshard.algebra.tensors import Cells, Computed, Replica, Tensor, cells_of
 from reshard.errors import ReshardError
 from reshard.families import declared
@@ -20,7 +20,7 @@ from reshard.formats.target import Options
 from reshard.model.dequantization import dequantized
 from reshard.model.logical import logical_tensors
 from reshard.model.resolve import config_of, read_config, resolve
-from reshard.model.vocabulary import lost_padding
+from reshard.model.vocabulary import PADDING, lost_padding
 from reshard.planning.adapters import OTHER_ADAPTERS
 from reshard.planning.naming import Types
 from reshard.stores import realpath
@@ -49,8 +49,11 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
         adapter = adapter.called(family.plain_name)
         weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
     dropped[OTHER_ADAPTERS] += adapter.others
-    result = adapters.merged(adapter, weights or adapter.base, types.of)
+    tied = (config_of(origin) or {}).get("tie_word_embeddings") is True
+    result = adapters.merged(adapter, weights or adapter.base, types.of, tied=tied)
     dropped[REPLACED] += _replaced(adapter, weights, result)
+    dropped[PADDING] += _cut(weights, result)
+    changes, notes = _changes(adapter, weights, result), _notes(adapter, base, result)
     if family:
         result = {family.hub_name(name): tensor for name, tensor in result.items()}
     return (
@@ -62,13 +65,13 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
             variant=_variant(adapter, base),
             iteration=None,
             config=config or checkpoint.config,
-            changes=_changes(adapter, weights),
+            changes=changes,
             beside=(checkpoint.root,),
             states={},
             optimizer=None,
             dropped=+(Counter({**origin.dropped, **checkpoint.dropped}) + dropped),
             replicas=[*checkpoint.replicas, *replicas],
-            notes=[*checkpoint.notes, *(base.notes if base else []), *_notes(adapter, base)],
+            notes=[*checkpoint.notes, *(base.notes if base else []), *notes],
         ),
         replace(options, base=None if base else options.base),
     )
@@ -122,14 +125,23 @@ def _hub_weights(
 
 
 def _replaced(adapter: adapters.Adapter, weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:
-    """Bytes of base weights that the adapter replaces, except those that become the head of the result."""
-    own = {**adapter.base, **adapter.whole} if weights else adapter.whole
-    head = set(cells_of(result[HEAD].view)) if HEAD in result else set()
-    return sum(
-        _stored_bytes(tensor)
-        for name, tensor in (weights or adapter.base).items()
-        if name in own and head.isdisjoint(cells_of(tensor.view))
-    )
+    """Bytes of weights that the adapter replaces, except those that another table of the result consists of."""
+    kept = {cells for name in ENDS & result.keys() for cells in cells_of(result[name].view)}
+    own = ({**adapter.base, **adapter.whole}.keys() | ENDS) if weights else adapter.whole.keys()
+    replaced = [tensor for name, tensor in (weights or adapter.base).items() if name in own]
+    # PEFT saves the frozen original of a trained copy, too, if the vocabulary was resized.
+    replaced += [tensor for name, tensor in adapter.base.items() if weights and name in adapter.whole]
+    return sum(_stored_bytes(tensor) for tensor in replaced if kept.isdisjoint(cells_of(tensor.view)))
+
+
+def _cut(weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:
+    """Bytes of the last rows of tables that the adapter's vocabulary lacks."""
+    cut = {}
+    for name in ENDS & weights.keys():
+        now, table = cells_of(result[name].view), weights[name]
+        if result[name].shape[0] < table.shape[0] and not {*now}.isdisjoint(cells_of(table.view)):
+            cut[table.view] = _stored_bytes(Tensor(table.dtype, table.view[result[name].shape[0] :]))
+    return sum(cut.values())
 
 
 def _stored_bytes(tensor: Tensor) -> int:
@@ -143,12 +155,14 @@ def _stored_bytes(tensor: Tensor) -> int:
     return found
 
 
-def _changes(adapter: adapters.Adapter, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def _changes(
+    adapter: adapters.Adapter, weights: Mapping[str, Tensor], result: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """The values in the merged model's config that differ from the base's."""
     changes: dict[str, Any] = {"tie_word_embeddings": False} if unties(adapter) else {}
-    for name, tensor in adapter.whole.items():
-        if name in weights and len(tensor.shape) == 2 and tensor.shape[0] != weights[name].shape[0]:
-            changes["vocab_size"] = tensor.shape[0]
+    embedding = embedding_of(weights)
+    if embedding and result[embedding].shape[:1] != weights[embedding].shape[:1]:
+        changes["vocab_size"] = result[embedding].shape[0]
     return changes
 
 
@@ -157,7 +171,7 @@ def _variant(adapter: adapters.Adapter, base: Checkpoint | None) -> str:
     return f"LoRA of rank {ranks} merged into {base.format if base else 'the base stored with it'}"
 
 
-def _notes(adapter: adapters.Adapter, base: Checkpoint | None) -> list[str]:
+def _notes(adapter: adapters.Adapter, base: Checkpoint | None, result: Mapping[str, Tensor]) -> list[str]:
     notes = (
         [f"the adapter's settings are those of {adapter.settings.source}"] if adapter.settings.source else []
     )
@@ -166,4 +180,9 @@ def _notes(adapter: adapters.Adapter, base: Checkpoint | None) -> list[str]:
         notes.append(
             "the adapter changed the embedding or the head, so they are no longer tied: tie_word_embeddings false"
         )
+    notes += [
+        f"the adapter was trained with {rows} more rows in {name}, which PEFT did not save: they are the mean of the "
+        "others, as resize_token_embeddings starts them, without its random noise"
+        for name, rows in filled(result).items()
+    ]
     return notes
