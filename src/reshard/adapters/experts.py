@@ -1,14 +1,17 @@
-"""Adapters of stacked experts: transformers 5 stores all experts of a layer in two parameters, the Hub one by one.
+"""Adapters of stacked experts: one pair for all experts of a layer, which `target_parameters` of PEFT adapts by name.
 
-PEFT's `target_parameters` wraps `experts.gate_up_proj` [E, 2F, H] and `experts.down_proj` [E, H, F], one inside the
-other, so the name alone does not distinguish them; the shapes do. Rows of lora_A are ordered by expert, then by rank;
-columns of lora_B by rank, then by expert. Source: `ParamWrapper` in `tuners/lora/layer.py` of PEFT 0.21.
+transformers 5 stores them in two parameters, `experts.gate_up_proj` [E, 2F, H] and `experts.down_proj` [E, H, F]. The
+Hub has each expert's weights one by one, or the same stacks, or stacks of [inputs, outputs]. PEFT wraps one parameter
+inside the other, so the name of a module alone does not distinguish them; the shapes do. Rows of lora_A are ordered by
+expert, then by rank; columns of lora_B by rank, then by expert. Source: `ParamWrapper` in `tuners/lora/layer.py` of
+PEFT 0.21.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from reshard.adapters.adapter import Pair
@@ -16,58 +19,113 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 
 ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+_WRAPPED = re.compile(r"(\.base_layer)+$")
 
 
 class Part(NamedTuple):
-    """A stacked pair's change of one weight. `parameter` is PEFT's name for the stack, for its patterns."""
+    """A stacked pair's change of one weight: a pair for each expert if the weight is a stack, or one.
+
+    `parameter` is PEFT's name for the stack, for its patterns.
+    """
 
     parameter: str
     weight: str
-    pair: Pair
+    pairs: tuple[Pair, ...]
 
 
-def is_stacked(module: str, weights: Mapping[str, Tensor]) -> bool:
-    """Whether a module contains all experts of a layer."""
-    return bool(_experts(module, weights))
+class Stacks:
+    """The stacked experts among `weights`, by module.
 
+    `pairs` are all of an adapter. `turned` says that lora_A belongs to the rows of each matrix and lora_B to its
+    columns; it applies to square matrices if no other pair shows it.
+    """
 
-def stacked_pairs(module: str, pair: Pair, weights: Mapping[str, Tensor]) -> list[Part]:
-    """The pair of each expert's weights, as views into the stacked pair; none if the shapes fit no stack."""
-    experts = _experts(module, weights)
-    count = len(experts)
-    if pair.rank % count or any(roles.keys() != {"gate", "up", "down"} for roles in experts.values()):
-        return []
-    rank, (out, width) = pair.rank // count, (pair.b.shape[0], pair.a.shape[1])
-    ffn, hidden = weights[experts[0]["gate"]].shape
-    a, b = pair.a.view.split(0, count, rank), pair.b.view.split(1, rank, count)
-    place = module.removesuffix(".base_layer")
-    parts = []
-    for index, names in sorted(experts.items()):
-        own = [("gate", slice(0, ffn)), ("up", slice(ffn, 2 * ffn))]
-        if (out, width) == (hidden, ffn):
-            own = [("down", slice(0, hidden))]
+    def __init__(self, weights: Mapping[str, Tensor], pairs: Mapping[str, Pair], *, turned: bool) -> None:
+        self._weights = weights
+        self._names: dict[str, list[str]] = defaultdict(list)
+        for name, tensor in weights.items():
+            if len(tensor.shape) == 3:
+                self._names[name.rpartition(".")[0]].append(name)
+        self._turned = next(self._evidence(pairs), turned)
+
+    def holds(self, module: str) -> bool:
+        """Whether a module contains all experts of a layer."""
+        return bool(self._stacked(module) or self._experts(module))
+
+    def parts(self, module: str, pair: Pair) -> list[Part]:
+        """The pair of each expert, as views into the stacked pair; none if the shapes fit no stack, or several."""
+        if not self._stacked(module):
+            return self._one_by_one(module, pair)
+        fitting = [name for name in self._stacked(module) if self._fits(name, pair)]
+        if len(fitting) != 1:
+            return []
+        (name,) = fitting
+        count, rows, columns = self._weights[name].shape
+        turned = self._turned if rows == columns else pair.b.shape[0] != rows
+        pairs = (_turned(part) if turned else part for part in _split(pair, count))
+        return [Part(name, name, tuple(pairs))]
+
+    def _stacked(self, module: str) -> list[str]:
+        return self._names.get(_WRAPPED.sub("", module), [])
+
+    def _fits(self, name: str, pair: Pair) -> bool:
+        count, *sizes = self._weights[name].shape
+        return count > 0 == pair.rank % count and sorted(sizes) == sorted((pair.b.shape[0], pair.a.shape[1]))
+
+    def _evidence(self, pairs: Mapping[str, Pair]) -> Iterator[bool]:
+        """Whether pairs of other stacks, which are not square, are turned."""
+        for module, pair in pairs.items():
+            for name in self._stacked(module):
+                _, rows, columns = self._weights[name].shape
+                if rows != columns and self._fits(name, pair):
+                    yield pair.b.shape[0] != rows
+
+    def _one_by_one(self, module: str, pair: Pair) -> list[Part]:
+        """The parts if the weights of each expert are separate tensors."""
+        experts = self._experts(module)
+        count = len(experts)
+        if pair.rank % count or any(roles.keys() != {"gate", "up", "down"} for roles in experts.values()):
+            return []
+        ffn, hidden = self._weights[experts[min(experts)]["gate"]].shape
+        own = {"gate": slice(0, ffn), "up": slice(ffn, 2 * ffn)}
+        if (out := pair.b.shape[0], width := pair.a.shape[1]) == (hidden, ffn):
+            own = {"down": slice(0, hidden)}
         elif (out, width) != (2 * ffn, hidden):
             return []
+        place = _WRAPPED.sub("", module)
         parameter = f"{place}.{'down_proj' if len(own) == 1 else 'gate_up_proj'}"
-        for role, rows in own:
-            part = Pair(_like(pair.a, a[index]), _like(pair.b, b[rows, :, index]))
-            parts.append(Part(parameter, names[role], part))
-    return parts
+        return [
+            Part(parameter, names[role], (Pair(part.a, _like(part.b, part.b.view[rows])),))
+            for (_, names), part in zip(sorted(experts.items()), _split(pair, count), strict=True)
+            for role, rows in own.items()
+        ]
+
+    def _experts(self, module: str) -> dict[int, dict[str, str]]:
+        """The weight names of each expert below a module, by role."""
+        place = _WRAPPED.sub("", module)
+        if not place.endswith(".experts"):
+            return {}
+        found: dict[int, dict[str, str]] = {}
+        for spelling in (place, place.replace(".mlp.", ".block_sparse_moe.")):
+            pattern = re.compile(rf"{re.escape(spelling)}\.(\d+)\.({'|'.join(ROLES)})\.weight")
+            for name in self._weights:
+                if match := pattern.fullmatch(name):
+                    found.setdefault(int(match[1]), {})[ROLES[match[2]]] = name
+        return found
+
+
+def _split(pair: Pair, count: int) -> Iterator[Pair]:
+    """The pair of each of `count` experts."""
+    rank = pair.rank // count
+    a, b = pair.a.view.split(0, count, rank), pair.b.view.split(1, rank, count)
+    for index in range(count):
+        yield Pair(_like(pair.a, a[index]), _like(pair.b, b[:, :, index]))
+
+
+def _turned(pair: Pair) -> Pair:
+    """The pair whose product is the transposed one."""
+    return Pair(_like(pair.b, pair.b.view.permute(1, 0)), _like(pair.a, pair.a.view.permute(1, 0)))
 
 
 def _like(tensor: Tensor, view: View) -> Tensor:
     return Tensor(tensor.dtype, view)
-
-
-def _experts(module: str, weights: Mapping[str, Tensor]) -> dict[int, dict[str, str]]:
-    """The weight names of each expert below a module, by role."""
-    place = module.removesuffix(".base_layer")
-    if not place.endswith(".experts"):
-        return {}
-    found: dict[int, dict[str, str]] = {}
-    for spelling in (place, place.replace(".mlp.", ".block_sparse_moe.")):
-        pattern = re.compile(rf"{re.escape(spelling)}\.(\d+)\.({'|'.join(ROLES)})\.weight")
-        for name in weights:
-            if match := pattern.fullmatch(name):
-                found.setdefault(int(match[1]), {})[ROLES[match[2]]] = name
-    return found

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from reshard.adapters.adapter import Adapter, Pair
 from reshard.adapters.computed import Delta, Merged, Shifted
-from reshard.adapters.experts import is_stacked, stacked_pairs
+from reshard.adapters.experts import Stacks
 from reshard.adapters.settings import merge_problems
 from reshard.adapters.tables import ENDS, HEAD, resize, untie
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
-from reshard.algebra.views import View
+from reshard.algebra.views import View, concat
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.formats import quantization
 from reshard.transfer.elements import castable
@@ -23,22 +23,22 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Target(NamedTuple):
-    """A weight [rows, columns] that a pair changes; `scale` is alpha over r."""
+    """A weight [rows, columns] that a pair changes, or a stack with a pair for each; `scale` is alpha over r."""
 
     weight: str
-    pair: Pair
+    pairs: tuple[Pair, ...]
     scale: float
     rounded: bool
 
 
 def merged(
-    adapter: Adapter, base: Mapping[str, Tensor], types: Types, *, tied: bool = False
+    adapter: Adapter, base: Mapping[str, Tensor], types: Types, *, tied: bool = False, turned: bool = False
 ) -> dict[str, Tensor]:
     """`base`, under Hub names, with the adapter merged. `types` returns the dtype of each weight of the result.
 
-    `tied` says that a head in `base` is a copy of its embedding. A head that was tied to the embedding becomes a
-    separate weight if either is trained. Raises ReshardError listing every module that the base does not have, or has
-    in another shape: the adapter belongs to another model.
+    `tied` says that a head in `base` is a copy of its embedding, `turned` is `Family.turned_pairs`. A head that was
+    tied to the embedding becomes a separate weight if either is trained. Raises ReshardError listing every module that
+    the base does not have, or has in another shape: the adapter belongs to another model.
     """
     _refuse(adapter, base)
     weights = {name: Tensor(types(name, tensor.dtype), tensor.view) for name, tensor in base.items()}
@@ -47,8 +47,9 @@ def merged(
     untie(adapter, weights)
     _replace(adapter.whole, weights, types)
     resize(adapter, base, weights, tied=tied or HEAD not in base)
+    stacks = Stacks(weights, adapter.pairs, turned=turned)
     for module, pair in adapter.pairs.items():
-        for target in _targets(adapter, module, pair, weights):
+        for target in _targets(adapter, module, pair, weights, stacks):
             if isinstance(target, Problem):
                 problems.append(target)
                 continue
@@ -95,16 +96,19 @@ def _replace(by: Mapping[str, Tensor], weights: dict[str, Tensor], types: Types)
 
 
 def _targets(
-    adapter: Adapter, module: str, pair: Pair, weights: Mapping[str, Tensor]
+    adapter: Adapter, module: str, pair: Pair, weights: Mapping[str, Tensor], stacks: Stacks
 ) -> Iterator[Target | Problem]:
-    """The weights that one pair changes: one, or one for each expert of a stack."""
+    """The weights that one pair changes: one, or those of each expert."""
     settings = adapter.settings
-    if is_stacked(module, weights):
-        found = stacked_pairs(module, pair, weights)
+    if stacks.holds(module):
+        found = stacks.parts(module, pair)
         if not found:
             yield _foreign(module, "stacked experts of these sizes", _shapes(pair), pair.a.file)
-        for parameter, weight, part in found:
-            yield Target(weight, part, settings.scale(parameter, part.rank), rounded=True)
+        for parameter, weight, pairs in found:
+            if castable(weights[weight].dtype):
+                yield Target(weight, pairs, settings.scale(parameter, pairs[0].rank), rounded=True)
+            else:
+                yield _not_a_float(weight, weights[weight])
         return
     weight = next((name for name in _spellings(f"{module}.weight") if name in weights), "")
     if not weight:
@@ -118,7 +122,7 @@ def _targets(
     else:
         named = any(f".{module}.weight".endswith(f".{parameter}") for parameter in settings.parameters)
         rounded = named or pair.embedding or bool(_EXPERT.search(weight))
-        yield Target(weight, pair, settings.scale(module, pair.rank), rounded)
+        yield Target(weight, (pair,), settings.scale(module, pair.rank), rounded)
 
 
 def _spellings(name: str) -> tuple[str, ...]:
@@ -127,17 +131,24 @@ def _spellings(name: str) -> tuple[str, ...]:
 
 
 def _merged(weight: Tensor, target: Target, adapter: Adapter) -> Tensor:
-    pair, out = target.pair, target.pair.b.shape[0]
-    straight = weight.shape == (out, pair.a.shape[1]) and not pair.embedding
-    if straight and not (
-        adapter.settings.config.get("fan_in_fan_out") and weight.shape[0] == weight.shape[1]
-    ):
+    """A weight, or each matrix of a stack, with its pair."""
+    if len(weight.shape) == 2:
+        return Tensor(weight.dtype, _sum(weight, target.pairs[0], target, adapter))
+    matrices = (Tensor(weight.dtype, view) for view in weight.view.unstacked())
+    sums = [_sum(matrix, pair, target, adapter) for matrix, pair in zip(matrices, target.pairs, strict=True)]
+    return Tensor(weight.dtype, concat(sums).reshape(*weight.shape))
+
+
+def _sum(weight: Tensor, pair: Pair, target: Target, adapter: Adapter) -> View:
+    out, width = pair.b.shape[0], pair.a.shape[1]
+    straight = weight.shape == (out, width) and not pair.embedding
+    if straight and not (adapter.settings.config.get("fan_in_fan_out") and out == width):
         left, right, by_column = pair.b, pair.a, False
     else:
         left, right, by_column = _turned(pair.a), _turned(pair.b), True
     rounded = target.rounded and pair.magnitude is None
     delta = Delta(left, right, target.scale, rounded, pair.magnitude, by_column)
-    return Tensor(weight.dtype, View.of(Merged(weight, delta, weight.dtype), *weight.shape))
+    return View.of(Merged(weight, delta, weight.dtype), *weight.shape)
 
 
 def _turned(tensor: Tensor) -> Tensor:
@@ -147,11 +158,12 @@ def _turned(tensor: Tensor) -> Tensor:
 def _shift(module: str, target: Target, weights: dict[str, Tensor]) -> list[Problem]:
     """Merge the bias of lora_B into that of the module."""
     name = f"{target.weight.removesuffix('weight')}bias"
-    assert target.pair.bias is not None
+    bias = target.pairs[0].bias
+    assert bias is not None
     if name not in weights:
-        return [_foreign(f"{module}.lora_B.bias", f"a bias {name}", "none", target.pair.bias.file)]
+        return [_foreign(f"{module}.lora_B.bias", f"a bias {name}", "none", bias.file)]
     base = weights[name]
-    shifted = Shifted(base, target.pair.bias, target.scale, base.dtype)
+    shifted = Shifted(base, bias, target.scale, base.dtype)
     weights[name] = Tensor(base.dtype, View.of(shifted, *base.shape))
     return []
 

@@ -51,6 +51,8 @@ class Family:
     does not know and the only value that such a key may have.
     `judged` names the `JUDGES` used by the tests; without any, the declaration was checked against sources alone.
     With `drops_router_bias`, an engine may not save the router bias, so the tensors decide whether there is one.
+    With `turned_pairs`, experts in memory are [inputs, outputs] as on the Hub and have `is_transposed`, so that PEFT's
+    lora_A belongs to their rows and lora_B to their columns.
     `languages` are the possible families of its language model, if its config names one of several.
     If nothing names the family and several fit, the one with the highest `precedence` is assumed.
     """
@@ -67,6 +69,7 @@ class Family:
     within: Within | None = None
     judged: tuple[str, ...] = ()
     drops_router_bias: bool = False
+    turned_pairs: bool = False
     languages: tuple[Family, ...] = ()
 
     def speaking(self, config: Mapping[str, Any]) -> Family:

@@ -44,13 +44,19 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     base = base and dequantized(base, types.wanted, "the base of an adapter that is merged")
     weights, replicas, config, dropped = _hub_weights(base, options) if base else ({}, [], None, Counter())
     origin = base or checkpoint
-    family = declared((config_of(origin) or {}).get("model_type"))
+    own = config_of(origin) or {}
+    family = declared(own.get("model_type"))
     if family:  # whether a tensor is embedding or head is recognized by its name in a plain language model
         adapter = adapter.called(family.plain_name)
         weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
     dropped[OTHER_ADAPTERS] += adapter.others
-    tied = (config_of(origin) or {}).get("tie_word_embeddings") is True
-    result = adapters.merged(adapter, weights or adapter.base, types.of, tied=tied)
+    result = adapters.merged(
+        adapter,
+        weights or adapter.base,
+        types.of,
+        tied=own.get("tie_word_embeddings") is True,
+        turned=bool(family and family.turned_pairs),
+    )
     dropped[REPLACED] += _replaced(adapter, weights, result)
     dropped[PADDING] += _cut(weights, result)
     changes, notes = _changes(adapter, weights, result), _notes(adapter, base, result)

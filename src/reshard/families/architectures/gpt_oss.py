@@ -148,4 +148,5 @@ GPT_OSS = Family(
         *EXPERTS_EVERYWHERE,
     ),
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
+    turned_pairs=True,
 )
