@@ -179,3 +179,15 @@ def test_adapters_of_layers_that_there_are_not_are_refused(run: Run) -> None:
     wrong = replace(run, lora=True, options={"lora_target_modules": "q_porj"})
     problem = the("PEFT cannot adapt", preflight(wrong, environment=NOWHERE).problems)
     assert "q_proj" in str(problem.expected)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["self_attn.q_proj"], [r".*\.q_proj"], ["all-linear"]])
+def test_a_single_name_or_pattern_of_layers_to_adapt_is_taken(targets: list[str], run: Run) -> None:
+    wanted = replace(run, lora=True, options={"lora_target_modules": targets})
+    assert messages(preflight(wanted, environment=NOWHERE).problems) == []
+
+
+def test_an_adapter_of_the_head_that_trl_would_ignore_is_refused(run: Run) -> None:
+    wrong = replace(run, lora=True, options={"lora_target_modules": ["q_proj", "lm_head"]})
+    problem = the("adapter of the head", preflight(wrong, environment=NOWHERE).problems)
+    assert "q_proj" in str(problem.expected) and "lm_head" not in str(problem.expected)

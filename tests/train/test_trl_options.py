@@ -308,6 +308,7 @@ def test_what_a_parameter_weighs() -> None:
         ("learning_rate", "nan", "a finite number"),
         ("learning_rate", "-1e-5", "0 or more"),
         ("num_train_epochs", "0", "more than 0, or --max_steps"),
+        ("lora_dropout", "1.5", "0 or more, and less than 1"),
         ("attn_implementation", "flash_atention_2", "did you mean flash_attention_2?"),
         ("report_to", "tensorbord", "did you mean tensorboard?"),
         ("no_bf16", True, "--bf16 false switches it off"),
@@ -317,7 +318,8 @@ def test_what_a_parameter_weighs() -> None:
     ],
 )
 def test_what_the_frameworks_would_refuse_later_is_refused(option: str, value: Any, expected: str) -> None:
-    (problem,) = refused(trl.ENGINE.options, run_of(**{option: value}))
+    lora = option.startswith("lora")
+    (problem,) = refused(trl.ENGINE.options, run_of(lora=lora, **{option: value}))
     assert option in str(problem) and expected in str(problem)
 
 

@@ -18,10 +18,12 @@ POSITIVE = (
 )
 """Numbers that must be greater than 0 unless they are None."""
 NOT_NEGATIVE = (
-    *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "lora_dropout", "seed", "beta"),
+    *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "beta"),
     *("temperature", "dataloader_num_workers", "save_steps", "save_total_limit"),
     "eval_delay",
 )
+BELOW_ONE = ("lora_dropout",)
+"""Numbers that must be less than 1."""
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -49,6 +51,8 @@ def _wrong_number(name: str, value: Any, typed: Mapping[str, Any]) -> str | None
         return "a finite number"
     if name in POSITIVE and value <= 0:
         return "more than 0"
+    if name in BELOW_ONE and not 0 <= value < 1:
+        return "0 or more, and less than 1"
     if name in NOT_NEGATIVE and value < 0:
         return "0 or more"
     if name == "num_train_epochs" and value <= 0 and typed.get("max_steps", -1) <= 0:

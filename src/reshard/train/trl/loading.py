@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -138,19 +139,29 @@ def adapter_config(options: Mapping[str, Any]) -> Any:
     """PEFT's config for the adapter that the options describe."""
     from peft import LoraConfig
 
-    targets = options["lora_target_modules"]
-    single = isinstance(targets, list) and len(targets) == 1
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=options["lora_r"],
         lora_alpha=options["lora_alpha"],
         lora_dropout=options["lora_dropout"],
-        target_modules=targets[0] if single else targets,
+        target_modules=_targets(options["lora_target_modules"]),
         target_parameters=options["lora_target_parameters"],
         modules_to_save=options["lora_modules_to_save"],
         use_rslora=options["use_rslora"],
         use_dora=options["use_dora"],
     )
+
+
+_NAME = re.compile(r"[\w.-]+")
+"""A module's name, as opposed to a regular expression."""
+
+
+def _targets(given: Any) -> Any:
+    """The modules to adapt: a list of names, or a text, which PEFT reads as all-linear or as a regular expression."""
+    if not (isinstance(given, list) and len(given) == 1):
+        return given
+    (only,) = given
+    return given if _NAME.fullmatch(only) and only.lower() != "all-linear" else only
 
 
 def mend_adapter(model: Any) -> None:

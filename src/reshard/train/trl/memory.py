@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -19,7 +18,7 @@ from reshard.train.memory import activations
 from reshard.train.memory.activations import Kept, Widths
 from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
-from reshard.train.trl import quantized
+from reshard.train.trl import adapters, quantized
 from reshard.train.trl.config_fields import LORA, options_of
 from reshard.train.trl.methods import WAYS
 
@@ -64,18 +63,19 @@ def sizes_of(run: Run, options: Mapping[str, Any]) -> Sizes:
     named = ((name, options.get(name)) for name in LORA)
     hashable = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in named)
     trusted = bool(options.get("trust_remote_code"))
-    return _sizes(run.model, trusted, run.lora, hashable if run.lora else (), WAYS[run.method].classifies)
+    return _sizes(run.model, trusted, run.lora, hashable if run.lora else (), run.method)
 
 
 @lru_cache(maxsize=8)
 def _sizes(
-    folder: Path, trusted: bool, lora: bool, options: tuple[tuple[str, Any], ...], classifies: bool = False
+    folder: Path, trusted: bool, lora: bool, options: tuple[tuple[str, Any], ...], method: str = "sft"
 ) -> Sizes:
-    model = on_meta(folder, trusted=trusted, classifies=classifies)
+    way = WAYS[method]
+    model = on_meta(folder, trusted=trusted, classifies=way.classifies)
     linear = _linear(model)
     plan = dict(getattr(model, "tp_plan", None) or {})
     if lora:
-        model = _adapted(model, dict(options))
+        model = adapters.adapted(model, dict(options), way)
     layers = max((stack for stack in _stacks(model)), key=len, default=[])
     inside = {id(p) for layer in layers for p in layer.parameters()}
     every = dict(model.named_parameters())
@@ -123,41 +123,11 @@ def on_meta(folder: Path, *, trusted: bool, classifies: bool = False) -> Any:
         ) from None
 
 
-def _adapted(model: Any, options: Mapping[str, Any]) -> Any:
-    import torch
-    from peft import get_peft_model
-
-    from reshard.train.trl.loading import adapter_config
-
-    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT looks up names that transformers has changed
-            return get_peft_model(model, adapter_config(listed))
-    except (ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
-        raise ReshardError(
-            "peft-cannot-adapt",
-            "PEFT cannot adapt the model with these options",
-            found=str(error).split("\n")[0],
-            expected="--lora_target_modules: all-linear, or names of layers, as "
-            + ", ".join(_linears(model)),
-            remedy="correct --lora_target_modules, --lora_target_parameters or --lora_modules_to_save",
-        ) from None
-
-
 def _linear(model: Any) -> int:
     from torch.nn import Linear
 
     head = model.get_output_embeddings()
     return sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear) and m is not head)
-
-
-def _linears(model: Any) -> list[str]:
-    """The last parts of the names of a model's linear layers."""
-    from torch.nn import Linear
-
-    names = (name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, Linear))
-    return list(dict.fromkeys(names))
 
 
 def _stacks(model: Any) -> Iterator[list[Any]]:
