@@ -175,10 +175,44 @@ def test_a_config_that_is_wrong_is_told_once(
     assert message in problem and "--base" not in problem
 
 
-def test_adapters_of_layers_that_there_are_not_are_refused(run: Run) -> None:
-    wrong = replace(run, lora=True, options={"lora_target_modules": "q_porj"})
+@pytest.mark.parametrize(
+    ("option", "given", "remedy"),
+    [
+        ("lora_target_modules", ["q_porj"], "did you mean q_proj?"),
+        ("lora_target_modules", ["q_proj", "v_porj"], "did you mean v_proj?"),
+        ("lora_target_modules", ["q_proj", "self_atn.v_proj"], "did you mean self_attn.v_proj?"),
+        ("lora_modules_to_save", ["lm_haed"], "did you mean lm_head?"),
+        ("lora_target_parameters", ["q_proj.wieght"], "did you mean q_proj.weight?"),
+        ("lora_target_parameters", ["xyz"], "correct the name"),
+    ],
+)
+def test_names_that_peft_would_ignore_are_refused(
+    option: str, given: list[str], remedy: str, run: Run
+) -> None:
+    wrong = replace(run, lora=True, options={option: given})
+    problem = the(f"--{option} names a part", preflight(wrong, environment=NOWHERE).problems)
+    assert (problem.found, problem.remedy) == (given[-1], remedy)
+
+
+def test_a_pattern_that_matches_no_layer_is_refused(run: Run) -> None:
+    wrong = replace(run, lora=True, options={"lora_target_modules": [r".*\.q_porj"]})
     problem = the("PEFT cannot adapt", preflight(wrong, environment=NOWHERE).problems)
     assert "q_proj" in str(problem.expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+        {"lora_target_modules": ["q_proj"], "lora_target_parameters": ["experts.down_proj"]},
+        {"lora_target_modules": ["q_proj"], "lora_modules_to_save": ["norm"]},
+    ],
+)
+def test_names_of_experts_that_peft_translates_are_taken(
+    options: dict[str, Any], run: Run, tiny: Callable[..., Path]
+) -> None:
+    experts = replace(run, model=tiny("qwen3_moe"), lora=True, options=options)
+    assert messages(preflight(experts, environment=NOWHERE).problems) == []
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["self_attn.q_proj"], [r".*\.q_proj"], ["all-linear"]])

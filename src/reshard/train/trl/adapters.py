@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from reshard.errors import ReshardError
+from reshard.errors import Problem, ReshardError, listed
+from reshard.suggest import did_you_mean
 from reshard.train.trl.loading import adapter_config
 from reshard.train.trl.methods import Way
 
@@ -17,21 +19,25 @@ def adapted(model: Any, options: Mapping[str, Any], way: Way) -> Any:
         {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
     )
     linears = _linears(model)
-    found = _made(model, config, linears)
+    names = _Names.of(model)
+    found = _made(model, config, names, options, linears)
     _check_head(found, way, linears)
     return found
 
 
-def _made(model: Any, config: Any, linears: list[str]) -> Any:
+def _made(model: Any, config: Any, names: _Names, options: Mapping[str, Any], linears: list[str]) -> Any:
+    """PEFT's model. It refuses options only if nothing is adapted, and has then translated the names in its config."""
     import torch
     from peft import NoMatchingPeftModuleError, get_peft_model
 
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT looks up names that transformers has changed
-            return get_peft_model(model, config)
+            made = get_peft_model(model, config)
     except (ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
         unmatched = isinstance(error, NoMatchingPeftModuleError)
+        if unmatched and (problems := [*_unmatched(names, config, options, linears)]):
+            raise ReshardError(problems) from None
         raise ReshardError(
             "peft-cannot-adapt",
             "PEFT cannot adapt the model with these options",
@@ -39,6 +45,65 @@ def _made(model: Any, config: Any, linears: list[str]) -> Any:
             expected=_expected(linears) if unmatched else None,
             remedy="correct --lora_target_modules, --lora_target_parameters or --lora_modules_to_save",
         ) from None
+    if problems := [*_unmatched(names, config, options, linears)]:
+        raise ReshardError(problems)
+    return made
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of a model before it is adapted; those of tied parts more than once."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> _Names:
+        """The names of a model."""
+        modules = tuple(name for name, _ in model.named_modules(remove_duplicate=False) if name)
+        return cls(modules, tuple(name for name, _ in model.named_parameters(remove_duplicate=False)))
+
+
+def _unmatched(
+    names: _Names, config: Any, options: Mapping[str, Any], linears: list[str]
+) -> Iterator[Problem]:
+    """A problem for each name that matches nothing: PEFT ignores it if another one matches."""
+    whole = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names.parameters})
+    for option, matches, there, known in (
+        ("lora_target_modules", _is_end, names.modules, linears),
+        ("lora_target_parameters", _is_end, names.parameters, _ends(names.parameters, 2)),
+        ("lora_modules_to_save", str.endswith, names.modules, whole),
+    ):
+        for name in _asked(options.get(option), getattr(config, option.removeprefix("lora_"))):
+            if not any(matches(each, name) for each in there):
+                yield Problem(
+                    "adapter-name-matches-nothing",
+                    f"--{option} names a part that the model does not have",
+                    expected=listed(known),
+                    found=name,
+                    remedy=did_you_mean(
+                        name, {*known, *_ends(there, name.count(".") + 1)}, "correct the name"
+                    ),
+                )
+
+
+def _is_end(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _ends(names: Iterable[str], parts: int) -> list[str]:
+    """The last parts of names, each once."""
+    return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
+
+
+def _asked(given: Any, config: Any) -> list[str]:
+    """Names that were given and that PEFT looks for; it translates those of modules that transformers has merged.
+
+    A text is all-linear or a regular expression; if it matches nothing, PEFT says so.
+    """
+    if isinstance(config, str) or isinstance(given, str) or not given:
+        return []
+    return [name for name in given if any(_is_end(name, each) for each in config or ())]
 
 
 def _expected(linears: list[str]) -> str:
