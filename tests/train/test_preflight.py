@@ -285,3 +285,10 @@ def test_an_output_that_cannot_be_made_or_must_not_be_removed_is_refused(run: Ru
     with pytest.raises(ReshardError, match="would remove the model"):
         clear(again)
     assert (before / "config.json").is_file()
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2), Layout(tp=2, pp=2)])
+def test_parallelism_that_trl_lacks_is_refused_once_on_any_number_of_ranks(layout: Layout, run: Run) -> None:
+    for ranks in (Ranks(), Ranks(nproc=4)):
+        plan = replace(run, layout=layout, parallel="tp" if layout.tp > 1 else "ddp", ranks=ranks)
+        the("no pipeline or context parallelism", preflight(plan, environment=NOWHERE).problems)

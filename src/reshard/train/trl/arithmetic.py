@@ -20,7 +20,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: int) -> Batches:
     """The batches of a run. With `packing`, the number of steps is an upper bound. Raises ReshardError."""
-    problems = [*_ranks(run, world_size)]
+    problems = [*alien_parallelism(run)] or [*_ranks(run, world_size)]
     if problems:
         raise ReshardError(problems)
     replicas = run.layout.replicas(world_size)
@@ -37,6 +37,18 @@ def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: i
     limit = int(options["max_steps"])
     steps = limit if limit > 0 else ceil(float(options["num_train_epochs"]) * updates)
     return Batches(per_device, accumulation, replicas, steps, _length(run, options))
+
+
+def alien_parallelism(run: Run) -> Iterator[Problem]:
+    """A problem of parallelism that TRL does not have, so that the ranks cannot be counted."""
+    alien = [name for name in ("pp", "vpp", "cp") if getattr(run.layout, name) > 1]
+    if alien:
+        yield Problem(
+            "trl-parallelism-unsupported",
+            "TRL has no pipeline or context parallelism here",
+            found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
+            remedy="use --engine megatron, or --parallel fsdp2 to shard the model",
+        )
 
 
 def _ranks(run: Run, world_size: int) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from reshard.errors import Problem
 from reshard.train.findings import in_short, without_bf16
 from reshard.train.run import Run
 from reshard.train.trl import vllm
+from reshard.train.trl.arithmetic import alien_parallelism
 from reshard.train.trl.config_fields import options_of
 from reshard.train.trl.methods import WAYS
 
@@ -32,15 +33,9 @@ def asked(run: Run) -> Iterator[Problem]:
             found=f"--parallel {run.parallel}",
             remedy=f"use --parallel {way.plans[0]}, with --lora or --gradient_checkpointing to save memory",
         )
-    alien = [name for name in ("pp", "vpp", "cp") if getattr(run.layout, name) > 1]
-    if alien:
-        yield Problem(
-            "trl-parallelism-unsupported",
-            "TRL has no pipeline or context parallelism here",
-            found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
-            remedy="use --engine megatron, or --parallel fsdp2 to shard the model",
-        )
-    elif (run.layout.tp > 1) != (run.parallel == "tp"):
+    alien = list(alien_parallelism(run))
+    yield from alien
+    if not alien and (run.layout.tp > 1) != (run.parallel == "tp"):
         yield Problem(
             "parallel-and-tp-disagree",
             "--parallel and --tp disagree",
