@@ -225,3 +225,24 @@ def test_an_adapter_of_the_head_that_trl_would_ignore_is_refused(run: Run) -> No
     wrong = replace(run, lora=True, options={"lora_target_modules": ["q_proj", "lm_head"]})
     problem = the("adapter of the head", preflight(wrong, environment=NOWHERE).problems)
     assert "q_proj" in str(problem.expected) and "lm_head" not in str(problem.expected)
+
+
+@pytest.mark.parametrize("whole", ["lm_head", "embed_tokens"])
+def test_a_copy_of_one_of_two_tied_weights_is_refused(
+    whole: str, run: Run, tiny: Callable[..., Path]
+) -> None:
+    copied = replace(run, lora=True, options={"lora_modules_to_save": [whole]})
+    the(
+        "one of two tied weights",
+        preflight(replace(copied, model=tiny("qwen3_tied")), environment=NOWHERE).problems,
+    )
+    assert messages(preflight(copied, environment=NOWHERE).problems) == []
+
+
+def test_flash_attention_that_is_not_installed_is_refused_without_a_gpu(run: Run) -> None:
+    from transformers.utils import is_kernels_available
+
+    if is_kernels_available():
+        pytest.skip("transformers takes flash attention from the Hub")
+    wrong = replace(run, options={"attn_implementation": "flash_attention_2"})
+    the("flash attention is not installed", preflight(wrong, environment=NOWHERE).problems)

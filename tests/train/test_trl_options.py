@@ -63,6 +63,7 @@ def test_words_of_the_command_line_become_the_types_of_trl() -> None:
             max_steps="7",
             packing=True,
             gradient_checkpointing="false",
+            lr_scheduler_type="cosine_with_restarts",
             lr_scheduler_kwargs='{"num_cycles": 2}',
             lora_target_modules=["q_proj", "v_proj"],
             lora_r="8",
@@ -309,6 +310,15 @@ def test_what_a_parameter_weighs() -> None:
         ("learning_rate", "-1e-5", "0 or more"),
         ("num_train_epochs", "0", "more than 0, or --max_steps"),
         ("lora_dropout", "1.5", "0 or more, and less than 1"),
+        ("adam_beta1", "2", "Invalid beta parameter"),
+        ("adam_epsilon", "-1", "Invalid epsilon value"),
+        (
+            "lr_scheduler_type",
+            "cosine_with_min_lr",
+            "min_lr_rate should be set through the `lr_scheduler_kwargs`",
+        ),
+        ("lr_scheduler_kwargs", '{"foo": 1}', "unexpected keyword argument 'foo'"),
+        ("padding_free", "true", "--max_length none"),
         ("attn_implementation", "flash_atention_2", "did you mean flash_attention_2?"),
         ("report_to", "tensorbord", "did you mean tensorboard?"),
         ("no_bf16", True, "--bf16 false switches it off"),
@@ -321,6 +331,18 @@ def test_what_the_frameworks_would_refuse_later_is_refused(option: str, value: A
     lora = option.startswith("lora")
     (problem,) = refused(trl.ENGINE.options, run_of(lora=lora, **{option: value}))
     assert option in str(problem) and expected in str(problem)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "polynomial", "inverse_sqrt"])
+def test_schedules_that_need_nothing_more_are_taken(kind: str) -> None:
+    assert trl.ENGINE.options(run_of(lr_scheduler_type=kind, adam_beta1="0.8", adam_beta2="0.95"))
+
+
+def test_no_maximum_length_is_no_maximum_length_for_trl_too() -> None:
+    from reshard.train.trl.arguments import arguments_of
+
+    run = run_of(max_length="none", padding_free="true")
+    assert arguments_of(run, trl.ENGINE.options(run)).max_length is None
 
 
 def test_none_and_lists_can_be_typed() -> None:

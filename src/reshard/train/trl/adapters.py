@@ -20,9 +20,25 @@ def adapted(model: Any, options: Mapping[str, Any], way: Way) -> Any:
     )
     linears = _linears(model)
     names = _Names.of(model)
+    tied = _is_tied(model)
     found = _made(model, config, names, options, linears)
     _check_head(found, way, linears)
+    if tied and not _is_tied(found):
+        raise ReshardError(
+            "adapter-unties-head",
+            "the adapter would train a copy of only one of two tied weights",
+            rule="the head is the embedding (tie_word_embeddings); the copies that PEFT saves would differ",
+            found=f"--lora_modules_to_save {' '.join(options['lora_modules_to_save'] or ())}",
+            remedy="leave out the head and the embedding, or train all weights with --full",
+        )
     return found
+
+
+def _is_tied(model: Any) -> bool:
+    """Whether head and embedding are one weight."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    weight = getattr(head, "weight", None)
+    return weight is not None and weight is getattr(embedding, "weight", None)
 
 
 def _made(model: Any, config: Any, names: _Names, options: Mapping[str, Any], linears: list[str]) -> Any:

@@ -47,11 +47,7 @@ def _stated(run: Run, own: Mapping[str, Any]) -> dict[str, Any]:
         if field.default is not MISSING
     }
     skipped = ("output_dir", "model_init_kwargs", "fsdp", "fsdp_config", "deepspeed")
-    return {
-        name: value
-        for name, value in own.items()
-        if name not in skipped and value is not None and not (name in usual and usual[name] == value)
-    }
+    return {name: value for name, value in own.items() if name not in skipped and value != usual.get(name)}
 
 
 def _of_reference(run: Run, options: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from reshard.suggest import did_you_mean
 from reshard.train.engine import Option
 from reshard.train.names import ALIASES, nearest
 from reshard.train.run import Run
-from reshard.train.trl import defaults, limits, packages, quantized, refusals, reward
+from reshard.train.trl import defaults, limits, optimizers, packages, quantized, refusals, reward
 from reshard.train.trl.methods import WAYS
 
 LORA = (
@@ -112,6 +112,8 @@ def options_of(run: Run) -> dict[str, Any]:
         problems += reward.problems(run.reward, typed.get("reward_weights"))
     stated = {name: _default(field) for name, field in there.items()}
     problems += packages.lacking(typed, stated | typed)
+    if not problems:
+        problems += optimizers.refused(typed, stated | typed)
     if problems:
         raise ReshardError(problems)
     told = stated | defaults.defaults_of(run, typed) | typed

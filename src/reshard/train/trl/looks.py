@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reshard.doctor.checkpoints import remote_code
@@ -51,18 +52,37 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
     yield from (in_short(finding) for finding in found if finding.code in RULES)
     yield from _packed(options)
     yield from vllm.problems(run, options, environment)
-    if not environment.gpus or options.get("use_cpu"):
+    yield from _flash(options, environment)
+    if environment.gpus and not options.get("use_cpu"):
+        flash = str(options.get("attn_implementation")).startswith("flash")
+        if options.get("bf16") or flash:
+            yield from without_bf16(environment)
+
+
+def _flash(options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
+    """A problem if flash attention is missing. If `kernels` is installed, transformers takes it from the Hub."""
+    from transformers.utils import is_kernels_available
+
+    chosen = str(options.get("attn_implementation"))
+    package = {"flash_attention_3": "flash-attn-3", "flash_attention_4": "flash-attn-4"}.get(
+        chosen, "flash-attn"
+    )
+    there = package in environment.versions or _is_installed(package) or is_kernels_available()
+    if not chosen.startswith("flash") or there:
         return
-    flash = str(options.get("attn_implementation")).startswith("flash")
-    if options.get("bf16") or flash:
-        yield from without_bf16(environment)
-    if flash and "flash-attn" not in environment.versions:
-        yield Problem(
-            "flash-attention-not-installed",
-            "flash-attention 2 is not installed",
-            found=f"attn_implementation {options['attn_implementation']}",
-            remedy="leave it out: sdpa has the same kernels; or pip install flash-attn",
-        )
+    yield Problem(
+        "flash-attention-not-installed",
+        "flash attention is not installed",
+        found=f"attn_implementation {chosen}",
+        remedy=f"leave it out: sdpa has the same kernels; or pip install {package}, which needs a GPU",
+    )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
 
 
 def model(run: Run) -> Iterator[Problem]:

@@ -262,6 +262,13 @@ def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
                     remedy="add --lora, or leave it out",
                 )
     yield from _without_evaluation(run, typed)
+    if typed.get("padding_free") and not typed.get("packing") and typed.get("max_length", True) is not None:
+        yield Problem(
+            "padding-free-with-max-length",
+            "TRL does not cut samples to a maximum length in batches without padding",
+            found="--padding_free with --max_length, which has a default, and without --packing",
+            remedy="add --packing, which is free of padding as well, or --max_length none; or leave it out",
+        )
     if typed.get("bf16") and typed.get("fp16"):
         yield Problem("bf16-and-fp16", "bf16 and fp16 exclude each other", remedy="leave out one")
     if run.resume and typed.get("sync_ref_model"):

@@ -142,8 +142,8 @@ def trainer_of(
     """The trainer of a run. Nothing is wrapped or sharded yet."""
     from transformers import PrinterCallback
 
-    if options.get("packing"):
-        check_packing(run, model)
+    if option := next((name for name in ("packing", "padding_free") if options.get(name)), None):
+        check_packing(run, model, option)
     way, rewarded = WAYS[run.method], is_rewarded(run.method)
     more: dict[str, Any] = {"reward_funcs": [reward.load(each) for each in run.reward]} if rewarded else {}
     shared = run.lora or bool(options.get("precompute_ref_log_probs"))
@@ -179,7 +179,7 @@ def trainer_of(
     return trainer
 
 
-def check_packing(run: Run, model: Any) -> None:
+def check_packing(run: Run, model: Any, option: str = "packing") -> None:
     """Raise ReshardError if samples that share a sequence would attend to each other in a model.
 
     TRL numbers the positions of each sample from 0, which the masks and kernels of transformers' own attention use.
@@ -192,8 +192,8 @@ def check_packing(run: Run, model: Any) -> None:
         file=str(run.model),
         rule="transformers keeps packed samples apart in its own attention; not in states that run through a "
         "sequence, nor in a model's own attention",
-        found=f"--packing with {type(model).__name__}",
-        remedy="leave out --packing",
+        found=f"--{option} with {type(model).__name__}",
+        remedy=f"leave out --{option}",
     )
 
 
