@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from reshard.algebra.layout import Layout
 from reshard.cli.train import command as train
 from reshard.train.data.mix import Mix, Source
 from reshard.train.launching import launch
-from reshard.train.launching.failure import failure_in, print_exception, print_interruption
+from reshard.train.launching.failure import failure_in, print_exception, print_failure, print_interruption
 from reshard.train.launching.places import Place
 from reshard.train.launching.provenance import words_of
 from reshard.train.request import run_of
@@ -220,3 +222,18 @@ def test_a_full_disk_is_told_as_what_it_is(tmp_path: Path) -> None:
     text = "".join(traceback.format_exception(caught.value))
     assert f"No space left on device: '{tmp_path / 'metrics.jsonl'}'" in text
     assert [finding.code for finding in failure_in("train.log", text, PLAIN).findings] == ["disk-full"]
+
+
+def test_a_full_disk_is_the_cause_and_torchruns_process_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log of a run whose disk was full: torchrun fails last, at the empty file in which a rank told its failure."""
+    log = LOGS / "full-disk.log"
+    assert failure_in("full-disk.log", log.read_text(), PLAIN).who == "a rank"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    console = Console(file=StringIO(), width=200)
+    told = print_failure(replace(PLAIN, output=tmp_path), log, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [finding.code for finding in told.findings] == ["disk-full"]
+    assert f"No space left on device: '{tmp_path}'" in text
+    assert "JSON" not in text and "14522" not in text

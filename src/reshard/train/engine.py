@@ -125,7 +125,7 @@ class Checkpoints:
     expected: str
     interval: Callable[[Mapping[str, Any]], float | None]
     shares: Callable[[Run, int], tuple[int, int]]
-    fewer: str
+    fewer: Callable[[Run], str]
     bound: Callable[[Run], Mapping[str, Any]] = lambda run: {}
 
 

@@ -247,7 +247,7 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
             file=str(folder),
             expected=memory_size(needed),
             found=f"{memory_size(free)} free",
-            remedy=f"{engine_of(run).checkpoints.fewer}; or write to another disk with -o",
+            remedy=f"{engine_of(run).checkpoints.fewer(run)}; or write to another disk with -o",
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shlex
 import shutil
@@ -40,6 +42,10 @@ LAST_LINES = 8
 """Lines of the log that are shown if no rank left a traceback."""
 CLAIM = ".failed"
 """Under a foreign launcher, the first rank that fails makes this file, so that the others do not report it again."""
+FULL = 1 << 20
+"""Free bytes below which no checkpoint fits on a disk."""
+SOME_RANK = "a rank"
+"""A rank of which the log does not tell the number."""
 GRACE = 2.0
 """Seconds that a rank waits for another rank to report the failure by which this one ended."""
 LABELS = {"en": ("error: ", "why", "cure"), "zh": ("错误：", "原因", "解法")}
@@ -100,7 +106,16 @@ def read_failure(log: Path, run: Run) -> Failure:
         size = file.seek(0, 2)
         file.seek(max(size - LARGEST, 0))
         content = file.read().decode("utf-8", "replace")
-    return failure_in(str(log), content, run)
+    failure = failure_in(str(log), content, run)
+    return _of_full_disk(failure, run) if shutil.disk_usage(run.output).free < FULL else failure
+
+
+def _of_full_disk(failure: Failure, run: Run) -> Failure:
+    """A failure on a full disk: ranks and torchrun cannot record why they fail, and stumble over empty files."""
+    words = f"OSError: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.output))}"
+    findings = tuple(diagnose_text("the disk", words, Usage({"reshard"})))
+    shown = failure.shown if failure.who != SOME_RANK else ()
+    return Failure(failure.who, (*shown, words), findings)
 
 
 def failure_in(name: str, content: str, run: Run) -> Failure:
@@ -113,8 +128,8 @@ def failure_in(name: str, content: str, run: Run) -> Failure:
         if silent:
             return Failure(f"rank {silent[0]}", tuple(_last_words(log, *silent)), findings)
     if root is None:
-        return Failure("a rank", tuple(_last(log.lines)), findings)
-    return Failure(_who(root), tuple(_short(root.root)), findings)
+        return Failure(SOME_RANK, tuple(_last(log.lines)), findings)
+    return Failure(_who(root, content), tuple(_short(root.root)), findings)
 
 
 _EXIT = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+) ")
@@ -174,9 +189,11 @@ _LAUNCHER = re.compile(
 """Frames that occur in every traceback."""
 
 
-def _who(root: Traceback) -> str:
+def _who(root: Traceback, content: str) -> str:
+    """The rank of a traceback. The number before torchrun's own lines is its process."""
     rank = root.stream.split("/")[-1]
-    return f"rank {rank}" if rank.isdecimal() else "a rank"
+    label = rank.isdecimal() and re.search(rf"^\[(?:default|rank){rank}\]:", content, re.MULTILINE)
+    return f"rank {rank}" if label else SOME_RANK
 
 
 def _short(root: Traceback) -> Iterator[str]:
@@ -239,7 +256,6 @@ def _print(
         console.print(f"  {escape_lines(line)}")
     if where:
         console.print(escape(where))
-    _print_full(run, console)
     print_way_on(run, console, place)
     for finding in failure.findings[:1]:
         title = escape(finding.message.of(language))
@@ -249,16 +265,6 @@ def _print(
         if finding.code != UNKNOWN:  # the cause of an unknown failure is the traceback above
             console.print(f"[bold]{why}[/] {escape_lines(finding.rule.of(language))}")
         console.print(f"[bold]{cure}[/] {escape_lines(finding.remedy.of(language))}")
-
-
-FULL = 1 << 20
-"""Free bytes below which no checkpoint fits on a disk."""
-
-
-def _print_full(run: Run, console: Console) -> None:
-    """Print that the disk is full: ranks then cannot record why they fail."""
-    if shutil.disk_usage(run.output).free < FULL:
-        console.print(f"[bold]the disk is full:[/] {escape(str(run.output))}; free space before you continue")
 
 
 def print_killed(run: Run, log: Path, number: int, console: Console) -> dict[str, Any]:

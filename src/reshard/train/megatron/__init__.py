@@ -129,7 +129,7 @@ ENGINE = Engine(
         expected="iter_*, and the file that names the last one",
         interval=lambda options: options.get("save_interval"),
         shares=lambda run, world_size: (run.layout.tp * run.layout.pp, world_size),
-        fewer="save less often with --save_interval",
+        fewer=lambda run: "save less often with --save_interval",
     ),
     warm=_warm,
     train=_train,

@@ -85,6 +85,12 @@ def _shares(run: Run, world_size: int) -> tuple[int, int]:
     return (world_size if weights else 1), (world_size if weights or run.parallel == "zero2" else 1)
 
 
+def _fewer(run: Run) -> str:
+    """A run that is resumed needs the optimizer in its checkpoints."""
+    less = "" if run.resume else ", or no optimizer with --save_only_model"
+    return f"keep fewer with --save_total_limit 1{less}"
+
+
 def _warm(run: Run) -> None:
     """Import what TRL needs first; not with DeepSpeed, which would look for devices before the rank has set its own."""
     if not run.parallel.startswith("zero"):
@@ -136,7 +142,7 @@ ENGINE = Engine(
         expected="checkpoint-*",
         interval=_interval,
         shares=_shares,
-        fewer="keep fewer with --save_total_limit 1, or no optimizer with --save_only_model",
+        fewer=_fewer,
         bound=lambda run: {"parallel": run.parallel, "tp": run.layout.tp},
     ),
     warm=_warm,
