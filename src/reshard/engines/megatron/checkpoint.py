@@ -16,6 +16,7 @@ from reshard.algebra.layout import Layout
 from reshard.engines.megatron import te_names
 from reshard.engines.megatron.parallel import supported
 from reshard.engines.megatron.unpickle import inert_pickle
+from reshard.errors import ReshardError
 
 Format = Literal["torch_dist", "torch"]
 
@@ -62,6 +63,29 @@ class Mismatch:
 def is_torch_dist(folder: Path) -> bool:
     """Whether an iteration folder is in torch_dist format, rather than `mp_rank_*`."""
     return (folder / ".metadata").is_file()
+
+
+def refuse_unloadable(folder: Path) -> None:
+    """Raise ReshardError if the installed megatron-core does not read what an iteration folder has besides weights.
+
+    That is in `common.pt`, which every version reads, or else in the chunk files, which older ones do not read.
+    """
+    from megatron.core import __version__, dist_checkpointing
+
+    if not is_torch_dist(folder) or (folder / "common.pt").is_file():
+        return
+    try:
+        dist_checkpointing.load_common_state_dict(str(folder))
+    except Exception as error:  # 0.16 raises an AttributeError
+        raise ReshardError(
+            "megatron-core-cannot-load",
+            "the installed megatron-core cannot load this checkpoint",
+            file=str(folder),
+            expected="a folder with common.pt",
+            found=f"none, which megatron-core {__version__} does not read",
+            remedy="leave out --logits: the weights are compared all the same; or convert it with reshard convert "
+            "--to megatron, which writes common.pt, and compare the output",
+        ) from error
 
 
 def rank_folder(folder: Path) -> Path:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron import parallel
 from reshard.engines.megatron.arguments import one_expert_at_a_time
-from reshard.engines.megatron.checkpoint import Mismatch, load_weights
+from reshard.engines.megatron.checkpoint import Mismatch, load_weights, refuse_unloadable
 from reshard.engines.megatron.model import Spec, build_model
 from reshard.engines.megatron.session import run_ranks
 from reshard.errors import Problem, ReshardError
@@ -52,9 +52,11 @@ def megatron_logits(
     torch_dist is loaded in `layout` (default: one rank); `mp_rank_*` in the layout that it was saved in, which
     must be passed as `layout`. `args` are Megatron-LM's, as the checkpoint stores them. The local modules also read
     checkpoints that were written with TransformerEngine's names; `spec="te"` runs TransformerEngine itself.
-    Raises ReshardError if weights are missing or unexpected and `strict` is set, RankError if a rank fails.
+    Raises ReshardError if weights are missing or unexpected and `strict` is set, or if the installed megatron-core
+    cannot load the checkpoint; RankError if a rank fails.
     """
     folder = Path(checkpoint)
+    refuse_unloadable(folder)
     if spec == "local":
         args = one_expert_at_a_time(args)
     layout = layout or Layout()

@@ -35,6 +35,12 @@ NOT_PORTABLE = (
 )
 
 
+NUMBERED = (
+    "the optimizer states of torch_dcp have numbers instead of the names of weights, and are left out; "
+    "Megatron-LM saves named ones with --ckpt-format torch_dist"
+)
+
+
 def portable_states(tensors: Mapping[str, DcpTensor]) -> dict[str, dict[str, DcpTensor]]:
     """The states that have the shapes of their weights, by state ("exp_avg" …) and key of the weight.
 

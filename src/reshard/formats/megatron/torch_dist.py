@@ -1,7 +1,8 @@
 """Megatron-Core's torch_dist checkpoints: chunks of complete tensors, in files that torch's DCP metadata maps.
 
 `<root>/latest_checkpointed_iteration.txt` names `iter_0000002` or `release`; that folder has `.metadata`,
-`metadata.json`, `common.pt` and `__<rank>_<n>.distcp`. Source: megatron-core's dist_checkpointing 0.12 to 0.16.
+`metadata.json`, `__<rank>_<n>.distcp` and, before megatron-core 0.19, `common.pt` (see `common.py`). torch_dcp, which
+torch's DCP alone writes, is read as well. Source: megatron-core's dist_checkpointing 0.12 to 0.19.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from reshard.formats import iterations
 from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp.chunks import ChunkFile
-from reshard.formats.dcp.metadata import DcpMetadata, DcpTensor, read_metadata, spans, write_metadata
+from reshard.formats.dcp.metadata import (
+    DcpChunk,
+    DcpMetadata,
+    DcpTensor,
+    read_metadata,
+    spans,
+    write_metadata,
+)
+from reshard.formats.megatron.common import READ, is_torch_dcp, read_common, respelled
 from reshard.formats.megatron.mcore import (
     BELOW,
     LINEARS_BESIDE,
@@ -45,6 +54,7 @@ from reshard.formats.megatron.mcore import (
 )
 from reshard.formats.megatron.optimizer import (
     NOT_PORTABLE,
+    NUMBERED,
     NewOptimizer,
     portable_states,
     read_optimizer,
@@ -55,7 +65,7 @@ from reshard.formats.megatron.seeds import exchanged
 from reshard.formats.megatron.writers import engine_of, recorded_args
 from reshard.formats.sharding import shard_boxes
 from reshard.formats.target import Request
-from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
+from reshard.formats.torchfiles.read import ChunkReader
 from reshard.formats.torchfiles.write import image_bytes, layout_torch_file
 from reshard.transfer.plan import OutputFile, Planned
 
@@ -94,21 +104,14 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
 
 def _open(folder: Path, step: Iteration | None) -> Checkpoint:
     metadata = read_metadata(folder / ".metadata")
-    common = _common(folder)
+    common = read_common(folder, metadata)
     args = recorded_args(folder, common)
-    weights: dict[str, DcpTensor] = {}
-    dropped: Counter[str] = Counter()
-    for key, tensor in metadata.tensors.items():
-        rule = _not_a_weight(key)
-        if rule:
-            dropped[rule] += prod(tensor.shape) * tensor.dtype.itemsize
-        else:
-            weights[key] = tensor
-    for key, entry in metadata.objects.items():
-        dropped[_not_a_weight(key) or "other objects"] += entry.length
+    torch_dcp = is_torch_dcp(metadata.objects)
+    stored = respelled(metadata.tensors) if torch_dcp else metadata.tensors
+    weights, dropped = _weights_of(stored, metadata.objects)
     reader = _Reader(weights)
     tensors = reader.tensors()
-    states = portable_states(metadata.tensors)
+    states = portable_states(stored)
     optimizer = read_optimizer(common) if states else None
     return Checkpoint(
         path=folder,
@@ -127,10 +130,28 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
         problems=reader.copies.problems() or [*exchanged(metadata.objects)],
         notes=[
             *iterations.belied(folder, common.get("iteration")),
-            *([NOT_PORTABLE] if dropped[OPTIMIZER] and not optimizer else []),
+            *([NUMBERED if torch_dcp else NOT_PORTABLE] if dropped[OPTIMIZER] and not optimizer else []),
         ],
-        variant="one key for each layer" if reader.per_layer else "stacked",
+        variant="torch_dcp" if torch_dcp else "one key for each layer" if reader.per_layer else "stacked",
     )
+
+
+def _weights_of(
+    stored: Mapping[str, DcpTensor], objects: Mapping[str, DcpChunk]
+) -> tuple[dict[str, DcpTensor], Counter[str]]:
+    """The weights by key, and the bytes of everything else by rule."""
+    weights: dict[str, DcpTensor] = {}
+    dropped: Counter[str] = Counter()
+    for key, tensor in stored.items():
+        rule = _not_a_weight(key)
+        if rule:
+            dropped[rule] += prod(tensor.shape) * tensor.dtype.itemsize
+        else:
+            weights[key] = tensor
+    for key, entry in objects.items():
+        if key not in READ:
+            dropped[_not_a_weight(key) or "other objects"] += entry.length
+    return weights, dropped
 
 
 def _read_state(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
@@ -140,19 +161,6 @@ def _read_state(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
 
 def _not_a_weight(key: str) -> str | None:
     return next((rule for pattern, rule in NOT_WEIGHTS if pattern.fullmatch(key)), None)
-
-
-def _common(folder: Path) -> dict[str, Any]:
-    path = folder / "common.pt"
-    if not path.is_file():
-        raise ReshardError(
-            "torch-dist-file-missing",
-            "a file of the checkpoint is missing",
-            file=str(path),
-            remedy="copy the iteration folder again",
-        )
-    content = read_torch_file(path)
-    return content if isinstance(content, dict) else {}
 
 
 _KEY = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(.*)")

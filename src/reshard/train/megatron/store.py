@@ -22,9 +22,9 @@ from reshard.engines.megatron.checkpoint import SaveOptions, every, load_run, wr
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
 from reshard.formats.companions import find_companions
+from reshard.formats.megatron.common import read_common
 from reshard.formats.megatron.request import LORA
 from reshard.formats.provenance import RUN_CONFIG
-from reshard.formats.torchfiles.read import read_torch_file
 from reshard.stores.hub import name_of
 from reshard.train.megatron.looks import last_iteration
 from reshard.train.megatron.lora import is_adapter
@@ -163,7 +163,7 @@ def resume(trainee: Trainee) -> int:
     if step is None:
         return 0
     folder = output / iterations.name_of(step)
-    stored = vars(read_torch_file(folder / "common.pt")["args"])
+    stored = vars(read_common(folder)["args"])
     ours = vars(_arguments(trainee, step))
     same = all(stored.get(name) == ours.get(name) for name in _SIZES)
     _refuse_other_optimizer(folder, stored, ours)

@@ -1,0 +1,95 @@
+"""What an iteration of Megatron-Core records besides weights: arguments, the iteration, schedules, parameter groups.
+
+    common.pt                  torch_dist of megatron-core before 0.19: one dict
+    common_state/shard_0_1     torch_dist of megatron-core 0.19: a list of that dict, an object in the `.distcp` files
+    args, iteration …          torch_dcp and fsdp_dtensor, which torch's DCP saves: an object for each entry
+
+torch_dcp (`--use-torch-fsdp2`) has neither stages nor tensor parallelism, and the names of a rank of legacy files below
+`model.`. Sources: `dist_checkpointing/serialization.py` of megatron-core, `training/checkpointing.py` of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import ReshardError
+from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata
+from reshard.formats.torchfiles.read import read_torch_file
+
+FILE = "common.pt"
+_OBJECT = "common_state/shard_0_1"
+_ENTRIES = ("args", "checkpoint_version", "iteration")
+READ = frozenset({_OBJECT, *_ENTRIES})
+"""Objects that `read_common` reads; the others are dropped."""
+
+_NEST = "model."
+_EXPERT = re.compile(
+    r"(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(.+)|(linear_fc[12]\.(?:weight|bias))(\d+))"
+)
+
+
+def read_common(folder: Path, metadata: DcpMetadata | None = None) -> dict[str, Any]:
+    """What the iteration in `folder` records besides weights. `metadata` is its `.metadata`, if that has been read.
+
+    Raises ReshardError if it is missing, or if the format is one that reshard does not read.
+    """
+    if (folder / FILE).is_file():
+        return _dict(read_torch_file(folder / FILE))
+    objects = (metadata or read_metadata(folder / ".metadata")).objects
+    if chunk := objects.get(_OBJECT):
+        content = _object(chunk)
+        return _dict(content[0] if isinstance(content, list) and content else content)
+    if is_torch_dcp(objects):
+        common = {name: _object(objects[name]) for name in _ENTRIES if name in objects}
+        _refuse_fsdp_dtensor(folder, common.get("args"))
+        return common
+    raise ReshardError(
+        "torch-dist-file-missing",
+        "a file of the checkpoint is missing",
+        file=str(folder / FILE),
+        rule="Megatron's arguments are in common.pt, or in an object of the chunk files (megatron-core 0.19)",
+        found="neither",
+        remedy="copy the iteration folder again",
+    )
+
+
+def is_torch_dcp(objects: Mapping[str, DcpChunk]) -> bool:
+    """Whether torch's DCP saved an iteration with these objects: the entries of Megatron-LM's state dict."""
+    return "args" in objects
+
+
+def respelled(tensors: Mapping[str, DcpTensor]) -> dict[str, DcpTensor]:
+    """The tensors of torch_dcp under the keys that torch_dist has for them, if it does not stack layers."""
+    return {_respelled(key): tensor for key, tensor in tensors.items()}
+
+
+def _respelled(key: str) -> str:
+    key = key.removeprefix(_NEST)
+    if expert := _EXPERT.fullmatch(key):
+        return f"{expert[1]}.experts.{expert[2] or expert[5]}.{expert[3] or expert[4]}"
+    return key
+
+
+def _refuse_fsdp_dtensor(folder: Path, args: Any) -> None:
+    if isinstance(args, Namespace) and getattr(args, "ckpt_format", None) == "fsdp_dtensor":
+        raise ReshardError(
+            "megatron-fsdp-unsupported",
+            "this is a checkpoint of Megatron-FSDP (--ckpt-format fsdp_dtensor), which reshard does not read",
+            file=str(folder),
+            expected="--ckpt-format torch_dist, torch_dcp or torch",
+            found="fsdp_dtensor",
+            remedy="load it in Megatron-Bridge with CheckpointConfig(load=FOLDER, ckpt_format='fsdp_dtensor', "
+            "load_optim=False, load_rng=False), and write a Hugging Face folder with AutoBridge.save_hf_pretrained",
+        )
+
+
+def _object(chunk: DcpChunk) -> Any:
+    return read_torch_file(chunk.file, chunk.offset, chunk.length)
+
+
+def _dict(content: Any) -> dict[str, Any]:
+    return content if isinstance(content, dict) else {}
