@@ -11,7 +11,7 @@ from typing import Any
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError, listed
-from reshard.formats import iterations, safetensors
+from reshard.formats import iterations, parts, safetensors
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.places import below
 from reshard.formats.target import Format, Request, Target
@@ -41,31 +41,12 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     """Open a folder (or a single file). Raises ReshardError naming every shard and tensor that is missing."""
     iterations.refuse(path, iteration, "a Hugging Face folder")
     folder = path if path.is_dir() else path.parent
-    problems: list[Problem] = []
-    tensors: dict[str, Tensor] = {}
+    problems: list[Problem] = [*parts.alone(path)]
     index = _index(path)
     named = _weight_map(index) if index else {}
     files = _indexed_files(index, named, problems) if index else _plain_files(path)
     fetch_heads(files)
-    for file in files:
-        try:
-            found = read_weights(file)
-        except ReshardError as error:
-            problems.extend(error.problems)
-            continue
-        problems += [
-            Problem(
-                "tensor-in-two-files",
-                "a tensor is in more than one file",
-                tensor=name,
-                file=str(file),
-                rule="every tensor is in one shard",
-                found=f"the same name in {tensors[name].file}",
-                remedy="remove the file that belongs to another save, or copy all shards again",
-            )
-            for name in sorted(found.keys() & tensors.keys())
-        ]
-        tensors.update(found)
+    tensors = _read_all(files, problems)
     if index and not problems:
         problems += _index_mismatches(index, named, tensors)
     if not (problems or tensors) and any(file.suffix != ".safetensors" for file in files):
@@ -81,7 +62,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     if problems:
         raise ReshardError(problems)
     dropped = Counter({"rotary buffers": without_buffers(tensors)})
-    alone = path.is_dir() and not index and len(files) > 1 and "-of-" in files[0].name
+    no_index = path.is_dir() and not index and len(files) > 1 and "-of-" in files[0].name
     return Checkpoint(
         path=path,
         format=NAME,
@@ -91,10 +72,33 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         dropped=+dropped,
         problems=[] if index else list(_incomplete(files)),
         variant=", ".join(sorted({file.suffix.lstrip(".") for file in files})),
-        notes=["the index of the shards is missing: transformers cannot load them without it"]
-        if alone
-        else [],
+        notes=parts.notes(files)
+        or ["the index of the shards is missing: transformers cannot load them without it"] * no_index,
     )
+
+
+def _read_all(files: Iterable[Path], problems: list[Problem]) -> dict[str, Tensor]:
+    """The tensors of all files; adds to `problems` those of files, and of tensors that are in several."""
+    found: dict[str, list[parts.Part]] = defaultdict(list)
+    for file in files:
+        for name, part in _parts_in(file, problems).items():
+            found[name].append(part)
+    tensors = {}
+    for name, each in found.items():
+        match parts.joined(name, each):
+            case Tensor() as tensor:
+                tensors[name] = tensor
+            case problem:
+                problems.append(problem)
+    return tensors
+
+
+def _parts_in(file: Path, problems: list[Problem]) -> dict[str, parts.Part]:
+    try:
+        return parts.parts_in(file, *_read(file))
+    except ReshardError as error:
+        problems.extend(error.problems)
+        return {}
 
 
 def weights_in(folder: Path) -> Path | None:
@@ -165,7 +169,7 @@ def _incomplete(files: Iterable[Path]) -> Iterator[Problem]:
     """A problem for each set of shards, read without an index, of which not all are there: their names count them."""
     sets: dict[tuple[Path, str, str, str], set[int]] = defaultdict(set)
     for file in files:
-        if match := SHARD.fullmatch(file.name):
+        if match := SHARD.fullmatch(parts.RANK.sub("", file.name)):
             sets[file.parent, match["stem"], match["count"], match["suffix"]].add(int(match["number"]))
     for (folder, stem, count, suffix), numbers in sets.items():
         first = 0 if 0 in numbers else 1
@@ -204,14 +208,19 @@ def _plain_files(path: Path) -> list[Path]:
 
 def read_weights(file: Path) -> dict[str, Tensor]:
     """The tensors of one file, safetensors or torch.save. Raises ReshardError if it contains something else."""
+    return _read(file)[0]
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The same, and the metadata of safetensors."""
     if file.suffix == ".safetensors":
-        return safetensors.read_tensors(file)
+        return safetensors.read_file(file)
     content = read_dict(file, "not-a-state-dict", "not a state dict", "save the model's state_dict()")
     candidates = [content, *(content[key] for key in NESTS if isinstance(content.get(key), dict))]
     found = (
         {name: item for name, item in each.items() if isinstance(item, StoredTensor)} for each in candidates
     )
-    return {str(name): Tensor.stored(item) for name, item in next(filter(None, found), {}).items()}
+    return {str(name): Tensor.stored(item) for name, item in next(filter(None, found), {}).items()}, {}
 
 
 def _index_mismatches(

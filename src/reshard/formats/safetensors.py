@@ -27,8 +27,8 @@ HEADER_LIMIT = 100_000_000
 """Longer headers are refused, as the safetensors library does."""
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file without its `__metadata__`, and the offset at which its data begins.
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """The header of a file without its `__metadata__`, these, and the offset at which its data begins.
 
     Raises ReshardError if the file is cut short or not a safetensors file.
     """
@@ -52,13 +52,18 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise _broken(path, "a JSON header", str(error)) from None
     if not isinstance(header, dict):
         raise _broken(path, "a JSON object", kind_of(header))
-    header.pop("__metadata__", None)
-    return header, 8 + length
+    metadata = header.pop("__metadata__", None)
+    return header, metadata if isinstance(metadata, dict) else {}, 8 + length
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file. Raises ReshardError listing every entry that does not fit."""
-    header, begin = read_header(path)
+    """All tensors of a file. Raises ReshardError like `read_file`."""
+    return read_file(path)[0]
+
+
+def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors of a file, and its metadata. Raises ReshardError listing every entry that does not fit."""
+    header, metadata, begin = read_header(path)
     file = str(path)
     available = path.stat().st_size - begin
     tensors: dict[str, Tensor] = {}
@@ -101,7 +106,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         )
     if problems:
         raise ReshardError(problems)
-    return tensors
+    return tensors, metadata
 
 
 def header_bytes(tensors: Iterable[tuple[str, DType, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
