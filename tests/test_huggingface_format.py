@@ -31,7 +31,7 @@ def converted(source: Path, out: Path, **options: Any) -> Path:
     return out
 
 
-def with_weights(source: Path, out: Path, tensors: dict[str, torch.Tensor], file: str) -> Path:
+def with_weights(source: Path, out: Path, tensors: dict[str, Any], file: str) -> Path:
     """A folder like `source`, but with these tensors in one file, written by torch or by safetensors."""
     out.mkdir()
     for path in source.iterdir():
@@ -176,6 +176,43 @@ def test_one_file_of_torch_is_read(hf_model: Models, tmp_path: Path) -> None:
     folder = with_weights(source, tmp_path / "bin", tensors, "pytorch_model.bin")
     assert_same_model(converted(folder, tmp_path / "out"), source)
     assert_same_model(converted(folder / "pytorch_model.bin", tmp_path / "out of the file"), source)
+
+
+Nest = Callable[[dict[str, torch.Tensor]], dict[str, Any]]
+NESTED: dict[str, Nest] = {
+    "net": lambda weights: {"net": weights, "step": torch.tensor(3)},
+    "app.model": lambda weights: {"app": {"model": weights}, "config": {"lr": 1e-3}},
+    "model, averaged": lambda weights: {"model": weights, "ema": {k: v * 2 for k, v in weights.items()}},
+    "with an optimizer": lambda weights: {
+        "weights": weights,
+        "optimizer": {"state": {i: {"exp_avg": tensor} for i, tensor in enumerate(weights.values())}},
+    },
+}
+
+
+@pytest.mark.parametrize("nest", NESTED)
+def test_weights_are_found_in_what_a_training_loop_saved(nest: str, hf_model: Models, tmp_path: Path) -> None:
+    source = hf_model("qwen2")
+    content = NESTED[nest](tensors_of(source))
+    folder = with_weights(source, tmp_path / "bin", content, "pytorch_model.bin")
+    assert_same_model(converted(folder, tmp_path / "out"), source)
+
+
+def test_weights_of_two_models_are_not_guessed(hf_model: Models, tmp_path: Path) -> None:
+    source = hf_model("qwen2")
+    weights = tensors_of(source)
+    content = {"policy": {"net": weights}, "critic": weights | {"more": torch.zeros(2)}}
+    folder = with_weights(source, tmp_path / "bin", content, "pytorch_model.bin")
+    with pytest.raises(ReshardError, match=r"below policy\.net, \d+ below critic"):
+        converted(folder, tmp_path / "out")
+
+
+def test_dicts_that_share_each_other_are_read_in_time(tmp_path: Path) -> None:
+    inner: dict[str, Any] = {"weight": torch.ones(2)}
+    for _ in range(3):
+        inner = {f"key{i}": inner for i in range(1000)}
+    torch.save(inner, tmp_path / "pytorch_model.bin")
+    assert reshard.open(tmp_path).tensors.keys() == {"weight"}
 
 
 def test_shards_that_changed_names_are_read_by_the_names_in_them(hf_model: Models, tmp_path: Path) -> None:

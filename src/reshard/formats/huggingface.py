@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError, listed
 from reshard.formats import iterations, parts, safetensors
@@ -16,7 +15,7 @@ from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.places import below
 from reshard.formats.target import Format, Request, Target
 from reshard.formats.torchfiles.read import read_dict
-from reshard.formats.wrappers import without_buffers
+from reshard.formats.wrappers import state_dict_in, without_buffers
 from reshard.plain import JSON_MOST, json_of, kind_of, to_json
 from reshard.stores import as_path, fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
@@ -24,8 +23,6 @@ from reshard.transfer.sources import read_source
 
 NAME = "huggingface"
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
-NESTS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys of the weights in the dict that training loops save: Lightning, DeepSpeed, and many scripts."""
 SHARD = re.compile(r"(?P<stem>.+[-_.])(?P<number>\d{1,6})-of-(?P<count>\d{1,6})(?P<suffix>\.\w+)")
 """The name of one of several files: `model-00002-of-00006.safetensors`."""
 
@@ -216,11 +213,8 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if file.suffix == ".safetensors":
         return safetensors.read_file(file)
     content = read_dict(file, "not-a-state-dict", "not a state dict", "save the model's state_dict()")
-    candidates = [content, *(content[key] for key in NESTS if isinstance(content.get(key), dict))]
-    found = (
-        {name: item for name, item in each.items() if isinstance(item, StoredTensor)} for each in candidates
-    )
-    return {str(name): Tensor.stored(item) for name, item in next(filter(None, found), {}).items()}, {}
+    weights = state_dict_in(content, str(file))
+    return {name: Tensor.stored(item) for name, item in weights.items()}, {}
 
 
 def _index_mismatches(

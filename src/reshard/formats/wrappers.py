@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.errors import Problem, listed
+from reshard.errors import Problem, ReshardError, listed
 
 T = TypeVar("T")
 
@@ -22,6 +24,15 @@ ANCHORS = (
 """The beginning of a name in the model's own state dict: embeddings, and PEFT's wrapper."""
 
 
+NESTS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys of the weights in the dict that training loops save: Lightning, DeepSpeed, and many scripts."""
+
+_NO_WEIGHTS = re.compile(r"(?i)optim|sched|rng|random_state")
+"""Keys whose tensors are not weights."""
+
+DEEPEST = 4
+"""Levels of dicts in which weights are searched for."""
+
 BUFFER = "rotary_emb.inv_freq"
 """Frequencies that older versions of transformers saved with the weights. They follow from the config."""
 
@@ -29,6 +40,53 @@ BUFFER = "rotary_emb.inv_freq"
 def without_buffers(tensors: dict[str, Tensor]) -> int:
     """Remove rotary buffers from the tensors of a model; returns their bytes."""
     return sum(tensors.pop(name).nbytes for name in list(tensors) if name.endswith(BUFFER))
+
+
+def state_dict_in(content: dict[Any, Any], file: str) -> dict[str, StoredTensor]:
+    """The tensors of the model in what a training loop saved; none if there are no tensors at all.
+
+    They are at the top, below one of `NESTS`, or in the only other dict with tensors. Raises ReshardError if there are
+    several such dicts.
+    """
+    nests = dict(_nests(content))
+    for path in ((), *((key,) for key in NESTS)):
+        if path in nests:
+            return nests[path]
+    if len(nests) > 1:
+        paths = {".".join(path): found for path, found in nests.items()}
+        raise ReshardError(
+            "weights-in-several-nests",
+            "the file has several dicts of tensors, and does not say which are the weights",
+            file=file,
+            expected=f"tensors by name, at the top or below {', '.join(NESTS)}",
+            found=listed([f"{len(found)} below {path}" for path, found in paths.items()], 4),
+            remedy="save the model's state_dict() by itself",
+        )
+    top = {str(name): item for name, item in content.items() if isinstance(item, StoredTensor)}
+    return next(iter(nests.values()), top)
+
+
+def _nests(content: dict[Any, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, StoredTensor]]]:
+    """Dicts with tensors that have axes, by their path; not those of optimizers, which have tensors of their own.
+
+    No dict is entered twice: files can share them such that all paths would take forever.
+    """
+    waiting: list[tuple[tuple[str, ...], dict[Any, Any]]] = [((), content)]
+    entered: set[int] = set()
+    while waiting:
+        path, each = waiting.pop()
+        if id(each) in entered:
+            continue
+        entered.add(id(each))
+        found = {str(name): item for name, item in each.items() if isinstance(item, StoredTensor)}
+        if any(item.shape for item in found.values()):
+            yield path, found
+        elif len(path) < DEEPEST:
+            waiting += [
+                ((*path, key), value)
+                for key, value in reversed(each.items())
+                if isinstance(key, str) and isinstance(value, dict) and not _NO_WEIGHTS.search(key)
+            ]
 
 
 def prefix_of(names: Iterable[str]) -> str:
