@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import CLIPConfig, CLIPModel
 
@@ -389,8 +390,18 @@ def test_a_model_that_is_there_twice(
     assert_same_tensors(tensors_of(tmp_path / "hf"), weights)
     averaged = {name: tensor * 0.5 for name, tensor in weights.items()}
     save({"model": weights, "ema": averaged}, tmp_path / "other")
-    with pytest.raises(ReshardError, match="one model, but contains this tensor twice"):
+    with pytest.raises(ReshardError, match=r"two models that differ(?s:.*)'model\.' and 'ema\.'"):
         reshard.convert(tmp_path / "other", tmp_path / "hf2", base=hf_model("qwen2"))
+    assert any("'ema.'" in note for note in reshard.inspect(tmp_path / "other").notes)
+
+
+def test_files_of_safetensors_are_named(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    kind = SerializationFormat.SAFETENSORS
+    writer = dcp.FileSystemWriter(tmp_path / "dcp", serialization_format=kind)
+    dcp.save({"model": weights}, storage_writer=writer, no_dist=True)
+    message = refused(tmp_path / "dcp")
+    assert "safetensors" in message and "SerializationFormat" in message
+    assert "damaged" not in message and "cut short" not in message
 
 
 def test_a_tensor_that_is_there_fused_and_by_itself(tmp_path: Path) -> None:

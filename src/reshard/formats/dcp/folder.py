@@ -49,7 +49,7 @@ BALANCING = (
     f"the {ROUTER_BIASES} cannot be stored in the Hugging Face model: if they are not zero, it routes "
     "differently"
 )
-ONE_MODEL = "the checkpoint has one model, but contains this tensor twice"
+ALONE = "load the model that you want with dcp.load, and save it alone with dcp.save"
 WEIGHTS_ONLY = "a Trainer FSDP checkpoint: weights only, no config or tokenizer; pass --base"
 PROGRESS = "training progress"
 NOT_WEIGHTS = tuple(
@@ -109,9 +109,12 @@ def _open(path: Path, step: int | None) -> Checkpoint:
     parts = _Parts(metadata)
     weights = parts.weights(path)
     beside = _optimizer_beside(path, parts)
-    reader = _Reader([*weights.values(), *(tensor for _, tensor in parts.again)])
+    reader = _Reader([*weights.values(), *(tensor for _, _, tensor in parts.again)])
     tensors = {name: reader.tensor(name, tensor) for name, tensor in weights.items()}
-    again = [(name, reader.tensor(name, tensor)) for name, tensor in parts.again]
+    again = [
+        _copy(parts.prefix, prefix, name, tensors[name], reader.tensor(name, tensor))
+        for prefix, name, tensor in parts.again
+    ]
     reader.finish()
     checkpoint = Checkpoint(
         path=path,
@@ -123,9 +126,9 @@ def _open(path: Path, step: int | None) -> Checkpoint:
         states=_states(parts.optimizer | (beside.tensors if beside else {}), weights),
         optimizer=read_optimizer(beside or metadata),
         dropped=parts.dropped,
-        replicas=[Replica(name, tensors[name], copy, ONE_MODEL) for name, copy in again],
+        replicas=again,
         problems=reader.copies.problems(),
-        notes=_notes(path),
+        notes=[*_notes(path), *_copy_notes(parts)],
         variant=f"names below {parts.prefix}" if parts.prefix else "",
     )
     return _of_torchtitan(checkpoint) if torchtitan.is_torchtitan(tensors) else checkpoint
@@ -147,6 +150,26 @@ def _notes(path: Path) -> list[str]:
     return [f"{WEIGHTS_ONLY} (accelerate writes the same; {command})"]
 
 
+def _copy(prefix: str, other: str, name: str, tensor: Tensor, copy: Tensor) -> Replica:
+    """What is below another prefix must be the same model."""
+    return Replica(
+        name,
+        tensor,
+        copy,
+        f"a checkpoint has one model, and those below {prefix!r} and {other!r} are equal",
+        ALONE,
+        "dcp-models-differ",
+        "the checkpoint contains two models that differ",
+    )
+
+
+def _copy_notes(parts: _Parts) -> list[str]:
+    return [
+        f"the tensors below {prefix!r} are below {parts.prefix!r} too: a conversion requires that they are equal"
+        for prefix in dict.fromkeys(prefix for prefix, _, _ in parts.again)
+    ]
+
+
 # ------------------------------------------------------------------------------- which keys are the weights
 
 
@@ -157,7 +180,8 @@ class _Parts:
         self.metadata = metadata
         self.dropped: Counter[str] = Counter()
         self.optimizer: dict[str, DcpTensor] = {}
-        self.again: list[tuple[str, DcpTensor]] = []
+        self.again: list[tuple[str, str, DcpTensor]] = []
+        """Prefix, name and tensor of those that are in the model too."""
         self.prefix = ""
         self._candidates: dict[str, DcpTensor] = {}
         for key, tensor in metadata.tensors.items():
@@ -196,7 +220,7 @@ class _Parts:
         problems = []
         for prefix, others in nests.items():
             if others.keys() <= weights.keys() and all(_alike(weights[n], t) for n, t in others.items()):
-                self.again += others.items()
+                self.again += [(prefix, name, tensor) for name, tensor in others.items()]
             else:
                 problems.append(_another_model(folder, self.prefix, prefix, others))
         problems += _mixed(folder, weights)
@@ -243,7 +267,7 @@ def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, 
         rule="one conversion converts one model; nothing is dropped silently",
         expected=f"all weights below {prefix!r}" if prefix else "all weights at the top",
         found=f"others below {other!r}" if other else "others at the top",
-        remedy="load the model that you want with dcp.load, and save it alone with dcp.save",
+        remedy=ALONE,
     )
 
 

@@ -323,6 +323,16 @@ def _no_zip(window: Window) -> ReshardError:
             found=f"{window.length} bytes of text",
             remedy="fetch the content with `git lfs pull`",
         )
+    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") < 1 << 32:
+        return damaged_file(
+            window.name,
+            "torch-file-is-safetensors",
+            "a file is in the format of safetensors, under the name of a file of torch.save",
+            expected="a zip archive",
+            found="a header of safetensors",
+            remedy="if torch's DCP wrote it with SerializationFormat.SAFETENSORS, save the checkpoint again without "
+            "it, or with HuggingFaceStorageWriter; else give the file the suffix .safetensors",
+        )
     return damaged_file(
         window.name,
         "not-torch-file",
