@@ -25,6 +25,7 @@ from reshard.oracle.transformers import transformers_logits
 from reshard.train.final.acceptance import checked
 from reshard.train.final.finish import Finished, export, finish
 from reshard.train.run import Run
+from reshard.train.start import clear
 from tests.environments import python
 from tests.judges import TOKENS, tensors_of
 
@@ -227,13 +228,103 @@ def test_a_generation_config_with_tokens_that_there_are_not_is_noticed(tiny: Mod
     assert wrong(finish(run)) == {"generation config": "the generation config names tokens that do not exist"}
 
 
-def test_a_second_end_replaces_the_first(tiny: Models, tmp_path: Path) -> None:
+def train_on(run: Run, checkpoint: Path) -> None:
+    """Change the weights of a checkpoint, as more steps would."""
+    tensors = {name: tensor + 1 for name, tensor in tensors_of(checkpoint).items()}
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    leave(run, checkpoint, digests(checkpoint))
+
+
+def test_a_second_end_replaces_what_the_first_wrote_and_keeps_what_users_added(
+    tiny: Models, tmp_path: Path
+) -> None:
+    run, checkpoint = trained(tiny("qwen3"), tmp_path / "out")
+    final = finish(run).final
+    (final / "README.md").write_text("mine")
+    (final / "notes/deep").mkdir(parents=True)
+    (final / "notes/deep/a.txt").write_text("mine, too")
+    train_on(run, checkpoint)
+    finished = finish(run)
+    assert finished.whole and finished.checks[-1].found == "kept in final: README.md, notes"
+    assert (final / "README.md").read_text() == "mine"
+    assert (final / "notes/deep/a.txt").read_text() == "mine, too"
+    assert digests(final) == digests(checkpoint)
+    assert not list(run.output.glob("*.unchecked")) and not list(run.output.glob("*.replaced"))
+
+
+def test_a_file_of_the_user_with_the_name_of_a_new_one_is_kept_next_to_it(
+    tiny: Models, tmp_path: Path
+) -> None:
+    run, checkpoint = trained(tiny("qwen3"), tmp_path / "out")
+    (checkpoint / "chat_template.jinja").rename(tmp_path / "template")
+    (run.output / "final").mkdir()
+    (run.output / "final/chat_template.jinja").write_text("mine")
+    shutil.copy(tmp_path / "template", checkpoint / "chat_template.jinja")
+    final = finish(run).final
+    assert (final / "chat_template.jinja.kept").read_text() == "mine"
+    assert (final / "chat_template.jinja").read_bytes() == (tmp_path / "template").read_bytes()
+
+
+def test_a_second_end_without_another_step_leaves_the_first_alone(tiny: Models, tmp_path: Path) -> None:
     run, _ = trained(tiny("qwen3"), tmp_path / "out")
+    final = finish(run).final
+    (final / "README.md").write_text("mine")
+    before = {path: path.stat().st_ino for path in (final, *final.iterdir())}
+    assert finish(run).whole
+    assert {path: path.stat().st_ino for path in (final, *final.iterdir())} == before
+    with (final / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    assert finish(run).whole and (final / "model.safetensors").stat().st_size > 100
+    assert (final / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("renames", range(4))
+def test_what_users_added_survives_a_kill_at_any_time(
+    renames: int, tiny: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, checkpoint = trained(tiny("qwen3"), tmp_path / "out")
+    final = finish(run).final
+    (final / "README.md").write_text("mine")
+    train_on(run, checkpoint)
+    rename, done = Path.rename, []
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name.startswith(("final", "README")):
+            if len(done) == renames:
+                raise KeyboardInterrupt
+            done.append(self)
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        finish(run)
+    assert finish(run).whole and digests(final) == digests(checkpoint)
+    assert (final / "README.md").read_text() == "mine"
+    assert not list(run.output.glob("*.unchecked")) and not list(run.output.glob("*.replaced"))
+
+
+def test_a_link_in_the_place_of_a_result_is_kept(tiny: Models, tmp_path: Path) -> None:
+    run, checkpoint = trained(tiny("qwen3"), tmp_path / "out")
+    final = finish(run).final
+    final.rename(tmp_path / "elsewhere")
+    final.symlink_to(tmp_path / "elsewhere")
+    before = digests(final)
+    train_on(run, checkpoint)
     finish(run)
-    (run.output / "final/stale").touch()
-    finish(run)
-    assert not (run.output / "final/stale").exists()
-    assert not list(run.output.glob("*.unchecked"))
+    assert not final.is_symlink() and digests(final) == digests(checkpoint)
+    assert digests(run.output / "final.kept") == before
+
+
+def test_what_users_added_is_not_overwritten(tiny: Models, tmp_path: Path) -> None:
+    run, _ = trained(tiny("qwen3"), tmp_path / "out")
+    final = finish(run).final
+    (final / "README.md").write_text("mine")
+    with pytest.raises(ReshardError, match="--overwrite does not delete") as refused:
+        clear(run)
+    assert refused.value.problems[0].found == "final/README.md"
+    (final / "README.md").unlink()
+    clear(run)
+    assert not list(run.output.iterdir())
 
 
 def test_a_run_that_has_not_ended_is_told_apart(tiny: Models, tmp_path: Path) -> None:

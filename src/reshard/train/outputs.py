@@ -6,15 +6,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.errors import Problem
+from reshard.errors import Problem, listed
+from reshard.formats.contents import foreign_in
 from reshard.train.engines import MODULES, engine_named
 from reshard.train.launching.lock import LOCK
 from reshard.train.run import RECORD, Run
 
 JOBS = "slurm"
 """The folder for logs of Slurm jobs and submitit's files. Jobs read them, so the folder is not removed."""
+RESULTS = ("final", "merged", "final.replaced", "merged.replaced")
+"""Folders with what a run has made, to which users may add files of their own."""
 MADE = {
-    *("final", "merged", "*.unchecked", RECORD, "run-node*.json", "trained.json", "problems.json"),
+    *(*RESULTS, "*.unchecked", RECORD, "run-node*.json", "trained.json", "problems.json"),
     *("metrics.jsonl", "report.html", "train*.log", "logs*", "tensorboard", ".failed"),
 }
 """Files that a run of any engine writes to its output."""
@@ -63,7 +66,7 @@ def made(run: Run) -> list[Path]:
 
 
 def cleared(run: Run) -> Iterator[Problem]:
-    """Problems unless the output is that of an earlier run, and this run reads none of its files."""
+    """Problems unless the output is an earlier run's, has no other files in its results, and this run reads none."""
     output = run.output
     if not there(run):
         return
@@ -75,6 +78,16 @@ def cleared(run: Run) -> Iterator[Problem]:
             expected=f"an empty folder, or one with {RECORD}",
             remedy="choose another folder with -o, or remove this one yourself",
         )
+    foreign = [f"{name}/{each}" for name in RESULTS for each in _foreign(output / name)]
+    if foreign:
+        yield Problem(
+            "output-foreign-results",
+            "the results of the earlier run contain files that --overwrite does not delete",
+            file=str(output),
+            rule="--overwrite deletes what reshard wrote, and nothing else",
+            found=listed(foreign),
+            remedy="move these files elsewhere, or choose another folder with -o",
+        )
     going = [path.resolve() for path in made(run)]
     for name, source in (("model", run.model), *(("data", path) for path in run.data.paths)):
         if any(source.resolve().is_relative_to(path) for path in going):
@@ -85,6 +98,11 @@ def cleared(run: Run) -> Iterator[Problem]:
                 found=f"-o {output} --overwrite",
                 remedy="choose another folder with -o",
             )
+
+
+def _foreign(folder: Path) -> list[str]:
+    """Files in a folder that reshard did not write there."""
+    return foreign_in(folder) if folder.is_dir() and not folder.is_symlink() else []
 
 
 def unwritable(output: Path) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard.arguments import OnBytes
 from reshard.conversion import Conversion, How, convert
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, listed
 from reshard.formats import open_checkpoint
 from reshard.formats.companions import CONFIG, find_companions
 from reshard.hub.pull import here
@@ -26,6 +26,7 @@ from reshard.train.engines import engine_of
 from reshard.train.final import acceptance
 from reshard.train.final.acceptance import Check, checked
 from reshard.train.final.dtype import final_dtype
+from reshard.train.final.publish import UNCHECKED, publish
 from reshard.train.launching.failure import refusal
 from reshard.train.run import RECORD, Run, conclude, read_record
 from reshard.train.show import report
@@ -33,8 +34,6 @@ from reshard.train.show.monitor import append
 from reshard.train.worker import TRAINED
 
 FINAL, MERGED = "final", "merged"
-UNCHECKED = ".unchecked"
-"""Suffix of the name of a folder that has not been checked yet."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class Finished:
 def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
     """Make and check the final folder of a run that has finished training.
 
-    If a check fails, the folders keep the suffix `.unchecked`, and nothing else changes. Raises ReshardError if the run
-    has left no checkpoint.
+    If a check fails, the folders keep the suffix `.unchecked`, and nothing else changes. What the user has added to
+    earlier folders stays. Raises ReshardError if the run has left no checkpoint.
     """
     trained = read_trained(run)
     final, merged = run.output / FINAL, run.output / MERGED if run.lora and run.merge else None
@@ -81,8 +80,8 @@ def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
         checks += _merged(drafts[final], drafts[merged], run, on_bytes)
     whole = all(check.right for check in checks)
     for place, draft in drafts.items() if whole else ():
-        shutil.rmtree(place, ignore_errors=True)
-        draft.rename(place)
+        if kept := publish(draft, place):
+            checks.append(Check("your files", f"kept in {place.name}: {listed(kept)}"))
     named = (final, merged) if whole else (drafts[final], drafts[merged] if merged else None)
     finished = Finished(*named, tuple(checks))
     outcome = "done" if whole else "failed"
