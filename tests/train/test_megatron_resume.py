@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,8 @@ pytest.importorskip("megatron.core")
 
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError
+from reshard.train import megatron
+from reshard.train.complete import SAVED
 from tests.train.megatron import (
     STEPS,
     run_of,
@@ -114,3 +117,18 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tiny: Tiny, tmp_path: Path
     other = replace(run, resume=True, options={**run.options, "use_distributed_optimizer": False})
     with pytest.raises(RankError, match="does not fit this run's"):
         train(other)
+
+
+def test_a_megatron_checkpoint_that_has_lost_a_file_is_not_continued_from(tiny: Tiny, tmp_path: Path) -> None:
+    data = write_chats(tmp_path)
+    run = run_of(tiny("qwen3"), data, tmp_path / "out", Layout(), save_interval=2)
+    unbroken, _ = train(run)
+    last, kept = run.output / "iter_0000004", megatron.ENGINE.checkpoints
+    assert kept.last(run.output) == last
+    assert {"common.pt", ".metadata"} <= set(json.loads((last / SAVED).read_text()))
+    next(last.glob("*.distcp")).unlink()
+    assert kept.last(run.output) == run.output / "iter_0000002"
+    again, trained = train(replace(run, resume=True))
+    assert again.done == 2 and again.losses == unbroken.losses[2:] and trained.checkpoint == last
+    shutil.rmtree(last)
+    assert kept.damaged(run.output) == {last: ["the folder is missing"]}

@@ -20,7 +20,15 @@ FILES = "files"
 _BESIDE = (
     *("README.md", "LICENSE*", ".gitattributes", "*.index.json", "training_args.bin", "trainer_state.json"),
     *("latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_wandb_artifact_path.txt"),
-    *("progress.txt", "args.json", "run_config.yaml", "run.json", "train_state.pt", "latest_train_state.pt"),
+    *(
+        "progress.txt",
+        "args.json",
+        "run_config.yaml",
+        "run.json",
+        "saved.json",
+        "train_state.pt",
+        "latest_train_state.pt",
+    ),
     *("metadata.json", ".metadata", "*.distcp", "common.pt", "distrib_optim.pt", "model_optim_rng.pt"),
     *(
         "optimizer.pt",

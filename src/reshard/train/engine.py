@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.algebra.layout import Layout
 from reshard.errors import Problem
+from reshard.train.complete import lacking
 from reshard.train.data.tokens import EVERYTHING, Learning
 from reshard.train.run import SIZES, Run
 
@@ -113,20 +114,30 @@ class Reading:
 class Checkpoints:
     """Checkpoints that an engine saves during training.
 
-    `pattern` matches the folders, `name` is the name for a step. `last` returns the checkpoint from which a run
-    continues, if any; `expected` describes what is searched for, and `bound` what must not have changed, by flag.
+    `pattern` matches the folders, `name` is the name for a step. `saved` returns those that were saved completely, the
+    latest last; `expected` describes what is searched for, and `bound` what must not have changed, by flag.
     `interval` is the number of steps between checkpoints, None if only the last step is saved; `shares` returns over
     how many ranks weights and optimizer are sharded. `fewer` is the remedy if the disk is too small.
     """
 
     pattern: str
     name: Callable[[int], str]
-    last: Callable[[Path], Path | None]
+    saved: Callable[[Path], list[Path]]
     expected: str
     interval: Callable[[Mapping[str, Any]], float | None]
     shares: Callable[[Run, int], tuple[int, int]]
     fewer: Callable[[Run], str]
     bound: Callable[[Run], Mapping[str, Any]] = lambda run: {}
+
+    def last(self, output: Path) -> Path | None:
+        """The checkpoint from which a run continues: the last one that has all its files."""
+        return next((each for each in reversed(self.saved(output)) if not lacking(each)), None)
+
+    def damaged(self, output: Path) -> dict[Path, list[str]]:
+        """What later checkpoints have lost."""
+        found = [(each, lacking(each)) for each in self.saved(output)]
+        whole = max((at for at, (_, lost) in enumerate(found) if not lost), default=-1)
+        return dict(found[whole + 1 :])
 
 
 Parts = Mapping[str, int]

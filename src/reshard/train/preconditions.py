@@ -11,7 +11,7 @@ from reshard.doctor import diagnose
 from reshard.doctor.environment import Environment, Gpu
 from reshard.doctor.finding import Place
 from reshard.doctor.rules import told
-from reshard.errors import Problem, ReshardError, memory_size
+from reshard.errors import Problem, ReshardError, listed, memory_size
 from reshard.formats.companions import CONFIG, read_object
 from reshard.inspection import inspect_checkpoint
 from reshard.plain_yaml import yaml_of
@@ -165,7 +165,10 @@ def output(run: Run, *, overwrite: bool) -> Iterator[Problem]:
 
 def _resumable(run: Run) -> Iterator[Problem]:
     kept = engine_of(run).checkpoints
-    checkpoint = kept.last(run.output)
+    checkpoint, damaged = kept.last(run.output), kept.damaged(run.output)
+    yield from (_damaged(each, lost, checkpoint) for each, lost in damaged.items())
+    if checkpoint is None and damaged:
+        return
     if checkpoint is None:
         yield Problem(
             "checkpoint-to-resume-missing",
@@ -205,6 +208,21 @@ def _resumable(run: Run) -> Iterator[Problem]:
                 remedy="resume with the options of the run, or start another run in another folder",
             )
     yield from _same_data(run, record)
+
+
+def _damaged(checkpoint: Path, lost: list[str], before: Path | None) -> Problem:
+    """A checkpoint that has lost files: a warning if there is one `before` from which the run can continue."""
+    return Problem(
+        "checkpoint-lost-files",
+        "the checkpoint is no longer complete",
+        file=str(checkpoint),
+        rule="only weights, optimizer, schedule and random states together give the losses of an uninterrupted run",
+        found=listed(lost, 5),
+        remedy=f"the run continues from {before.name}; to continue from here, restore the files"
+        if before
+        else "restore the files, or start over in another folder",
+        severity="warning" if before else "error",
+    )
 
 
 def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:

@@ -72,11 +72,6 @@ def _indexed(run: Run) -> Lengths:
     return look(run, read(run))
 
 
-def _last(output: Path) -> Path | None:
-    step = looks.last_iteration(output)
-    return None if step is None else output / iterations.name_of(step)
-
-
 def _warm(run: Run) -> None:
     """Import what megatron-core imports; on a CPU, megatron-core itself has to wait until torch has been adapted."""
     for name in (
@@ -125,7 +120,7 @@ ENGINE = Engine(
     checkpoints=Checkpoints(
         pattern="iter_*",
         name=iterations.name_of,
-        last=_last,
+        saved=looks.saved,
         expected="iter_*, and the file that names the last one",
         interval=lambda options: options.get("save_interval"),
         shares=lambda run, world_size: (run.layout.tp * run.layout.pp, world_size),

@@ -75,9 +75,11 @@ def _known(folder: Path) -> None:
         ) from None
 
 
-def last_iteration(output: Path) -> int | None:
-    """The last completely saved step, according to the tracker file."""
+def saved(output: Path) -> list[Path]:
+    """The checkpoints of an output that were saved completely, up to the one that the tracker file names."""
     try:
-        return int((output / iterations.TRACKER).read_text(encoding="utf-8"))
+        tracked = int((output / iterations.TRACKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return []
+    steps = {step for step in iterations.found_in(output) if isinstance(step, int) and step < tracked}
+    return [output / iterations.name_of(step) for step in (*sorted(steps), tracked)]

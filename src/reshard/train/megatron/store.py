@@ -26,7 +26,8 @@ from reshard.formats.megatron.common import read_common
 from reshard.formats.megatron.request import LORA
 from reshard.formats.provenance import RUN_CONFIG
 from reshard.stores.hub import name_of
-from reshard.train.megatron.looks import last_iteration
+from reshard.train.complete import note_files
+from reshard.train.engines import engine_of
 from reshard.train.megatron.lora import is_adapter
 from reshard.train.megatron.setup import Trainee, dtype_of, gather_weights
 from reshard.train.run import RECORD
@@ -96,6 +97,7 @@ def _note(trainee: Trainee, folder: Path) -> None:
         shutil.copyfile(record, folder / RECORD)
     if trainee.run.lora:
         (folder / RUN_CONFIG).write_text(yaml.safe_dump(_run_config(trainee), sort_keys=False))
+    note_files(folder)
 
 
 def _run_config(trainee: Trainee) -> dict[str, Any]:
@@ -159,11 +161,11 @@ def resume(trainee: Trainee) -> int:
     ReshardError if the checkpoint is of another model.
     """
     output = trainee.run.output
-    step = last_iteration(output)
-    if step is None:
+    folder = engine_of(trainee.run).checkpoints.last(output)
+    if folder is None:
         return 0
-    folder = output / iterations.name_of(step)
-    stored = vars(read_common(folder)["args"])
+    common = read_common(folder)
+    stored, step = vars(common["args"]), int(common["iteration"])
     ours = vars(_arguments(trainee, step))
     same = all(stored.get(name) == ours.get(name) for name in _SIZES)
     _refuse_other_optimizer(folder, stored, ours)

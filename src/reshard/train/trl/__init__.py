@@ -29,7 +29,7 @@ from reshard.train.trl.arithmetic import batches_of, evaluation_of, precision_of
 from reshard.train.trl.config_fields import known, options_of
 from reshard.train.trl.methods import WAYS
 from reshard.train.trl.rows import learning_of
-from reshard.train.trl.saving import last_complete
+from reshard.train.trl.saving import saved
 
 NEEDS = {
     "torch": ">=2.6",
@@ -109,6 +109,11 @@ def _check(run: Run, trained: Trained, final: Path) -> list[Problem]:
     return differences(run, trained, final)
 
 
+def _bound(run: Run) -> dict[str, Any]:
+    only_model = str(run.options.get("save_only_model", False)).lower()
+    return {"parallel": run.parallel, "tp": run.layout.tp, "save_only_model": only_model}
+
+
 ENGINE = Engine(
     name="trl",
     title="TRL",
@@ -138,12 +143,12 @@ ENGINE = Engine(
     checkpoints=Checkpoints(
         pattern="checkpoint-*",
         name=lambda step: f"checkpoint-{step}",
-        last=last_complete,
+        saved=saved,
         expected="checkpoint-*",
         interval=_interval,
         shares=_shares,
         fewer=_fewer,
-        bound=lambda run: {"parallel": run.parallel, "tp": run.layout.tp},
+        bound=_bound,
     ),
     warm=_warm,
     train=_train,

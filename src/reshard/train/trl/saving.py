@@ -16,6 +16,7 @@ from typing import Any
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import CONFIG, find_companions, read_object
 from reshard.stores.hub import name_of, url_of
+from reshard.train.complete import SAVED, note_files
 from reshard.train.run import RECORD, Run
 from reshard.train.trl import weights
 from reshard.train.trl.devices import rank
@@ -32,8 +33,8 @@ def write(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
     """Write the weights of a model, and all other files except the record. All ranks must call it."""
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob("*.safetensors*"):
-            stale.unlink()
+        for stale in (*folder.glob("*.safetensors*"), folder / RECORD):
+            stale.unlink(missing_ok=True)
     tensors = weights.tensors_of(model)
     if weights.is_adapter(model):
         files = {ADAPTER: dict(tensors)}
@@ -145,17 +146,19 @@ def _changed(run: Run, tokenizer: Any) -> bool:
 
 def complete(run: Run, folder: Path) -> None:
     """Write the record of the run into a checkpoint, which makes it complete."""
+    note_files(folder)
     record = run.output / RECORD
     content = record.read_text(encoding="utf-8") if record.is_file() else json.dumps(run.as_dict(), indent=2)
     (folder / RECORD).write_text(content, encoding="utf-8")
 
 
-def last_complete(output: Path) -> Path | None:
-    """The latest complete checkpoint of an output."""
-    complete = [
-        each for each in _checkpoints(output) if (each / RECORD).is_file() and (each / STATE).is_file()
+def saved(output: Path) -> list[Path]:
+    """The checkpoints of an output that were saved completely, the latest last; older versions wrote no `SAVED`."""
+    return [
+        each
+        for each in _checkpoints(output)
+        if (each / RECORD).is_file() and any((each / name).is_file() for name in (SAVED, STATE))
     ]
-    return complete[-1] if complete else None
 
 
 def rotate(output: Path, limit: int | None, best: int | None = None) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.train.engine import Monitor, Trained
+from reshard.train.engines import engine_of
 from reshard.train.final.dtype import final_dtype
 from reshard.train.run import Run
 from reshard.train.trl import arithmetic, cpu, devices, environment, loading, saving, weights
@@ -39,7 +40,7 @@ def _checkpoint(run: Run, monitor: Monitor) -> Path | None:
     """The checkpoint from which to continue, with `--resume`."""
     if not run.resume:
         return None
-    checkpoint = saving.last_complete(run.output)
+    checkpoint = engine_of(run).checkpoints.last(run.output)
     if checkpoint is None:
         monitor.note("there is no complete checkpoint: training begins anew")
     else:

@@ -1,0 +1,71 @@
+"""A run continues from a checkpoint that has everything that was saved, and says what another one has lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reshard.train import trl
+from reshard.train.complete import SAVED
+from reshard.train.preflight import preflight
+from tests.train.preflights import NOWHERE, messages
+from tests.train.trl_plans import PLANS, Trainer
+
+WHOLE, SPREAD = ("optimizer.pt",), ("optimizer_0/.metadata", "optimizer_0/__1_0.distcp")
+STATES = {"one": WHOLE, "ddp": WHOLE, "fsdp2": SPREAD, "tp": SPREAD, "zero2": ("latest", "zero_to_fp32.py")}
+"""Some of the files that each plan needs in order to continue, besides weights and random states."""
+
+
+@pytest.mark.parametrize("plan", ["one", "ddp", "fsdp2", "tp", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_a_checkpoint_of_any_plan_that_has_lost_a_file_is_not_continued_from(
+    plan: str, ran: Trainer, tmp_path: Path
+) -> None:
+    output = Path(shutil.copytree(ran(plan).run.output, tmp_path / "out"))
+    last, kept = output / "checkpoint-4", trl.ENGINE.checkpoints
+    assert kept.last(output) == last and kept.damaged(output) == {}
+    ranks = range(PLANS[plan])
+    random = {f"rng_state_{rank}.pth" for rank in ranks} if len(ranks) > 1 else {"rng_state.pth"}
+    names = set(json.loads((last / SAVED).read_text()))
+    assert {
+        *STATES[plan],
+        *random,
+        "model.safetensors",
+        "trainer_state.json",
+        "tokenizer.json",
+        "scheduler.pt",
+    } <= names
+    for name in names:
+        (last / name).rename(tmp_path / "lost")
+        assert kept.last(output) == output / "checkpoint-2"
+        assert kept.damaged(output) == {last: [f"{name} is missing"]}
+        (tmp_path / "lost").rename(last / name)
+    assert kept.last(output) == last
+
+
+def test_a_file_that_was_cut_is_named_before_the_run_starts(ran: Trainer, tmp_path: Path) -> None:
+    run = replace(ran("one").run, output=tmp_path / "out", resume=True)
+    shutil.copytree(ran("one").run.output, run.output)
+    for step in (4, 2):
+        with (run.output / f"checkpoint-{step}/optimizer.pt").open("r+b") as file:
+            size = file.seek(0, 2)
+            file.truncate(1000)
+        found = preflight(run, environment=NOWHERE)
+        told = found.warnings if step == 4 else found.problems
+        assert messages(told) == ["the checkpoint is no longer complete"] * (1 if step == 4 else 2)
+        assert told[0].found == f"optimizer.pt has 1,000 bytes and not {size:,}"
+    state = run.output / "checkpoint-2/trainer_state.json"
+    (run.output / "checkpoint-2/optimizer.pt").write_bytes(
+        (ran("one").run.output / "checkpoint-2/optimizer.pt").read_bytes()
+    )
+    state.write_text(state.read_text() + "\n")
+    assert preflight(run, environment=NOWHERE).problems == [], "users edit texts"
+
+
+def test_a_model_saved_alone_is_no_checkpoint_whatever_is_asked(ran: Trainer) -> None:
+    run = replace(ran("one", save_only_model=True).run, resume=True)
+    for asked in ({}, {"save_only_model": "false"}):
+        assert preflight(replace(run, options={**run.options, **asked}), environment=NOWHERE).problems
