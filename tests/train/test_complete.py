@@ -14,6 +14,7 @@ from reshard.train.complete import SAVED
 from reshard.train.preflight import preflight
 from tests.train.preflights import NOWHERE, messages
 from tests.train.trl_plans import PLANS, Trainer
+from tests.train.trl_runs import train
 
 WHOLE, SPREAD = ("optimizer.pt",), ("optimizer_0/.metadata", "optimizer_0/__1_0.distcp")
 STATES = {"one": WHOLE, "ddp": WHOLE, "fsdp2": SPREAD, "tp": SPREAD, "zero2": ("latest", "zero_to_fp32.py")}
@@ -69,3 +70,31 @@ def test_a_model_saved_alone_is_no_checkpoint_whatever_is_asked(ran: Trainer) ->
     run = replace(ran("one", save_only_model=True).run, resume=True)
     for asked in ({}, {"save_only_model": "false"}):
         assert preflight(replace(run, options={**run.options, **asked}), environment=NOWHERE).problems
+
+
+def damage(file: Path) -> None:
+    """Change the last bytes of a file, where zip archives have their directory, and not its size."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-64] + bytes(64 * [255]))
+
+
+DAMAGED = [
+    ("one", "optimizer.pt", "PytorchStreamReader"),
+    ("one", "rng_state.pth", "found: "),
+    ("fsdp2", "optimizer_0/.metadata", "metadata read failed"),
+]
+
+
+@pytest.mark.parametrize(("plan", "name", "found"), DAMAGED)
+def test_a_checkpoint_that_cannot_be_loaded_is_named_with_the_one_before(
+    plan: str, name: str, found: str, ran: Trainer, tmp_path: Path
+) -> None:
+    run = replace(ran(plan).run, output=tmp_path / "out", resume=True)
+    run = replace(run, options={**run.options, "max_steps": 6})
+    shutil.copytree(ran(plan).run.output, run.output)
+    damage(run.output / "checkpoint-4" / name)
+    log = (again := train(run, PLANS[plan])).log
+    assert (
+        again.failed and f"the checkpoint cannot be loaded\n  file: {run.output / 'checkpoint-4'}" in log
+    ), log
+    assert f"--resume then continues from {run.output / 'checkpoint-2'}" in log and found in log

@@ -207,7 +207,8 @@ def test_under_a_foreign_launcher_one_rank_tells(tmp_path: Path) -> None:
 
 
 def test_under_a_foreign_launcher_the_way_on_names_it(tmp_path: Path) -> None:
-    append(tmp_path, {"event": "saved", "checkpoint": str(tmp_path)})
+    (tmp_path / "checkpoint-2").mkdir()
+    append(tmp_path, {"event": "saved", "checkpoint": str(tmp_path / "checkpoint-2")})
     console = Console(file=StringIO(), width=300)
     run = Run("sft", tmp_path, tmp_path, tmp_path)
     print_interruption(run, console, "interrupted by SIGTERM", Place("srun", 0, 2, 0, "gpu07", 29500))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from reshard.errors import ReshardError
 from reshard.train.run import Run
-from reshard.train.show import display, trackers
+from reshard.train.show import display, report, trackers
 from reshard.train.show.display import Display, clock, evaluated, short, words
 from reshard.train.show.monitor import METRICS, History, Metrics, Tail, append, history_of, last_checkpoint
 from reshard.train.show.watch import Watch
@@ -159,6 +160,15 @@ def test_the_last_checkpoint_is_one_that_was_reported_and_is_there(tmp_path: Pat
         (tmp_path / f"checkpoint-{step}").mkdir()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     assert last_checkpoint(tmp_path / "elsewhere") is None
+
+
+def test_the_checkpoints_of_a_copied_run_are_in_the_copy(tmp_path: Path) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    (run / "checkpoint-2").mkdir(parents=True)
+    append(run, {"event": "saved", "checkpoint": str(run / "checkpoint-2")})
+    shutil.copytree(run, copy)
+    assert last_checkpoint(copy) == copy / "checkpoint-2"
+    assert report.shown_of(copy).saved == [("checkpoint-2", str(copy / "checkpoint-2"))]
 
 
 def shown(terminal: bool, quiet: bool = False) -> str:

@@ -30,6 +30,7 @@ from reshard.train.complete import note_files
 from reshard.train.engines import engine_of
 from reshard.train.megatron.lora import is_adapter
 from reshard.train.megatron.setup import Trainee, dtype_of, gather_weights
+from reshard.train.reading import reading
 from reshard.train.run import RECORD
 
 PORTABLE = SaveOptions(optimizer_sharding="fully_reshardable")
@@ -169,14 +170,15 @@ def resume(trainee: Trainee) -> int:
     ours = vars(_arguments(trainee, step))
     same = all(stored.get(name) == ours.get(name) for name in _SIZES)
     _refuse_other_optimizer(folder, stored, ours)
-    found = load_run(
-        trainee.chunks,
-        folder,
-        trainee.optimizer,
-        trainee.scheduler,
-        only=is_adapter if trainee.run.lora else every,
-        random_states=trainee.layout if same else None,
-    )
+    with reading(trainee.run, folder):
+        found = load_run(
+            trainee.chunks,
+            folder,
+            trainee.optimizer,
+            trainee.scheduler,
+            only=is_adapter if trainee.run.lora else every,
+            random_states=trainee.layout if same else None,
+        )
     lacking = [key for key in (*found.missing, *found.unexpected) if is_adapter(key) or not trainee.run.lora]
     if lacking:
         raise ReshardError(

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.plain import json_of
+from reshard.train.complete import lacking
 from reshard.train.methods import headline
 from reshard.train.run import Run
 from reshard.train.signals import Stopped
@@ -169,7 +170,8 @@ class History:
     steps: dict[int, Row] = field(default_factory=dict)
     evaluations: dict[int, Row] = field(default_factory=dict)
     """Keyed by the step after which they ran."""
-    saved: list[Path] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)
+    """The names of the checkpoints in the run's folder, which may have been moved."""
     notes: list[str] = field(default_factory=list)
     samples: dict[int, list[Sample]] = field(default_factory=dict)
     """Keyed by the step in which the model gave these answers."""
@@ -193,8 +195,8 @@ class History:
         elif event == "eval":
             self._evaluated(row)
         elif event == "saved":
-            path = Path(row["checkpoint"])
-            self.saved = [*(each for each in self.saved if each != path), path]
+            name = Path(row["checkpoint"]).name
+            self.saved = [*(each for each in self.saved if each != name), name]
         elif event == "note":
             self.notes.append(str(row["text"]))
         elif event == "samples":
@@ -309,5 +311,6 @@ def begun(output: Path) -> bool:
 
 
 def last_checkpoint(output: Path) -> Path | None:
-    """The last complete checkpoint of the run in `output` that still exists."""
-    return next((path for path in reversed(history_of(output).saved) if path.exists()), None)
+    """The last checkpoint of the run in `output` that is still complete."""
+    found = (output / name for name in reversed(history_of(output).saved))
+    return next((each for each in found if not lacking(each)), None)

@@ -51,11 +51,12 @@ EARLIER = 3
 
 @dataclass(frozen=True)
 class Shown:
-    """A run as the page shows it: its name, record (`run.json`) and history."""
+    """A run as the page shows it: its name, record (`run.json`), history and folder."""
 
     name: str
     record: Mapping[str, Any]
     history: History
+    folder: Path = Path()
 
     @property
     def method(self) -> str | None:
@@ -111,7 +112,7 @@ class Shown:
     @property
     def saved(self) -> list[tuple[str, str]]:
         """Names and paths of the checkpoints."""
-        return [(path.name, str(path)) for path in self.history.saved]
+        return [(name, str(self.folder / name)) for name in self.history.saved]
 
     @property
     def notes(self) -> list[tuple[str, str]]:
@@ -188,7 +189,7 @@ def shown_of(output: Path, history: History | None = None) -> Shown:
     record: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         record = json.loads((output / RECORD).read_text(encoding="utf-8"))
-    return Shown(output.name or str(output), record, history or history_of(output))
+    return Shown(output.name or str(output), record, history or history_of(output), output)
 
 
 def page(runs: Sequence[Shown]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ReshardError
 from reshard.train.engine import Monitor
 from reshard.train.methods import is_rewarded
+from reshard.train.reading import reading
 from reshard.train.run import Run
 from reshard.train.trl import devices, loading, reward, saving
 from reshard.train.trl.evaluating import Evaluating
@@ -85,11 +86,17 @@ class Saving(Base):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         import torch
 
-        if self.asked.parallel not in SHARDED or checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        saving.load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+        folder = Path(checkpoint) if checkpoint else None
+        with reading(self.asked, folder):
+            if self.asked.parallel not in SHARDED or folder is None:
+                super()._load_optimizer_and_scheduler(checkpoint)
+                return
+            saving.load_optimizer(self.model, self.optimizer.optimizer, folder)
+            self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with reading(self.asked, Path(checkpoint) if checkpoint else None):
+            super()._load_rng_state(checkpoint)
 
     def _run_epoch(self, *given: Any, **named: Any) -> None:
         """transformers' epoch, but no step after the last: it would take one more from a checkpoint at `max_steps`."""

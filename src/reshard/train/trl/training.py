@@ -8,6 +8,7 @@ from typing import Any
 from reshard.train.engine import Monitor, Trained
 from reshard.train.engines import engine_of
 from reshard.train.final.dtype import final_dtype
+from reshard.train.reading import reading
 from reshard.train.run import Run
 from reshard.train.trl import arithmetic, cpu, devices, environment, loading, saving, weights
 from reshard.train.trl.arguments import arguments_of
@@ -29,7 +30,8 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
     tokenizer = loading.tokenizer_of(run, options)
     with rows_of(run, options, tokenizer, monitor) as data:
         arithmetic.batches_of(run, options, devices.world_size(), len(data.train))
-        trainer = _trainer(run, monitor, arguments, options, tokenizer, data, checkpoint)
+        with reading(run, checkpoint):
+            trainer = _trainer(run, monitor, arguments, options, tokenizer, data, checkpoint)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if trainer.stopped:
             raise trainer.stopped
