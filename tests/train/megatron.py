@@ -58,6 +58,9 @@ class Seen:
         if step == self.signal_after and torch.distributed.get_rank():
             signal.raise_signal(signal.SIGUSR1)
 
+    def unlogged(self, step: int) -> None:
+        pass
+
     def evaluated(self, step: int, **metrics: float) -> None:
         self.evaluations[step] = metrics["eval_loss"]
 

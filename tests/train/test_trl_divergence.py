@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from reshard.train.run import Run
+from reshard.train.show.monitor import begun
 from tests.train.trl_plans import run_of
 from tests.train.trl_runs import train
 
@@ -37,6 +38,16 @@ def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
     assert "training diverged" in bad.log and "step 2: gradient norm nan, learning rate 1e+30" in bad.log
     assert "rank 0: loss nan, records 'user What is" in bad.log
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("rate", [1e30, 1e39])
+def test_a_run_has_failed_after_a_step_that_it_did_not_log(
+    rate: float, exploding: Exploding, tmp_path: Path
+) -> None:
+    """It ends with exit status 1, as if the step had been logged."""
+    bad = train(exploding(learning_rate=rate, logging_steps=10, save_steps=2 if rate < 1e31 else 1), 1)
+    assert bad.failed and not any(row["step"] == 1 for row in bad.rows)
+    assert begun(tmp_path)
 
 
 def test_a_run_that_is_allowed_more_nan_steps_ends_without_saving_them(

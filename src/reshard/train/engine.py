@@ -71,6 +71,9 @@ class Monitor(Protocol):
     def step(self, step: int, **metrics: float) -> None:
         """Values of a step: loss, learning_rate, grad_norm, tokens (of all ranks in this step), memory (bytes)."""
 
+    def unlogged(self, step: int) -> None:
+        """The first step of an attempt is done, and nothing of it is logged."""
+
     def evaluated(self, step: int, **metrics: float) -> None:
         """Values of an evaluation after a step: eval_loss, eval_… of others, and its duration in `seconds`."""
 

@@ -4,6 +4,7 @@ A row has an `event` and its `time` (seconds since 1970):
 
 - `begin`: steps, done, method, and the names of the headline's measures
 - `step`: step, loss, learning_rate, grad_norm, tokens, memory and whatever else was measured
+- `first`: step, if the first step of an attempt is not logged
 - `eval`: step, eval_loss, other eval_…, and the seconds that it took
 - `samples`: step, and prompt, completion and rewards of some answers
 - `saved`: checkpoint; `note`: text; `stop`: signal, step, why
@@ -62,6 +63,10 @@ class Metrics:
     def step(self, step: int, **metrics: float) -> None:
         """Record what a step measured."""
         self._write({"event": "step", "step": step, **metrics})
+
+    def unlogged(self, step: int) -> None:
+        """Record that the first step of an attempt is done, of which nothing is logged."""
+        self._write({"event": "first", "step": step})
 
     def evaluated(self, step: int, **metrics: float) -> None:
         """Record what an evaluation after a step measured."""
@@ -307,7 +312,7 @@ def begun(output: Path) -> bool:
     """Whether the last attempt at the run in `output` completed a step."""
     events = [row["event"] for row in Tail(output / METRICS).rows()]
     since = max((at for at, event in enumerate(events) if event in ("begin", "end")), default=0)
-    return "step" in events[since:]
+    return not {"step", "first"}.isdisjoint(events[since:])
 
 
 def last_checkpoint(output: Path) -> Path | None:

@@ -53,6 +53,8 @@ class Stopping(Base):  # type: ignore[misc]
                 self.control.should_evaluate = self.control.should_save = False
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *given, **named)
             return
+        if self._looked is None and not self.control.should_log:
+            self.monitor.unlogged(self.state.global_step)
         self._looked = self.state.global_step
         loss, self._losses = float(self._losses), 0.0
         norm = None if grad_norm is None else float(grad_norm)
