@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import reshard
 from reshard.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
+from reshard.train import outputs
 from reshard.train.final.acceptance import checked
 from reshard.train.final.finish import Finished, export, finish
 from reshard.train.run import Run
@@ -313,6 +314,16 @@ def test_a_link_in_the_place_of_a_result_is_kept(tiny: Models, tmp_path: Path) -
     finish(run)
     assert not final.is_symlink() and digests(final) == digests(checkpoint)
     assert digests(run.output / "final.kept") == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_result_of_a_run_is_not_the_output_of_another(
+    overwrite: bool, tiny: Models, tmp_path: Path
+) -> None:
+    run, _ = trained(tiny("qwen3"), tmp_path / "out")
+    other = replace(run, output=finish(run).final)
+    (problem,) = outputs.refused(other, overwrite=overwrite)
+    assert problem.message == "the output is a checkpoint, not the folder of a run"
 
 
 def test_what_users_added_is_not_overwritten(tiny: Models, tmp_path: Path) -> None:

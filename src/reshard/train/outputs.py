@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.errors import Problem, listed
+from reshard.formats.contents import RECORD as WRITTEN
 from reshard.formats.contents import foreign_in
 from reshard.train.engines import MODULES, engine_named
 from reshard.train.launching.lock import LOCK
@@ -41,7 +42,15 @@ def there(run: Run) -> list[Path]:
 def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
     """Problems of the output for a new run."""
     found = there(run)
-    if found and not overwrite:
+    if (run.output / WRITTEN).is_file():
+        yield Problem(
+            "output-is-a-result",
+            "the output is a checkpoint, not the folder of a run",
+            file=str(run.output),
+            found=f"{WRITTEN}, which reshard writes next to weights",
+            remedy="choose another folder with -o; to start its run again, the folder above",
+        )
+    elif found and not overwrite:
         is_ours = (run.output / RECORD).is_file()
         again = "--resume to continue, --overwrite to start again, or " if is_ours else "name "
         yield Problem(
