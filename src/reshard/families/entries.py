@@ -249,19 +249,32 @@ class Biases(Entry):
             yield "attention_bias without mlp_bias; Megatron-LM's add_qkv_bias gives linear_proj no bias"
 
 
+def window_of(args: Args) -> int | None:
+    """The tokens before its own that a token attends to; None if it attends to all, which -1 says too."""
+    size = args.get("window_size")
+    return size[0] if size and size[0] >= 0 else None
+
+
 @dataclass(frozen=True)
 class SlidingWindow(Entry):
-    """`sliding_window` counts the token itself; the left side of Megatron-LM's `window_size` does not."""
+    """`sliding_window` counts the token itself; the left side of Megatron-LM's `window_size` does not.
+
+    If the layers with a window are `listed` (see `LayerTypes`), a model without one lists none, and keeps the default
+    here: transformers needs a number even then.
+    """
 
     default: int | None
+    listed: bool = False
 
     def to_args(self, config: Config) -> Values:
         window = config.get("sliding_window", self.default)
         return {"window_size": (window - 1, 0)} if window else {}
 
     def to_config(self, args: Args) -> Values:
-        size = args.get("window_size")
-        return {"sliding_window": size[0] + 1 if size else None}
+        window = window_of(args)
+        if window is None:
+            return {} if self.listed else {"sliding_window": None}
+        return {"sliding_window": window + 1}
 
 
 @dataclass(frozen=True)
@@ -312,6 +325,8 @@ class LayerTypes(Entry):
 
     def to_config(self, args: Args) -> Values:
         skip, layers = first(args, ("window_attn_skip_freq",), self.assumed), args.get("num_layers", 0)
+        if window_of(args) is None:
+            skip = [0] * layers
         if isinstance(skip, int):  # every skip-th layer has full attention, counted from one; 0 means none
             skip = [not skip or (layer + 1) % skip for layer in range(layers)]
         return {"layer_types": ["sliding_attention" if each else "full_attention" for each in skip]}
@@ -403,7 +418,10 @@ class ExpertWidth(Entry):
 
 @dataclass(frozen=True)
 class SharedExperts(Entry):
-    """DeepSeek states the number of shared experts, Megatron-LM their total width."""
+    """DeepSeek states the number of shared experts, Megatron-LM their total width.
+
+    None are written as 0: transformers multiplies by the number, so null fails.
+    """
 
     key: str = "n_shared_experts"
 
@@ -414,7 +432,7 @@ class SharedExperts(Entry):
     def to_config(self, args: Args) -> Values:
         width, size = args.get("moe_shared_expert_intermediate_size"), _expert_width(args)
         if not width or not size:
-            return {self.key: None}
+            return {self.key: 0}
         if width % size:
             message = "the shared experts are not a whole number of experts"
             found = f"moe_shared_expert_intermediate_size={width}, experts of width {size}"
@@ -433,8 +451,10 @@ class RouterGroups(Entry):
         return {"moe_router_num_groups": config["n_group"], "moe_router_group_topk": config["topk_group"]}
 
     def to_config(self, args: Args) -> Values:
+        if not args.get("moe_router_group_topk"):  # without it, Megatron-Core ignores the number of groups
+            return {"n_group": 1, "topk_group": 1}
         groups = first(args, ("moe_router_num_groups",), 1)
-        return {"n_group": groups, "topk_group": first(args, ("moe_router_group_topk",), 1)}
+        return {"n_group": groups, "topk_group": args["moe_router_group_topk"]}
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         groups, chosen = first(config, ("n_group",), 1), config.get("topk_group") or 1
@@ -460,7 +480,7 @@ class SigmoidNorm(Entry):
         return {"moe_router_pre_softmax": True}
 
     def to_config(self, args: Args) -> Values:
-        return {self.key: True}
+        return {self.key: first(args, ("moe_router_topk",), 2) > 1}
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         several = first(config, ("num_experts_per_tok",), 2) > 1

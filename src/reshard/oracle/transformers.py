@@ -1,7 +1,8 @@
 """The transformers oracle: what Hugging Face's own code computes from a Hugging Face folder.
 
 Loading is strict: a tensor that is missing, unexpected or of another shape is an error, although
-`from_pretrained` would only warn and continue with random numbers. Code in a folder is never run.
+`from_pretrained` would only warn and continue with random numbers. Only one without elements (the shared experts, if
+there are 0) may be missing. Code in a folder is never run.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
             "logits-weights-not-merged", message, file=str(path), rule=RULE, found=str(error)
         ) from error
     absent = _biases_that_only_llama_has(settings, info["missing_keys"])
-    _refuse(path, settings, {**info, "missing_keys": set(info["missing_keys"]) - absent})
+    empty = {name for name, tensor in model.state_dict().items() if not tensor.numel()}
+    _refuse(path, settings, {**info, "missing_keys": set(info["missing_keys"]) - absent - empty})
     return model, absent
 
 

@@ -25,7 +25,7 @@ CWM = Family(
     (
         *GROUPED_HEADS,
         Rope(default_theta=1000000.0, assumed={"rope_type": "llama3", "factor": 16.0}),
-        SlidingWindow(default=8192),
+        SlidingWindow(default=8192, listed=True),
         LeadingFullLayers(),
         NO_BIAS,
         Const(config={"mlp_bias": False}),

@@ -20,7 +20,7 @@ class GroupLimited(RouterGroups):
         return super().to_args(self._effective(config))
 
     def to_config(self, args: Args) -> Values:
-        method = "group_limited_greedy" if args.get("moe_router_num_groups") else "greedy"
+        method = "group_limited_greedy" if args.get("moe_router_group_topk") else "greedy"
         return {"topk_method": method, **super().to_config(args)}
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:

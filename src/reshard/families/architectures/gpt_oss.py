@@ -133,7 +133,7 @@ GPT_OSS = Family(
     (
         *GROUPED_HEADS,
         YarnRope(default_theta=150000.0),
-        SlidingWindow(default=128),
+        SlidingWindow(default=128, listed=True),
         LayerTypes(),
         Const(args={"add_qkv_bias": True, "add_bias_linear": True}, config={"attention_bias": True}),
         NO_QK_NORM,

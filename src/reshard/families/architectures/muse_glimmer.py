@@ -37,7 +37,7 @@ MUSE_GLIMMER = Family(
     (
         *GROUPED_HEADS,
         Rope(),
-        SlidingWindow(default=2048),
+        SlidingWindow(default=2048, listed=True),
         LayerTypes(full=4, assumed=4),
         Const(args={"apply_layernorm_1p": True}, computed={"hidden_activation": "silu"}),
         NO_BIAS,
