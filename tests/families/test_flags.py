@@ -80,6 +80,7 @@ def test_defaults_are_those_of_megatron() -> None:
     config = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     latent = {field.name: field.default for field in dataclasses.fields(MLATransformerConfig)}
     parser = {**latent, **config, **DEFAULTS, "layernorm_epsilon": DEFAULTS["norm_epsilon"]}
+    parser["apply_layernorm_1p"] = config["layernorm_zero_centered_gamma"]
     parser["rope_type"] = latent["rope_type"]  # which the config takes where the parser has None
     for name in NOT_RESTORED.keys() - {"mscale_all_dim"}:
         if not name.startswith("yarn_"):

@@ -21,9 +21,11 @@ LINEAR: dict[str, Any] = {
 
 NOT_RESTORED: dict[str, Any] = {
     "layernorm_epsilon": 1e-5,
+    "apply_layernorm_1p": False,  # since core_v0.16, it is restored under a name that nothing reads
     "qk_layernorm": False,
     "use_rope_scaling": False,
     "rope_scaling_factor": 8.0,
+    "rotary_seq_len_interpolation_factor": None,
     "no_rope_freq": None,
     "window_size": None,
     "multi_latent_attention": False,

@@ -21,6 +21,7 @@ from reshard.algebra.storage import StoredTensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats.megatron.mcore import BELOW, layout_of
 from reshard.formats.megatron.ranks import Rank
+from reshard.formats.megatron.writers import arguments_of
 from reshard.formats.torchfiles.read import first_bytes
 
 FILE = "model_optim_rng.pt"
@@ -82,7 +83,7 @@ def stage_ranks(layout: Layout) -> dict[tuple[int, int], int]:
 def args_of(content: Content) -> dict[str, Any]:
     """Megatron-LM's arguments in the file; empty if it has none."""
     args = content.get("args")
-    return vars(args) if isinstance(args, Namespace) else {}
+    return arguments_of(args) if isinstance(args, Namespace) else {}
 
 
 def other_runs(files: Mapping[str, Content]) -> Iterator[Problem]:

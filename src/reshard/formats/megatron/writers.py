@@ -52,7 +52,7 @@ def engine_of(folder: Path, common: Mapping[str, Any], names: Iterable[str]) -> 
 def recorded_args(folder: Path, common: Mapping[str, Any]) -> dict[str, Any] | None:
     """The Megatron-LM arguments that an iteration folder and its `common.pt` record; None if there are none."""
     if isinstance(common.get("args"), Namespace):
-        args: dict[str, Any] = vars(common["args"])
+        args = arguments_of(common["args"])
         if "num_layers" in args:
             return args
         return {name: args[name] for name in LAYOUT if name in args}
@@ -61,6 +61,17 @@ def recorded_args(folder: Path, common: Mapping[str, Any]) -> dict[str, Any] | N
     except ValueError:
         return None  # `inspect` reports that the file cannot be read
     return args_of_run_config(run_config) if run_config else None
+
+
+def arguments_of(stored: Namespace) -> dict[str, Any]:
+    """The arguments under the names that they have on the command line.
+
+    Since core_v0.16, Megatron-LM stores `--apply-layernorm-1p` under the name of TransformerConfig's field.
+    """
+    args = dict(vars(stored))
+    if args.get("layernorm_zero_centered_gamma"):
+        args["apply_layernorm_1p"] = True
+    return args
 
 
 def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
