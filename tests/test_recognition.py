@@ -133,11 +133,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 # What decides nothing about the weights, and a run may choose.
 TOLD: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-        "rope_type is 'linear'",
-    ),
     ("qwen3", {"rope_parameters": YARN}, "rope_type is 'yarn'"),
     (
         "qwen3",

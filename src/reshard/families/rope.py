@@ -51,8 +51,17 @@ def rope_contradictions(config: Config) -> Iterator[str]:
 
 def rotary_base(rope: Config, default: float) -> int | float:
     """The rotary base, an integer if possible: Megatron-LM declares `--rotary-base` as an integer."""
-    theta = float(rope.get("rope_theta", default))
-    return int(theta) if theta.is_integer() else theta
+    return _whole(rope.get("rope_theta", default))
+
+
+def _whole(number: Any) -> int | float:
+    """A number, as an integer if possible."""
+    value = float(number)
+    return int(value) if value.is_integer() else value
+
+
+DIVISOR = "rotary_seq_len_interpolation_factor"
+"""Megatron-LM's argument for the factor of a linear rope, by which positions are divided: an integer."""
 
 
 # Megatron-Core's RotaryEmbedding fixes these constants of Llama 3; only the factor is an argument.
@@ -68,7 +77,7 @@ class RotaryEmbedding(Entry):
 
 @dataclass(frozen=True)
 class Rope(RotaryEmbedding):
-    """The rotary embedding of all families but DeepSeek's: plain, or scaled as in Llama 3.
+    """The rotary embedding of all families but DeepSeek's: plain, linear, or scaled as in Llama 3.
 
     `fraction` is the default `partial_rotary_factor` of a family that has one; `assumed` is the complete rope if the
     config has none.
@@ -83,21 +92,30 @@ class Rope(RotaryEmbedding):
 
     def to_args(self, config: Config) -> Values:
         rope = rope_parameters(config) or self.assumed
-        args: Values = {"rotary_base": rotary_base(rope, self.default_theta), "use_rope_scaling": False}
+        args: Values = {
+            "rotary_base": rotary_base(rope, self.default_theta),
+            "use_rope_scaling": False,
+            DIVISOR: None,
+        }
         if self.fraction is not None:
             args["rotary_percent"] = first(rope, (PARTIAL,), self.fraction)
         if rope.get("rope_type") == "llama3":
             args.update(use_rope_scaling=True, rope_scaling_factor=rope["factor"])
+        if rope.get("rope_type") == "linear":
+            args[DIVISOR] = _whole(rope["factor"])
         return args
 
     def to_config(self, args: Args) -> Values:
         rope: Values = {"rope_theta": float(first(args, ("rotary_base",), self.default_theta))}
         if self.fraction is not None:
             rope[PARTIAL] = first(args, ("rotary_percent",), 1.0)
-        if not args.get("use_rope_scaling"):
-            return {"rope_parameters": {"rope_type": "default", **rope}}
-        factor = first(args, ("rope_scaling_factor",), 8.0)
-        return {"rope_parameters": {"rope_type": "llama3", **rope, "factor": factor, **LLAMA3}}
+        divisor = float(first(args, (DIVISOR,), 1))
+        if args.get("use_rope_scaling"):
+            factor = first(args, ("rope_scaling_factor",), 8.0)
+            return {"rope_parameters": {"rope_type": "llama3", **rope, "factor": factor, **LLAMA3}}
+        if divisor != 1:
+            return {"rope_parameters": {"rope_type": "linear", **rope, "factor": divisor}}
+        return {"rope_parameters": {"rope_type": "default", **rope}}
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         rope = rope_parameters(config)
@@ -109,15 +127,18 @@ class Rope(RotaryEmbedding):
                         "rope_parameters",
                         f"{name} of the llama3 rope is {rope[name]}; Megatron-LM computes with {value}",
                     )
-        elif kind not in ("default", "dynamic"):
+        elif kind not in ("default", "dynamic", "linear"):
             yield (
                 "rope_parameters",
                 f"rope_type is {kind!r}; Megatron-LM has no argument for it and computes an unscaled rope",
             )
 
     def notices(self, config: Config) -> Iterator[str]:
-        if rope_parameters(config).get("rope_type") == "dynamic":
+        rope = rope_parameters(config)
+        if rope.get("rope_type") == "dynamic":
             yield DYNAMIC
+        if rope.get("rope_type") == "linear" and not isinstance(_whole(rope["factor"]), int):
+            yield f"factor of the linear rope is {rope['factor']}; Megatron-LM's command line has only integers"
 
 
 class MultimodalRope(Rope):

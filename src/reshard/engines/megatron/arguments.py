@@ -43,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "rotary_base": 10000,
     "rotary_percent": 1.0,
     "rotary_scaling_factor": 1.0,
+    "rotary_seq_len_interpolation_factor": None,
     "quick_geglu": False,
     "squared_relu": False,
     "swiglu": False,

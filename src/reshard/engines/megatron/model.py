@@ -157,6 +157,7 @@ def _build_chunk(args: SimpleNamespace, config: Any, spec: Spec, stage: int | No
             rotary_base=args.rotary_base,
             rope_scaling=args.use_rope_scaling,
             rope_scaling_factor=args.rope_scaling_factor,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             mtp_block_spec=_mtp_spec(args, config, spec, stage, block_spec),
             vp_stage=stage,
         )

@@ -89,6 +89,7 @@ def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
         ("num_moe_experts", "num_experts"),
         ("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
         ("rope_scaling", "use_rope_scaling"),
+        ("seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor"),
     ):
         if field in args:
             args[arg] = args.pop(field)
