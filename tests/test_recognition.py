@@ -290,7 +290,7 @@ def test_what_is_said_twice_alike_is_no_contradiction(hf_model: Models, tmp_path
 def test_where_nothing_names_the_family_the_likeliest_is_assumed(
     name: str, assumed: str, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The arguments that Megatron-LM itself saves name no family."""
+    """The arguments that Megatron-LM itself saves name no family. A softmax router tells DeepSeek-V2 from V3."""
     reshard.convert(hf_model(name), tmp_path / "m", to="megatron")
     (tmp_path / "m" / "config.json").unlink()
     file = tmp_path / "m" / "release" / "common.pt"
@@ -299,5 +299,6 @@ def test_where_nothing_names_the_family_the_likeliest_is_assumed(
     torch.save(content, file)
     plan = reshard.convert(tmp_path / "m", tmp_path / "back", dry_run=True).plan
     assert plan.facts["family"] == assumed
-    (note,) = (note for note in plan.notes if "is assumed" in note)
-    assert note.startswith(f"{assumed} is assumed; ") and (name == assumed or name in note)
+    said = [note for note in plan.notes if "is assumed" in note]
+    assert all(note.startswith(f"{assumed} is assumed; ") for note in said)
+    assert said == [] if name == "deepseek_v2" else name == assumed or name in said[0]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from reshard.errors import Problem, ReshardError
 from reshard.families.config import ConfigMap
 from reshard.families.entries import RULE, Args, Config, Const, Values
+from reshard.families.mechanisms import MECHANISMS, REARRANGED
 
 RUN_CHOICES = {
     "vocab_size",
@@ -38,20 +39,6 @@ COMPUTED = {
     *("router_scaling_factor", "route_norm"),
     *("scoring_func", "n_group", "topk_group"),
 }
-
-# Arguments that leave no trace in names and shapes, but decide what the weights mean.
-MECHANISMS = (
-    *("swiglu", "normalization", "apply_layernorm_1p", "window_size", "window_attn_skip_freq"),
-    *(
-        "no_rope_freq",
-        "position_embedding_type",
-        "rotary_percent",
-        "rotary_interleaved",
-        "moe_router_score_function",
-    ),
-)
-# Those of them that change the order of the stored numbers, or the numbers themselves.
-REARRANGED = {"swiglu", "apply_layernorm_1p", "rotary_interleaved"}
 
 
 def agreed(
@@ -148,19 +135,32 @@ def foreign(table: ConfigMap, config: Config, args: Args) -> Iterator[tuple[str,
     Each comes with its name.
     """
     wanted = table.to_args(config)
+    whole = {**wanted, **args}
     fixed = {name for entry in table.entries if isinstance(entry, Const) for name in entry.args}
-    for name in MECHANISMS:
-        if name in fixed and args.get(name) not in (None, wanted[name]):
-            insist = "" if name in REARRANGED else "pass --trust config if the argument is wrong; "
-            yield (
-                name,
-                Problem(
-                    "model-type-cannot-describe",
-                    f"the checkpoint is of a model that {table.model_type} cannot describe",
-                    rule=RULE,
-                    expected=f"{name}={wanted[name]}, as all models of this family have",
-                    found=f"{name}={args[name]} (arguments in the checkpoint)",
-                    remedy=f"{insist}if no family fits, declare it: see docs/add-a-family.md",
-                    values={"family": table.model_type},
-                ),
-            )
+    for name, mechanism in MECHANISMS.items():
+        value = args.get(name)
+        expected = wanted[name] if name in fixed else mechanism.default
+        if value is None or value == expected or not mechanism.used(whole):
+            continue
+        if mechanism.changes_nothing(value, whole) and mechanism.changes_nothing(expected, whole):
+            continue
+        if name not in fixed and _describes(table, whole, name, mechanism.default):
+            continue
+        insist = "" if name in REARRANGED else "pass --trust config if the argument is wrong; "
+        yield (
+            name,
+            Problem(
+                "model-type-cannot-describe",
+                f"the checkpoint is of a model that {table.model_type} cannot describe",
+                rule=RULE,
+                expected=f"{name}={expected}, as all models of this family have",
+                found=f"{name}={value} (arguments in the checkpoint)",
+                remedy=f"{insist}if no family fits, declare it: see docs/add-a-family.md",
+                values={"family": table.model_type},
+            ),
+        )
+
+
+def _describes(table: ConfigMap, args: Args, name: str, default: Any) -> bool:
+    """Whether the config of this family depends on an argument, given the others."""
+    return table.to_config(args) != table.to_config({**args, name: default})

@@ -54,7 +54,8 @@ class Family:
     With `turned_pairs`, experts in memory are [inputs, outputs] as on the Hub and have `is_transposed`, so that PEFT's
     lora_A belongs to their rows and lora_B to their columns.
     `languages` are the possible families of its language model, if its config names one of several.
-    If nothing names the family and several fit, the one with the highest `precedence` is assumed.
+    If nothing names the family and several fit, the one with the highest `precedence` is assumed; one below 0 is not
+    likely, and never assumed where the tensors are also those of a likely one.
     """
 
     name: str

@@ -171,7 +171,8 @@ def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _
 def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[str]]:
     """The family that the arguments name, else the most likely one whose tensors match at the stated sizes.
 
-    Families that compute something else than the arguments state are considered only if no other matches.
+    Families that compute something else than the arguments state are considered only if no other matches. An unlikely
+    family does not replace a likely one that computes something else: only `--family` can say that it is meant.
     """
     if not describes_model(checkpoint.args):
         raise ReshardError(
@@ -196,11 +197,13 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
             derived = family.config.to_config(given)
             args = family.config.to_args({**derived, "vocab_size": rows})
             binding = Binding(family.rules(Dims.from_args(args, rows)))
+            want = {name: bound.shape for name, bound in binding.native.items()}
+            if want == {name: tensor.shape for name, tensor in checkpoint.tensors.items()}:
+                (others if any(foreign(family.config, derived, given)) else fitting).append(family)
         except (*UNUSABLE, ReshardError):
             continue
-        want = {name: bound.shape for name, bound in binding.native.items()}
-        if want == {name: tensor.shape for name, tensor in checkpoint.tensors.items()}:
-            (others if any(foreign(family.config, derived, given)) else fitting).append(family)
+    likely = any(family.precedence >= 0 for family in fitting)
+    fitting = fitting if likely or not any(family.precedence >= 0 for family in others) else []
     fitting = fitting or others
     if not fitting:
         raise ReshardError(
