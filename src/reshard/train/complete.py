@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.errors import ReshardError
-from reshard.formats.companions import read_object
+from reshard.plain import json_of
 from reshard.train.run import RECORD, put
 
 SAVED = "saved.json"
@@ -33,9 +32,9 @@ def lacking(folder: Path) -> list[str]:
     if not (folder / SAVED).is_file():
         return []
     try:
-        sizes = read_object(folder / SAVED)
-    except ReshardError as error:
-        return [f"{SAVED}: {error.problems[0].message}"]
+        sizes = dict(json_of((folder / SAVED).read_bytes()))
+    except (OSError, TypeError, ValueError):
+        return [f"{SAVED} is damaged"]
     return [each for name, size in sizes.items() if (each := _lost(folder / name, name, size))]
 
 
