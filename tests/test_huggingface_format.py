@@ -319,9 +319,9 @@ def test_mtp_layers_that_only_the_config_names(hf_model: Models, tmp_path: Path)
 def test_what_megatron_computes_otherwise_is_told(hf_model: Models, tmp_path: Path) -> None:
     source = hf_model("llama")
     folder = with_weights(source, tmp_path / "scaled", tensors_of(source), "model.safetensors")
-    edit_config(folder, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0})
+    edit_config(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 50000.0})
     plan = reshard.convert(folder, tmp_path / "out", to="megatron", dry_run=True).plan
-    assert [str(each.found).split(";")[0] for each in plan.warnings] == ["rope_type is 'linear'"]
+    assert [str(each.found).split(";")[0] for each in plan.warnings] == ["rope_type is 'yarn'"]
     assert not reshard.convert(source, tmp_path / "out", to="megatron", dry_run=True).plan.notes
 
 

@@ -46,7 +46,7 @@ def test_terminals_get_colour_unless_told_otherwise(model: Path, other: Path) ->
     colour = re.compile(rf"{ESCAPE}\[(?:\d+;)*(?:3|4|9|10)\d(?:;\d+)*m")
     assert colour.search(in_terminal("verify", model, other))
     plain = in_terminal("verify", model, other, NO_COLOR="1")
-    assert "different:" in plain and not colour.search(plain)
+    assert "differ:" in plain and not colour.search(plain)
 
 
 READER_GONE = 128 + signal.SIGPIPE

@@ -173,11 +173,11 @@ def test_a_parameter_weighs_what_megatron_keeps_of_it(tmp_path: Path) -> None:
     assert (whole.weights, whole.gradients, whole.optimizer, whole.recomputation) == (4, 4, 8, False)
 
 
-LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model_type": "granite"}, {"hidden_act": "gelu"}, {"rope_scaling": LINEAR}]
+    "changes", [{"model_type": "granite"}, {"hidden_act": "gelu"}, {"rope_scaling": YARN}]
 )
 def test_a_model_that_megatron_computes_otherwise_is_for_the_other_engine(
     changes: dict[str, Any], tiny: Tiny, tmp_path: Path
