@@ -132,9 +132,8 @@ MECHANISMS: dict[str, Mechanism] = {
     "softmax_type": Mechanism("vanilla"),
     "softmax_scale": Mechanism(None, _plain_heads, _own_scale),
     "window_size": Mechanism(neutral=_no_window),
-    "window_attn_skip_freq": Mechanism(
-        0, _has_window, _everywhere
-    ),  # 0 for no layer; None is a number for Gemma
+    # 0 for no layer; None is a number for Gemma
+    "window_attn_skip_freq": Mechanism(0, _has_window, _everywhere),
     "position_embedding_type": Mechanism(),
     "no_rope_freq": Mechanism(None, _rotates, _nowhere),
     "rotary_percent": Mechanism(1.0, _rotates),

@@ -5,7 +5,7 @@ Their names are copied as they are, but their layers are those of the family's l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,21 +150,24 @@ def _check(
         logical_tensors(resolved)
     except ReshardError as error:
         problems += [_renamed(each, layers) for each in error.problems]
-    end = head_of(config)
-    if end and prefix and below >= checkpoint.tensors.keys():
-        problems.append(
-            Problem(
-                "head-missing",
-                "the head of the model is missing",
-                tensor=f"{HEADS[end]}.weight",
-                file=str(checkpoint.path),
-                rule=f"config.json names a {_named(config)[0]}, which has one",
-                found="no tensor outside the layers",
-                remedy="save the complete model; if it has no head, name its class in `architectures`",
-            )
-        )
+    if prefix and below >= checkpoint.tensors.keys():
+        problems += _without_head(checkpoint, config)
     if problems:
         raise ReshardError(problems)
+
+
+def _without_head(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """A problem if the config names a head; transformers would initialize it at random."""
+    if end := head_of(config):
+        yield Problem(
+            "head-missing",
+            "the head of the model is missing",
+            tensor=f"{HEADS[end]}.weight",
+            file=str(checkpoint.path),
+            rule=f"config.json names a {_named(config)[0]}, which has one",
+            found="no tensor outside the layers",
+            remedy="save the complete model; if it has no head, name its class in `architectures`",
+        )
 
 
 def _renamed(problem: Problem, layers: _Layers) -> Problem:
