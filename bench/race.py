@@ -79,6 +79,6 @@ def race(title: str, contenders: list[Contender], rounds: int = 5) -> list[str]:
 
 
 HEADER = [
-    "| road | who | wall s, median (min–max) | ÷ first | CPU s | peak RSS MiB |",
+    "| conversion | program | wall s, median (min–max) | ÷ first | CPU s | peak RSS MiB |",
     "|---|---|---|---|---|---|",
 ]

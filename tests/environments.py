@@ -76,6 +76,7 @@ ENVIRONMENTS = {
         ("autoawq==0.2.9", "auto-round==0.16.1", "torchao==0.18.0"),
         on=TESTS,
     ),
+    "compressed-tensors-0.12": Environment(("compressed-tensors==0.12.2",), on=TESTS),
     "bitsandbytes": Environment((), ("bitsandbytes==0.50.2",), on=TESTS),
     "release": Environment(
         (
@@ -83,10 +84,7 @@ ENVIRONMENTS = {
             *("check-jsonschema==0.39.0", "uv==0.13.9", "pipx==1.18.4"),
         )
     ),
-    "docs": Environment(
-        ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocs-click==0.9.0"),
-        on=TESTS,
-    ),
+    "docs": Environment(("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8"), on=TESTS),
     "notebooks": Environment(("ipykernel==7.4.0", "nbclient==0.11.0"), on=TESTS),
     "executors": Environment(("ray==2.60.0", "mpi4py==4.1.2"), on=TESTS),
     "internevo": Environment(("einops", "requests"), ("InternEvo==0.4.9",), on=TESTS),

@@ -5,21 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from reshard.cli.support import NOT_JUDGED, support
+from reshard.cli.support import NOT_TESTED, support
 
-REPOSITORY = Path(__file__).parents[1]
-READMES = {REPOSITORY / "README.md": NOT_JUDGED, REPOSITORY / "README.zh-CN.md": "未验证"}
-GUIDE = REPOSITORY / "docs" / "add-a-family.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-def families(not_judged: str) -> list[list[str]]:
-    """The cells of the table of families; `not_judged` is the page's text for a family without a judge."""
+def families() -> list[list[str]]:
+    """The cells of the table of families."""
     return [
         [
             f"`{row['name']}`",
             row["architecture"],
             row["engine"],
-            ", ".join(row["judged"]) or not_judged,
+            ", ".join(row["judged"]) or NOT_TESTED,
             ", ".join(f"`{alias}`" for alias in row["aliases"]),
         ]
         for row in support()["families"]
@@ -31,10 +29,14 @@ def undeclared() -> list[list[str]]:
     return [[f"`{row['name']}`", row["why"]] for row in support()["undeclared"]]
 
 
+TABLES = {"Family": (DOCS / "families.md", families), "Model": (DOCS / "add-a-family.md", undeclared)}
+"""The page and the rows of each table, by the title of its first column."""
+
+
 def replaced(text: str, first_of: str, rows: list[list[str]]) -> str:
     """`text` with `rows` in the table whose first column is titled `first_of`."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    below = re.compile(rf"(^\| (?:{first_of}) \|.*\n\|[-|]+\n)((?:\|.*\n)+)", re.M)
+    below = re.compile(rf"(^\| {first_of} \|.*\n\|[-|]+\n)((?:\|.*\n)+)", re.M)
     found, count = below.subn(lambda match: match[1] + "\n".join(lines).replace("|  |", "| |") + "\n", text)
     assert count == 1
     return found
@@ -42,9 +44,8 @@ def replaced(text: str, first_of: str, rows: list[list[str]]) -> str:
 
 def main() -> None:
     """Write the tables."""
-    for page, not_judged in READMES.items():
-        page.write_text(replaced(page.read_text(), "Family|模型族", families(not_judged)))
-    GUIDE.write_text(replaced(GUIDE.read_text(), "Model", undeclared()))
+    for title, (page, rows) in TABLES.items():
+        page.write_text(replaced(page.read_text(), title, rows()))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import json
 import pydoc
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import reshard
+from reshard.cli import COMMANDS
+from tests.commandline import reshard as command
 
 DOCS = Path(__file__).parents[1] / "docs"
-FUNCTIONS = ("convert", "diagnose", "export", "inspect", "open", "support", "train", "verify")
+FUNCTIONS = tuple("convert diagnose doctor export inspect open report support train verify".split())  # noqa: SIM905
+COMMANDS_ALONE = ("help", "install-completion")
 LOG = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
     loss.backward()
@@ -49,23 +54,52 @@ def place(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 
 def test_everything_is_visible_and_nothing_else_is_there() -> None:
     public = {name for name in dir(reshard) if not name.startswith("_")}
-    assert {*reshard.__all__} - {"__version__"} <= public
+    assert {*dir(reshard)} == {*reshard.__all__, "guard"} and public == {*dir(reshard)} - {"__version__"}
     assert all(getattr(reshard, name) is not None for name in reshard.__all__)
     assert [name for name in FUNCTIONS if not inspect.isfunction(getattr(reshard, name))] == []
     with pytest.raises(AttributeError, match="convrt"):
         getattr(reshard, "convrt")  # noqa: B009
 
 
-def test_train_is_the_function_whatever_was_imported() -> None:
-    import reshard.train.run
-    from reshard import train
+def test_each_command_is_a_function() -> None:
+    assert {*COMMANDS} <= {*FUNCTIONS, *COMMANDS_ALONE}
+    page = (DOCS / "python.md").read_text(encoding="utf-8")
+    assert [name for name in FUNCTIONS if f"`reshard.{name}`" not in page] == []
 
-    assert train is reshard.train and inspect.isfunction(train)
+
+@pytest.mark.parametrize("name", ["doctor", "train"])
+def test_a_function_stays_one_whatever_was_imported(name: str) -> None:
+    import_module(f"reshard.{name}")
+    code = f"import reshard, reshard.{name}; from reshard import {name}; reshard.{name}.__code__; {name}.__code__"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert inspect.isfunction(getattr(reshard, name))
+
+
+def test_doctor_says_what_the_command_says(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    found = reshard.doctor("train.log")
+    told = json.loads(json.dumps([each.as_dict() for each in found]))
+    assert told == command("doctor", "train.log", "--json").json["findings"]
+    assert [each.code for each in found] == [each.code for each in reshard.diagnose("train.log")]
+    with pytest.raises(reshard.ReshardError, match="pass either of them"):
+        reshard.doctor("train.log", python="python")
+    with pytest.raises(reshard.ReshardError, match="python"):
+        reshard.doctor(python="no/such/python")
+
+
+def test_report_draws_a_page(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    page = reshard.report(tmp_path / "run")
+    assert page == tmp_path / "run" / "report.html" and "<html" in page.read_text(encoding="utf-8")
+    assert reshard.report(tmp_path / "run", output=tmp_path / "page.html") == tmp_path / "page.html"
+    with pytest.raises(reshard.ReshardError, match="wrong value for run"):
+        reshard.report()
 
 
 def test_help_shows_the_functions_with_their_signatures() -> None:
     text = pydoc.plain(pydoc.render_doc(reshard))
-    functions = text[text.index("\nFUNCTIONS\n") : text.index("\nDATA\n")]
+    functions = text[text.index("\nFUNCTIONS\n") : text.index("\nVERSION\n")]
     for name in FUNCTIONS:
         assert re.search(rf"(?m)^    {name}\(", functions), name
         first = (inspect.getdoc(getattr(reshard, name)) or "").splitlines()[0]
@@ -114,6 +148,10 @@ reveal_type(reshard.train("sft"))
 reveal_type(reshard.verify("a", "b"))
 reveal_type(reshard.verify("a"))
 reveal_type(reshard.ReshardError)
+reveal_type(reshard.open("a")["x"].torch(device="cpu"))
+with reshard.open("a") as weights:
+    reveal_type(weights)
+    reveal_type(weights.state_dict("cpu", "bfloat16"))
 reshard.convrt("a", "b")
 reshard.convert("a", "b", tpp=2)
 """
@@ -131,6 +169,11 @@ def test_type_checkers_see_the_same(tmp_path: Path) -> None:
         "Outcome",
         "Comparison",
         "Integrity",
+    ]
+    assert [each.replace("torch._tensor.", "torch.") for each in told[5:]] == [
+        "torch.Tensor",
+        "reshard.weights.Weights",
+        "dict[str, torch.Tensor]",
     ]
     errors = re.findall(r"error: (.*?)  \[", done.stdout)
     assert len(errors) == 2 and "convrt" in errors[0] and "tpp" in errors[1], done.stdout
@@ -204,7 +247,7 @@ def test_wrong_arguments_are_said_so(call: Callable[[], object], told: str) -> N
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"pp": 2**31 - 1}, "layers do not divide"),
+        ({"pp": 2**31 - 1}, "layers cannot be divided"),
         ({"tp": 2, "vocab_divisible_by": 2**31 - 1}, "padded to too many rows"),
     ],
 )

@@ -16,7 +16,7 @@ DOCS = SOURCE.parents[1] / "docs"
 ORDER = (
     ("installing", "interrupts", "notebooks", "shown", "suggest", "version"),
     ("errors", "plain", "plain_yaml"),
-    ("arguments",),
+    ("arguments", "boundary"),
     ("plugins",),
     ("stores",),
     ("algebra",),

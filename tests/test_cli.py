@@ -28,6 +28,7 @@ from reshard.families import FAMILIES
 from reshard.formats import FORMATS, written
 from tests.commandline import in_terminal, reshard
 from tools import man_pages
+from tools.site import commands
 
 CONTRACT = {
     "inspect": "--json",
@@ -292,7 +293,7 @@ def test_a_closed_folder_is_named_with_the_permission_that_lacks(
         shutil.copytree(model, folder / "model")
         (folder / "model").chmod(mode if os.getuid() == 0 else mode >> 6 & mode)
         told = _as_another_user("inspect", str(folder / "model"))
-        assert told.startswith("2 error: this user may not look into the folder"), told
+        assert told.startswith("2 error: no permission to read the folder"), told
         assert f"file: {folder / 'model'} " in told and f"no permission to {lacking} it" in told
     finally:
         (folder / "model").chmod(0o755)
@@ -528,9 +529,9 @@ def test_verify_different(model: Path, other: Path) -> None:
     assert result.code == 1 and result.out.startswith("different: 5 tensors; 45 were compared\n")
     layer = "model.layers.1."
     rows = {
-        f"{layer}self_attn.q_proj.weight": ("values", "3 of 8192 elements", "0.5"),
-        f"{layer}mlp.up_proj.weight": ("values", "6144 of 6144 elements", "nan"),
-        f"{layer}self_attn.v_proj.weight": ("shape", "float32 [64, 64]", "float32 [32, 64]"),
+        f"{layer}self_attn.q_proj.weight": ("values", "3 of 8,192 elements, largest difference 0.5"),
+        f"{layer}mlp.up_proj.weight": ("values", "6,144 of 6,144 elements, largest difference nan"),
+        f"{layer}self_attn.v_proj.weight": ("shape", "float32 [64, 64] and float32 [32, 64]"),
         f"{layer}self_attn.o_proj.weight": ("only in A", "float32 [64, 128]"),
         f"{layer}extra.weight": ("only in B", "float32 [64, 128]"),
     }
@@ -539,7 +540,7 @@ def test_verify_different(model: Path, other: Path) -> None:
         assert all(cell in line for cell in cells), line
     told = "values are equal after rounding to float16, the dtypes differ: 1 tensor, float32 in A and float16 in B"
     assert told in result.out
-    rows[f"{layer}self_attn.k_proj.weight"] = ("dtype", "", "")
+    rows[f"{layer}self_attn.k_proj.weight"] = ("dtype", "")
     machine = reshard("verify", model, other, "--json")
     assert machine.code == 1 and not machine.json["equal"]
     assert {row["tensor"]: row["kind"] for row in machine.json["differences"]} == {
@@ -549,18 +550,26 @@ def test_verify_different(model: Path, other: Path) -> None:
         row["kind"]: row["largest"] for row in machine.json["differences"] if "up_proj" not in row["tensor"]
     }
     assert 0 < largest.pop("dtype") < 1e-3
+    counted = {row["kind"]: (row["differ"], row["elements"]) for row in machine.json["differences"]}
+    assert counted["values"] in ((3, 8192), (6144, 6144)) and counted["shape"] == (None, None)
+    sides = {row["tensor"]: (row["a"], row["b"]) for row in machine.json["differences"]}
+    assert sides[f"{layer}self_attn.q_proj.weight"] == ("float32 [128, 64]", "float32 [128, 64]")
+    assert sides[f"{layer}self_attn.o_proj.weight"] == ("float32 [64, 128]", "")
     assert largest.pop("values") == pytest.approx(0.5) and set(largest.values()) == {None}
 
 
 def test_verify_of_what_cannot_be_read(model: Path, tmp_path: Path) -> None:
     result = reshard("verify", model, tmp_path / "nothing")
-    assert result.code == 2 and "nothing at this path" in result.err
+    assert result.code == 2 and "no such file or directory" in result.err
 
 
 def test_names_of_tensors_are_whole_on_a_terminal(model: Path, other: Path) -> None:
     shown = in_terminal("verify", model, other, COLUMNS="80", NO_COLOR="1")
-    letters = re.sub(rf"[^a-z0-9_.]|{ESCAPE}\[[0-9;]*m", "", "".join(re.findall(r"(?m)^│ ?(\S*)", shown)))
-    assert "model.layers.1.self_attn.q_proj.weight" in letters
+    lines = re.sub(rf"{ESCAPE}\[[0-9;?]*[a-zA-Z]", "", shown).splitlines()
+    name = "model.layers.1.self_attn.q_proj.weight"
+    (row,) = [line for line in lines if line.startswith(f"│ {name} │ values ")]
+    assert "│ 3 of 8,192 elements," in row
+    assert {len(line) for line in lines if line.startswith(("│", "┃", "┏"))} <= {*range(81)}
 
 
 def test_a_narrow_terminal_gets_a_record_for_each_row(model: Path, other: Path) -> None:
@@ -568,12 +577,18 @@ def test_a_narrow_terminal_gets_a_record_for_each_row(model: Path, other: Path) 
     lines = re.sub(rf"{ESCAPE}\[[0-9;?]*[a-zA-Z]", "", shown).splitlines()
     at = lines.index("model.layers.1.self_attn.q_proj.weight")
     assert "different: 5 tensors; 45 were compared" in lines and not any("│" in line for line in lines)
-    assert lines[at + 1 : at + 5] == [
-        "  what differs: values",
-        "  A: 3 of 8192 elements",
-        "  B: 3 of 8192 elements",
-        "  largest difference: 0.5",
-    ]
+    assert lines[at + 1] == "  what differs: values"
+    assert lines[at + 2].startswith("  A and B: 3 of 8,192 elements,")
+
+
+def test_every_package_that_logits_need_is_named_at_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reshard("convert", model, tmp_path / "ckpt", "--to", "megatron").code == 0
+    monkeypatch.setattr("reshard.oracle.agreement.find_spec", lambda module: None)
+    told = reshard("verify", tmp_path / "ckpt", model, "--logits").err
+    assert "megatron-core is not installed" in told and "transformers is not installed" in told
+    assert told.count("pip install") == 3  # megatron-core comes without its requirements
 
 
 def test_a_pipe_gets_plain_columns(model: Path, other: Path) -> None:
@@ -582,6 +597,18 @@ def test_a_pipe_gets_plain_columns(model: Path, other: Path) -> None:
         assert not set(out) & set("│┃━─┏╇"), words
     columns = [line.split()[0] for line in reshard("support").out.splitlines() if line]
     assert columns[0] == "FORMAT" and {*FORMATS, *FAMILIES} <= {*columns}
+
+
+def test_the_site_shows_options_and_examples_as_they_are_typed() -> None:
+    page = commands.page()
+    assert "UNSET" not in page
+    code = "\n".join(re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S))
+    prose = re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S)
+    for context in man_pages.contexts():
+        for example in re.findall(r"^ +(reshard .*)", context.command.help or "", re.M):
+            assert example in code
+        for option in context.command.params:
+            assert isinstance(option, click.Argument) or option.opts[-1] in prose
 
 
 def test_man_pages_say_what_the_help_says() -> None:

@@ -6,12 +6,13 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from reshard.algebra.multisets import Multiset, total
 from reshard.algebra.views import Piece, View
 from reshard.coverage import prove
 from reshard.formats import open_checkpoint
+from reshard.formats.target import OPTIONS_0_2_0
 from reshard.planning import Options, plan_conversion
 from reshard.transfer.plan import OutputFile, Plan, Planned
 from tests.bad_input.conftest import originals as originals
@@ -171,13 +173,70 @@ def test_a_plan_that_misses_an_element_is_told(
     assert f"{NORM}: 1 element is never used, the first at byte" in " ".join(result.out.split())
 
 
+def sign(path: Path, record: dict[str, Any]) -> None:
+    """Write a record with its own digest, as an adversary would."""
+    zeros = "0" * 32
+    head, _, tail = json.dumps({**record, "record": zeros}).rpartition(zeros)
+    path.write_text(head + xxhash.xxh3_128_hexdigest((head + zeros + tail).encode()) + tail)
+
+
+def test_a_record_that_was_edited_proves_nothing(originals: Callable[[str], Path], tmp_path: Path) -> None:
+    source, output = originals("torch_dist"), tmp_path / "hf"
+    converted(source, output)
+    path = output / "reshard.json"
+    record = json.loads(path.read_text())
+    sign(path, record)
+    assert reshard("verify", source, output, "--proof").code == 0
+    for name, value in (
+        ("dropped", {**record["dropped"], "vocabulary padding": 1}),
+        ("dropped", {}),
+        ("dtypes", {"float8": 3}),
+        ("family", "llama"),
+    ):
+        edited = {**record, name: value}
+        path.write_text(json.dumps(edited))
+        result = reshard("verify", source, output, "--proof")
+        assert result.code == 2 and "was modified after it was written" in result.err
+        sign(path, edited)
+        result = reshard("verify", source, output, "--proof")
+        assert result.code == 1 and f"reshard.json: {name}: it says" in " ".join(result.out.split()), result
+    sign(path, {**record, "dropped": {}, "plan": "of another version"})
+    assert "reshard.json: dropped: it says {}" in " ".join(
+        reshard("verify", source, output, "--proof").out.split()
+    )
+
+
+def test_a_record_holds_when_a_default_changes(
+    originals: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this version, which records all options, and of 0.2.0, which left out its defaults."""
+    source, output = originals("torch_dist"), tmp_path / "hf"
+    converted(source, output)
+    record = json.loads((output / "reshard.json").read_text())
+    told = record["options"]
+    assert told.keys() == {each.name for each in fields(Options)} == {*OPTIONS_0_2_0, "beside"}
+    assert OPTIONS_0_2_0["layout"].keys() == {each.name for each in fields(Layout)}
+    first = {"to": told["to"]} if told["to"] else {}
+    defaults = Options.__init__.__defaults__
+    assert defaults and 5_000_000_000 in defaults
+    for options in (told, first):
+        assert Options.of_dict(options) == Options()
+        sign(output / "reshard.json", {**record, "options": options})
+        with monkeypatch.context() as patch:
+            changed = tuple(50_000 if value == 5_000_000_000 else value for value in defaults)
+            patch.setattr(Options.__init__, "__defaults__", changed)
+            assert Options().max_shard_size == 50_000
+            result = reshard("verify", source, output, "--proof")
+        assert result.code == 0 and "balanced: the recorded plan" in result.out, result
+
+
 def test_a_proof_of_something_else_is_refused(originals: Callable[[str], Path], tmp_path: Path) -> None:
     source, output = originals("qwen3"), tmp_path / "mc"
     converted(source, output, "--to", "megatron", "--tp", 2)
     for words, told in (
         ((source, source), "no record with digests found"),
         ((output, source), f"swap them: reshard verify {source} {output} --proof"),
-        ((source, tmp_path / "nothing"), "there is nothing at this path"),
+        ((source, tmp_path / "nothing"), "no such file or directory"),
         ((originals("qwen3_moe"), output), "this is not the source that was converted"),
         ((originals("torch_dist"), output), "this is not the source that was converted"),
         ((output,), "--proof needs SRC and DST"),
@@ -189,13 +248,11 @@ def test_a_proof_of_something_else_is_refused(originals: Callable[[str], Path], 
         assert "Traceback" not in result.err
     path = output / "reshard.json"
     record = json.loads(path.read_text())
-    path.write_text(
-        json.dumps({**record, "options": {**record["options"], "layout": {"tp": 4, "stages": []}}})
-    )
+    sign(path, {**record, "options": {**record["options"], "layout": {"tp": 4, "stages": []}}})
     result = reshard("verify", source, output, "--proof")
     assert result.code == 2 and "the output was not written by this plan" in result.err
     for options in (None, {"to": "megatron", "wings": 2}, {"layout": 7}):
-        path.write_text(json.dumps({**record, "options": options}))
+        sign(path, {**record, "options": options})
         result = reshard("verify", source, output, "--proof")
         assert result.code == 2 and "does not contain the options of the conversion" in result.err, result.err
 

@@ -21,6 +21,7 @@ from reshard.model.dequantization import _FP8, _POWERS
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.genuine import quantized
+from tests.genuine.hub_names import rewritten, rounded_router
 from tests.judges import TOKENS
 
 Models = Callable[..., Path]
@@ -68,6 +69,7 @@ def fp8(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         if name not in made:
             plain = hf_model(name, dtype="bfloat16")
             made[name] = quantized.fp8(plain, tmp_path_factory.mktemp("fp8") / name)
+            rewritten(made[name], rounded_router)
         return made[name]
 
     return get
@@ -81,12 +83,31 @@ def test_fp8_becomes_plain(name: str, fp8: Callable[[str], Path], tmp_path: Path
     source, out = fp8(name), tmp_path / "out"
     (note,) = [
         note
-        for note in reshard.convert(source, out, to="huggingface", dtype="bfloat16").plan.notes
+        for note in reshard.convert(source, out, dtype="bfloat16").plan.notes
         if "dequantized to bfloat16" in note
     ]
     assert "fp8, " in note
     quantized.assert_holds(out, published(source, (16, 16)))
     assert_as_transformers(source, out)
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"max_shard_size": "50kB"}, {"quantize": "fp8"}, {"strip": ("base.",)}]
+)
+def test_a_hugging_face_folder_that_changes_is_converted(
+    options: dict[str, object], hf_model: Models, tmp_path: Path
+) -> None:
+    """Without `to`: what is asked for says that the output is another Hugging Face folder."""
+    plan = reshard.convert(hf_model("qwen3"), tmp_path / "out", dry_run=True, **options).plan
+    assert plan.target == "huggingface"
+
+
+def test_a_hugging_face_folder_that_would_not_change_is_refused(hf_model: Models, tmp_path: Path) -> None:
+    with pytest.raises(ReshardError) as raised:
+        reshard.convert(hf_model("qwen3"), tmp_path / "out", no_tokenizer=True, trust="config")
+    (problem,) = raised.value.problems
+    assert problem.code == "source-already-hugging-face"
+    assert problem.remedy is not None and "--dtype" in problem.remedy
 
 
 def test_fp8_deepseek_with_mtp_to_megatron_and_back(fp8: Callable[[str], Path], tmp_path: Path) -> None:
@@ -301,7 +322,7 @@ def test_verify_says_how_it_compared(fp8: Callable[[str], Path], tmp_path: Path)
     quantized.save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (row,) = reshard.verify(out, source).rows
     assert (row.tensor, row.kind) == (name, "values")
-    assert row.a.startswith("1 of ")
+    assert row.differ == 1
 
 
 def test_verify_with_a_folder_that_holds_no_weights(fp8: Callable[[str], Path], tmp_path: Path) -> None:

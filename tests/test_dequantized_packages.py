@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.errors import ReshardError
@@ -35,6 +35,19 @@ def test_as_compressed_tensors_decompresses(kind: str, hf_model: Models, tmp_pat
     quantized.assert_holds(tmp_path / "out", load_file(tmp_path / "expected.safetensors"))
     reshard.convert(source, tmp_path / "native", to="megatron", tp=2)
     assert reshard.verify(source, tmp_path / "native").equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["channel", "group", "weight"])
+def test_as_compressed_tensors_unpacks_four_bits(kind: str, hf_model: Models, tmp_path: Path) -> None:
+    """A scale for each row, and columns in the order of their activations."""
+    make = [python("compressed-tensors-0.12"), "-m", "tests.genuine.make_packed_int4", kind]
+    paths = [hf_model("qwen3", dtype="bfloat16"), tmp_path / "source", tmp_path / "expected.safetensors"]
+    subprocess.run([*make, *paths], check=True)
+    reshard.convert(tmp_path / "source", tmp_path / "out", dtype="bfloat16")
+    quantized.assert_holds(tmp_path / "out", load_file(tmp_path / "expected.safetensors"))
+    reshard.convert(tmp_path / "source", tmp_path / "native", to="megatron", tp=2)
+    assert reshard.verify(tmp_path / "source", tmp_path / "native").equal
 
 
 def four_bits(plain: Path, out: Path, method: str) -> Tensors:
@@ -235,21 +248,32 @@ def described(weights: dict[str, object], kind: str) -> dict[str, object]:
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}
 
 
-def with_int4(plain: Path, out: Path, told: dict[str, object]) -> tuple[Path, Tensors]:
-    """The experts in 4 bits, in groups of 8, as in Kimi-K2-Thinking, and all plain weights of that model."""
+def with_int4(
+    plain: Path, out: Path, told: dict[str, object], wide: int = 8, *, reordered: bool = False
+) -> tuple[Path, Tensors]:
+    """The experts in 4 bits, in groups of `wide` columns, and all plain weights of that model.
+
+    Groups of 8 are as in Kimi-K2-Thinking; 0 stands for complete rows. If columns are `reordered`, `g_idx` has the
+    group of each.
+    """
     generator = torch.Generator().manual_seed(0)
     tensors = load_file(plain / "model.safetensors")
     expected: Tensors = dict(tensors)
     for name in [name for name in tensors if ".mlp.experts." in name]:
         rows, columns = tensors.pop(name).shape
+        each = wide or columns
         numbers = torch.randint(0, 16, (rows, columns), generator=generator)
-        scales = (torch.rand(rows, columns // 8, generator=generator) / 50).to(torch.bfloat16)
+        scales = (torch.rand(rows, columns // each, generator=generator) / 50).to(torch.bfloat16)
+        groups = torch.arange(columns) // each
+        if reordered:
+            groups = groups[torch.randperm(columns, generator=generator)]
+            tensors[f"{name}_g_idx"] = groups.int()
         shifts = torch.arange(8) * 4
         items = (numbers.view(rows, -1, 8) << shifts).sum(-1)
         tensors[f"{name}_packed"] = torch.where(items >= 1 << 31, items - (1 << 32), items).to(torch.int32)
         tensors[f"{name}_scale"] = scales
         tensors[f"{name}_shape"] = torch.tensor([rows, columns])
-        expected[name] = (numbers - 8).to(torch.bfloat16) * scales.repeat_interleave(8, 1)
+        expected[name] = (numbers - 8).to(torch.bfloat16) * scales[:, groups]
     return quantized.with_tensors(plain, out, tensors, told), expected
 
 
@@ -262,11 +286,69 @@ def test_int4_experts_become_plain(hf_model: Models, tmp_path: Path) -> None:
     quantized.assert_holds(tmp_path / "out", expected)
 
 
+CHANNEL = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
+
+
+@pytest.mark.parametrize("memory", [None, "24MiB"])
+@pytest.mark.parametrize(
+    ("settings", "wide", "reordered"),
+    [
+        (CHANNEL, 0, False),
+        ({**INT4, "actorder": "group"}, 8, True),
+        ({**INT4, "actorder": "weight"}, 8, False),
+    ],
+    ids=["per channel", "actorder group", "actorder weight"],
+)
+def test_other_schemes_of_int4_become_plain(
+    settings: dict[str, object],
+    wide: int,
+    reordered: bool,
+    memory: str | None,
+    hf_model: Models,
+    tmp_path: Path,
+) -> None:
+    told = described(settings, "pack-quantized")
+    plain = hf_model("qwen3_moe", dtype="bfloat16")
+    source, expected = with_int4(plain, tmp_path / "source", told, wide, reordered=reordered)
+    limit = {"memory": memory} if memory else {}
+    reshard.convert(source, tmp_path / "out", dtype="bfloat16", **limit)
+    quantized.assert_holds(tmp_path / "out", expected)
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2, etp=2, **limit)
+    assert reshard.verify(source, tmp_path / "native").equal
+    assert reshard.verify(source, tmp_path / "native", proof=True)
+
+
+def test_groups_that_say_that_columns_are_in_order(hf_model: Models, tmp_path: Path) -> None:
+    """compressed-tensors fills them with -1."""
+    told = described({**INT4, "actorder": "group"}, "pack-quantized")
+    source, expected = with_int4(hf_model("qwen3_moe", dtype="bfloat16"), tmp_path / "source", told)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_packed")]:
+        columns = tensors[name].shape[1] * 8
+        tensors[f"{name.removesuffix('_packed')}_g_idx"] = torch.full((columns,), -1, dtype=torch.int32)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    reshard.convert(source, tmp_path / "out", dtype="bfloat16")
+    quantized.assert_holds(tmp_path / "out", expected)
+
+
+def test_a_group_of_a_column_that_has_no_scale(hf_model: Models, tmp_path: Path) -> None:
+    told = described({**INT4, "actorder": "group"}, "pack-quantized")
+    plain = hf_model("qwen3_moe", dtype="bfloat16")
+    source, _ = with_int4(plain, tmp_path / "source", told, reordered=True)
+    tensors = load_file(source / "model.safetensors")
+    next(tensor for name, tensor in tensors.items() if name.endswith("_g_idx"))[0] = 99
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ReshardError, match="group"):
+        reshard.convert(source, tmp_path / "out", dtype="bfloat16")
+    assert not (tmp_path / "out").exists()
+
+
 UNKNOWN = {
     "a zero point": {**INT4, "symmetric": False},
     "three bits": {**INT4, "num_bits": 3},
     "another group": {**INT4, "group_size": 16},
     "floats": {**INT4, "type": "float"},
+    "a scale for each row": CHANNEL,
 }
 
 

@@ -23,10 +23,10 @@ from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
 from reshard.formats.target import Format, Target
 from reshard.train.engines import MODULES, engine_named
+from reshard.train.names import renamed as renamed_words
 from reshard.train.request import words as engine_words
 from reshard.train.run import Run
-from tests.tables import READMES
-from tests.tables import families as family_rows
+from tests.tables import TABLES
 
 REPOSITORY = Path(__file__).parents[1]
 ENGLISH, CHINESE = REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"
@@ -50,7 +50,7 @@ FOREIGN_FLAGS = {
     "--use-checkpoint-args",
     "--use-tp-pp-dp-mapping",
 }
-FOREIGN_FUNCTIONS = {"help", "sharded_state_dict"}
+FOREIGN_FUNCTIONS = {"help", "sharded_state_dict", "tie_weights"}
 FOREIGN_MODULES = {"numpy", "torch"}
 FOREIGN_FILES = {
     "arguments.py",  # of Megatron-LM
@@ -134,7 +134,9 @@ def check_parses(words: list[str]) -> None:
         method, command = words[1], command.commands[words[1]]
         given = command.make_context(method, words[2:]).params
         engine = engine_named(given["engine"] or Run.engine)
-        assert set(engine_words(given["rest"])) <= {each.name for each in engine.known_options(method)}, words
+        assert set(renamed_words(engine_words(given["rest"]))) <= {
+            each.name for each in engine.known_options(method)
+        }, words
     else:
         command.make_context(words[0], words[1:])
 
@@ -183,8 +185,8 @@ def exists(span: str, defined: set[str]) -> bool:
     """Whether the file, function or flag in a piece of inline code exists."""
     if re.fullmatch(r"(?:src|tests|docs|demo|bench|\.ci)/[\w./-]*", span):
         return (REPOSITORY / span).exists() or span in FOREIGN_FILES
-    if re.fullmatch(r"[\w.*-]+\.(safetensors|json|bin|pt|txt|yaml|jinja|distcp)", span):
-        return True  # a file of a checkpoint, not of the project
+    if re.fullmatch(r"[\w.*-]+\.(safetensors|json|bin|pt|txt|yaml|jinja|distcp|html)", span):
+        return True  # a file of a checkpoint or a run, not of the project
     if span.endswith((".weight", ".bias")):
         return True  # a tensor
     if re.fullmatch(r"[\w/]+\.py", span):
@@ -209,18 +211,46 @@ def test_names_in_the_text_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", (ENGLISH, CHINESE), ids=name)
 def test_tables_are_those_of_reshard_support(page: Path) -> None:
-    known = support()
-    formats, declared = (table for table in tables(page) if len(table[0]) > 3)
-    for row, (shown, what, *cells) in zip(known["formats"], formats[1:], strict=True):
+    (formats,) = (table for table in tables(page) if len(table[0]) > 3)
+    for row, (shown, what, *cells) in zip(support()["formats"], formats[1:], strict=True):
         assert shown == f"`{row['name']}`"
         assert page != ENGLISH or what == row["what"]
         for cell, is_so in zip(cells, (row["read"], row["written"]), strict=True):
             assert cell in READ_AND_WRITTEN[is_so]
-    assert declared[1:] == family_rows(READMES[page]), "python -m tests.tables writes them"
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_tables_of_models_are_those_of_reshard_support(title: str) -> None:
+    page, rows = TABLES[title]
+    (table,) = (table for table in tables(page) if table[0][0] == title)
+    assert table[1:] == rows(), "python -m tests.tables writes them"
+
+
+def test_the_speed_and_memory_of_the_readme_are_those_measured() -> None:
+    text = (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = text.partition("\n### Compared with the usual tools\n")[2].partition("\n### ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if re.match(r"\|.*\|.*\d \|$", line)]
+    tools = [(float(ratio), int(peak)) for _, who, _, ratio, _, peak in rows if "reshard" not in who]
+    ours = [int(peak) for _, who, *_, peak in rows if "reshard" in who]
+    ratios, peaks = zip(*tools, strict=True)
+    factor = f"{min(ratios):.1f} to {max(ratios):.1f} times"
+    memory = (
+        f"{min(ours)} to {max(ours)} MiB instead of {min(peaks) / 1024:.1f} to {max(peaks) / 1024:.1f} GiB"
+    )
+    claim = " ".join(ENGLISH.read_text(encoding="utf-8").split())
+    assert len(tools) == 7 and factor in claim and memory in claim
+    figures = re.findall(r"\d+\.?\d*", f"{factor} {memory}")
+    told = re.findall(r"\d+\.?\d*", CHINESE.read_text(encoding="utf-8").partition("**速度与内存**")[2])
+    assert told[: len(figures)] == figures
+
+
+def without_comments(fence: Fence) -> Fence:
+    return Fence(fence.language, re.sub(r" *# .*", "", fence.text))
 
 
 def test_both_readmes_say_the_same() -> None:
-    assert fences(ENGLISH) == fences(CHINESE)
+    ours, theirs = ([without_comments(fence) for fence in fences(page)] for page in (ENGLISH, CHINESE))
+    assert ours == theirs
 
     def shape(page: Path) -> list[tuple[int, int]]:
         return [(len(table), len(table[0])) for table in tables(page)]
@@ -230,7 +260,7 @@ def test_both_readmes_say_the_same() -> None:
 
     def links(page: Path) -> list[str]:
         found = re.findall(r"\]\(([^)]+)\)", prose(page))
-        return [link for link in found if not link.startswith(("README", "#"))]
+        return [link for link in found if not link.startswith(("README", "#"))]  # headings are translated
 
     assert shape(ENGLISH) == shape(CHINESE)
     assert headings(ENGLISH) == headings(CHINESE)
@@ -259,11 +289,11 @@ def test_contributing_explains_all_that_a_format_declares() -> None:
 def test_python_in_the_readme_runs(
     tmp_path: Path, hf_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reshard.convert(hf_model("qwen3_moe"), tmp_path / "demo-output" / "run", to="megatron", tp=2)
+    reshard.convert(hf_model("qwen3_moe"), tmp_path / "CKPT", to="megatron", tp=2)
     monkeypatch.chdir(tmp_path)
     (block,) = (fence.text for fence in fences(ENGLISH) if fence.language == "python")
     exec(compile(block, str(ENGLISH), "exec"), {})
-    assert (tmp_path / "demo-output" / "tp4" / "release").is_dir()
+    assert (tmp_path / "tp4" / "release").is_dir()
 
 
 @pytest.fixture

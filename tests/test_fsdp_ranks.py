@@ -379,7 +379,7 @@ def test_a_tensor_that_one_rank_lacks(broken: Callable[[str], Path]) -> None:
 
 
 def test_a_sum_that_was_not_added_up(made: Path) -> None:
-    with pytest.raises(ReshardError, match="sum that was not added up"):
+    with pytest.raises(ReshardError, match="partial sum that was not reduced"):
         reshard.open(made / "partial")
 
 

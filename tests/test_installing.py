@@ -45,7 +45,7 @@ GIT = {"vcs": "git", "commit_id": COMMIT, "requested_revision": "main"}
 @pytest.mark.parametrize(
     ("origin", "command"),
     {
-        "an index": (None, "pip install 'reshard[hub]'"),
+        "a place that is not recorded": (None, "pip install 'huggingface-hub>=0.30'"),
         "editable": (
             {"url": "{uri}", "dir_info": {"editable": True}},
             "pip install -e '{here}[hub]'",
@@ -79,10 +79,10 @@ def test_a_package_comes_from_where_reshard_came(
 
 
 def test_the_extra_follows_from_the_packages(installed: Path) -> None:
-    assert install_command("s3fs") == "pip install 'reshard[s3]'"
-    assert install_command("torch") == "pip install 'reshard[torch]'"
-    assert install_command("torch", "psutil") == "pip install 'reshard[megatron]'"
-    assert install_command("numpy") == "pip install reshard"
+    assert install_command("s3fs") == "pip install 's3fs>=2025.2'"
+    assert install_command("torch") == "pip install 'torch>=2.6'"
+    assert install_command("torch", "psutil") == "pip install 'torch>=2.6' 'psutil>=5.9'"
+    assert install_command("numpy") == "pip install 'numpy>=1.26'"
     assert install_command("pyarrow") == "pip install pyarrow"
 
 
@@ -90,8 +90,11 @@ def test_a_module_is_never_taken_for_a_package_that_nobody_named(installed: Path
     def told(module: str) -> str:
         return remedy(ModuleNotFoundError(f"No module named {module!r}", name=module))
 
-    assert told("s3fs.core") == "pip install 'reshard[s3]'"
-    assert told("megatron.core") == "pip install 'reshard[megatron]' && pip install --no-deps megatron-core"
+    assert told("s3fs.core") == "pip install 's3fs>=2025.2'"
+    assert (
+        told("megatron.core")
+        == "pip install 'torch>=2.6' 'psutil>=5.9' && pip install --no-deps megatron-core"
+    )
     assert told("google.protobuf") == "install the package that has the module 'google'"
     assert remedy(ImportError("no symbol")) == "see which package cannot be loaded"
 
@@ -103,9 +106,9 @@ def test_a_checkout_on_the_path_names_packages(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_command_is_of_the_python_that_runs(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/elsewhere/{name}")
-    assert install_command("s3fs") == f"{sys.executable} -m pip install 'reshard[s3]'"
+    assert install_command("s3fs") == f"{sys.executable} -m pip install 's3fs>=2025.2'"
     shutil.rmtree(installed.with_name("pip-26.0.dist-info"))
-    assert install_command("s3fs") == f"uv pip install --python {sys.executable} 'reshard[s3]'"
+    assert install_command("s3fs") == f"uv pip install --python {sys.executable} 's3fs>=2025.2'"
 
 
 def test_every_package_that_is_asked_for_has_an_extra() -> None:

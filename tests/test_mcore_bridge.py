@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,15 @@ from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, STAGES, TYPES, make_model_type
 
 NAMES = {
-    **dict.fromkeys(("llama", "qwen2_tied", "qwen3", "ernie4_5"), LAYOUTS),
+    **dict.fromkeys(("llama", "qwen2_tied", "qwen3", "ernie4_5", "internlm3"), LAYOUTS),
     "muse_glimmer": LAYOUTS,
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision1_5", "ovis2_5"), LAYOUTS),
     **dict.fromkeys(("internvl", "internvl_chat", "qwen2_5_omni"), LAYOUTS),
     **dict.fromkeys(("internvl_qwen2", "qwen3_vl_tied"), LAYOUTS),
     "internvl_chat_moe": MOE_LAYOUTS[1:],
     **dict.fromkeys(("qwen3_vl_moe", "qwen3_omni_moe"), MOE_LAYOUTS),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "dots1"), MOE_LAYOUTS),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "dots1"), MOE_LAYOUTS),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), MOE_LAYOUTS),
     **dict.fromkeys(("minimax_m2", "hy_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"), MOE_LAYOUTS),
     **dict.fromkeys(
         ("ernie4_5_moe", "glm4v_moe", "kimi_k2", "kimi_k25", "kimi_vl", "deepseek", "bailing_moe"),
@@ -43,11 +45,21 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mcore_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) -> None:
+    judge(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["deepseek", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe"])
+def test_every_layer_may_be_sparse(name: str, tmp_path: Path) -> None:
+    judge(name, tmp_path, first_k_dense_replace=0)
+
+
+def judge(name: str, tmp_path: Path, **config: Any) -> None:
+    """Let mcore-bridge read what reshard writes of a model, and reshard what mcore-bridge writes."""
     base = tmp_path / "base"
     if name in TYPES:
-        make_model_type(name, base)
+        make_model_type(name, base, **config)
     else:
-        make_model(name, base, dtype="bfloat16")
+        make_model(name, base, dtype="bfloat16", **config)
     jobs: list[str] = []
     for tp, pp, ep in NAMES[name]:
         theirs, ours, exported = folders(tmp_path, tp * pp)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.families.rope import both_spellings
 from reshard.formats.companions import portable_tokenizer_config
 from tests.environments import python
+from tests.genuine.hub_names import rounded_bias
 from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, TYPES, make_model_type
 from tests.test_mcore_bridge import assert_same, folders, tensors_of
@@ -24,24 +27,41 @@ VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
 NAMES = {
     **dict.fromkeys(VISION[:2], LAYOUTS),
     **dict.fromkeys(VISION[2:], MOE_LAYOUTS),
+    **dict.fromkeys(("qwen2", "qwen3"), LAYOUTS),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), MOE_LAYOUTS),
     **dict.fromkeys(("llama", "nemotron", "gemma", "gemma2", "gemma3_text", "gemma3", "mistral3"), LAYOUTS),
     **dict.fromkeys(("olmoe", "nemotron_h", "qwen3_next"), MOE_LAYOUTS),
 }
 """Model types, each with its TP, PP and EP sizes in the tests."""
 
-WITHOUT = {"qwen3_next": {"num_nextn_predict_layers": 0}}
-"""Megatron-Bridge builds MTP layers that the Hub's config names; Qwen3-Next's names none."""
+WITHOUT = {name: {"num_nextn_predict_layers": 0} for name in ("qwen3_next", "glm4_moe")}
+"""Megatron-Bridge builds MTP layers that the Hub's config names; Qwen3-Next's names none. Of GLM-4.5's
+it does not export the copies of embedding and head."""
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_megatron_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) -> None:
+    judge(name, tmp_path, **WITHOUT.get(name, {}))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe"])
+def test_every_layer_may_be_sparse(name: str, tmp_path: Path) -> None:
+    judge(name, tmp_path, first_k_dense_replace=0, **WITHOUT.get(name, {}))
+
+
+def judge(name: str, tmp_path: Path, **config: Any) -> None:
+    """Let Megatron-Bridge read what reshard writes of a model, and reshard what Megatron-Bridge writes."""
     base = tmp_path / "base"
     if name in TYPES:
-        make_model_type(name, base, vocab=288)
+        make_model_type(name, base, vocab=288, **config)
     else:
-        make_model(name, base, dtype="bfloat16", vocab_size=288, **WITHOUT.get(name, {}))
+        make_model(name, base, dtype="bfloat16", vocab_size=288, **config)
+        file = base / "model.safetensors"
+        tensors = load_file(file)
+        rounded_bias({}, tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
     as_transformers_4_spells(base)
     jobs: list[str] = []
     for tp, pp, ep in NAMES[name]:

@@ -166,8 +166,14 @@ def assert_same_torch_dist(ours: Path, theirs: Path) -> None:
     assert (ours / "metadata.json").read_text() == (theirs / "metadata.json").read_text()
     mine, other = (torch.load(folder / "common.pt", weights_only=False) for folder in (ours, theirs))
     assert mine.keys() == other.keys()
-    assert mine["content_metadata"] == other["content_metadata"]
+    by_layer = {"non_homogeneous_layers": True} if has_keys_by_layer(ours) else {}
+    assert mine["content_metadata"] == {**other["content_metadata"], **by_layer}
     assert_same_arguments(mine["args"], other["args"])
+
+
+def has_keys_by_layer(folder: Path) -> bool:
+    """Whether the keys contain the numbers of layers, instead of stacking all layers in one tensor."""
+    return any(key.startswith("decoder.layers.0.") for key in entries(folder))
 
 
 def entries(folder: Path) -> dict[str, Any]:
@@ -250,7 +256,7 @@ def test_query_groups_that_no_ranks_of_megatron_can_share_are_refused(
 ) -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": groups}
     source = hf_model("qwen2", **sizes)
-    with pytest.raises(ReshardError, match="query groups do not divide over --tp 6") as refused:
+    with pytest.raises(ReshardError, match="query groups are not divisible by --tp 6") as refused:
         reshard.convert(source, tmp_path / "out", to=to, tp=6)
     assert [problem.remedy for problem in refused.value.problems] == ["choose --tp from 1, 2, 4"]
     assert not (tmp_path / "out").exists()
@@ -264,7 +270,7 @@ def test_a_model_of_megatron_has_query_groups_though_it_stores_sizes_of_latent_a
 ) -> None:
     source = genuine("qwen2-tp2-pp2").roots["torch_dist"]
     assert (reshard.open(source).args or {})["kv_lora_rank"] == 32  # the default of Megatron-LM
-    with pytest.raises(ReshardError, match="query groups do not divide over --tp 3"):
+    with pytest.raises(ReshardError, match="query groups are not divisible by --tp 3"):
         reshard.convert(source, tmp_path / "out", to="megatron", tp=3, no_tokenizer=True)
     plan = reshard.convert(source, tmp_path / "out", to="megatron", tp=4, no_tokenizer=True).plan
     assert any("larger than the 2 query groups" in note for note in plan.notes)
@@ -502,3 +508,27 @@ def test_megatron_computes_with_bfloat16_weights(hf_model: Models, tmp_path: Pat
     source = hf_model("qwen3_moe", dtype="bfloat16")
     reshard.convert(source, tmp_path / "out", to="megatron", tp=2, ep=2, etp=1)
     assert_agree(judged_by_megatron(tmp_path / "out").logits, transformers_logits(source, TOKENS))
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v2", "deepseek_v3", "dots1", "glm4_moe"])
+def test_layers_of_a_family_that_may_begin_with_dense_ones_are_not_stacked(
+    variant: str, hf_model: Models, tmp_path: Path
+) -> None:
+    """Both bridges set `moe_layer_freq` to a list for these, and Megatron-Core then wants a key for each layer."""
+    source = hf_model(variant, first_k_dense_replace=0, num_nextn_predict_layers=0)
+    reshard.convert(source, tmp_path / "hub", to="megatron", pp=2)
+    args = reshard.open(tmp_path / "hub").args or {}
+    assert args["moe_layer_freq"] == [1, 1, 1, 1]
+    # A run of Megatron-LM may say 1, and stack them.
+    common = tmp_path / "hub" / "release" / "common.pt"
+    content = torch.load(common, weights_only=False)
+    content["args"].moe_layer_freq = 1
+    torch.save(content, common)
+    reshard.convert(tmp_path / "hub", tmp_path / "run", to="megatron")
+    for root in (tmp_path / "hub", tmp_path / "run"):
+        assert has_keys_by_layer(root / "release")
+        content = torch.load(root / "release" / "common.pt", weights_only=False)
+        assert content["content_metadata"]["non_homogeneous_layers"]  # for readers whose config says 1
+    assert reshard.verify(tmp_path / "run", source)
+    judged = judged_by_megatron(tmp_path / "run")
+    assert_agree(judged.logits, transformers_logits(source, TOKENS))

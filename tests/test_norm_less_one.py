@@ -78,12 +78,12 @@ def test_verify_names_a_norm_that_the_hub_rounded(folder: Path, tmp_path: Path) 
         found = reshard.verify(*sides)
         (row,) = found.rounded
         assert found.equal and (row.tensor, row.kind) == (NORM, "rounded sum")
-        assert row.a == "1 of 12 elements"
+        assert (row.differ, row.elements) == (1, 12)
         assert row.largest == torch.tensor(0.001).bfloat16().double().item()
     shown = command("verify", trained, tmp_path / "hub again")
     words = " ".join(shown.out.split())
     assert shown.code == 0 and "equal but for rounding:" in words
-    assert f"{NORM} 1 of 12 elements are rounded: largest difference 0.000999" in words
+    assert f"{NORM} is rounded: 1 of 12 elements, largest difference 0.000999" in words
     assert "stores less one and the other rounded: 1 (largest difference 0.000999)" in words
     assert "quantizing" not in words
     (row,) = command("verify", trained, tmp_path / "hub again", "--json").json["rounded"]

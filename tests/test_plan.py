@@ -115,9 +115,9 @@ def test_layers_that_do_not_divide_are_spread(layers: int, pp: int, stages: tupl
 def test_virtual_stages_interleave() -> None:
     chunks = Layout(pp=2, vpp=2).chunks(8)
     assert chunks == [(0, 0, range(2)), (1, 0, range(2, 4)), (0, 1, range(4, 6)), (1, 1, range(6, 8))]
-    with pytest.raises(ReshardError, match="do not divide"):
+    with pytest.raises(ReshardError, match="cannot be divided"):
         Layout(pp=2, vpp=2).chunks(6)
-    with pytest.raises(ReshardError, match="do not divide"):
+    with pytest.raises(ReshardError, match="cannot be divided"):
         Layout(pp=2, stages=(3, 4)).chunks(6)
 
 

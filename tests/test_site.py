@@ -107,6 +107,7 @@ def test_the_reference_has_every_command_and_every_public_name(site: Path) -> No
 
     commands = (site / "reference/commands.html").read_text(encoding="utf-8")
     assert [name for name in COMMANDS if f'id="reshard-{name}"' not in commands] == []
+    assert "Sentinel" not in commands
     python = (site / "reference/python.html").read_text(encoding="utf-8")
     public = [name for name in reshard.__all__ if not name.startswith("_")]
     assert [name for name in public if not re.search(rf'id="reshard\.[\w.]+\.{name}"', python)] == []

@@ -66,7 +66,26 @@ def exchange(path: Path) -> None:
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-@pytest.mark.parametrize("change", [zero, cut, exchange, Path.unlink])
+def zero_and_date_back(path: Path) -> None:
+    """As `rsync --inplace --times` does."""
+    before = path.stat()
+    zero(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (
+        before.st_size,
+        before.st_mtime_ns,
+        before.st_ino,
+    )
+
+
+def link_and_protect(path: Path) -> None:
+    """What a backup with hard links does, and an owner who is careful: no byte changes."""
+    os.link(path, path.with_suffix(".backup"))
+    path.chmod(0o400)
+
+
+@pytest.mark.parametrize("change", [zero, cut, exchange, zero_and_date_back, Path.unlink])
 def test_a_change_while_it_is_converted(model: Path, change: Change) -> None:
     """Including files that were read completely: the change may have come before the end of the read."""
     files = shards(model)
@@ -88,6 +107,57 @@ def test_a_change_while_it_is_compared(model: Path, hf_model: Callable[..., Path
     with pytest.raises(ReshardError) as caught:
         api.verify(hf_model("qwen3"), model, on_bytes=once(lambda: change(last)))
     assert [(problem.message, problem.file) for problem in caught.value.problems] == [(CHANGED, str(last))]
+
+
+def test_new_attributes_are_no_change(model: Path, hf_model: Callable[..., Path]) -> None:
+    """The bytes that were read before are checked: a changed ctime alone refuses nothing."""
+    weights = api.open(model)
+    before = {name: weights[name].raw() for name in list(weights)[:5]}
+
+    def protect() -> None:
+        for path in [*shards(model), model / "config.json"]:
+            link_and_protect(path)
+            path.with_suffix(".backup").unlink()
+
+    api.convert(model, model.parent / "out", to="megatron", tp=2, workers=1, on_bytes=once(protect))
+    assert all((weights[name].raw() == values).all() for name, values in before.items())
+    assert api.verify(hf_model("qwen3"), model, on_bytes=once(protect))
+    assert api.verify(model.parent / "out")
+
+
+def test_a_change_between_two_reads(model: Path) -> None:
+    weights = api.open(model)
+    name = next(iter(weights))
+    other = next(each for each in weights if each != name and weights[each].files == weights[name].files)
+    assert weights[name].raw().any()
+    for path in shards(model):
+        zero_and_date_back(path)
+    for each in (name, other, name):
+        with pytest.raises(ReshardError, match=CHANGED):
+            weights[each].raw()
+
+
+@pytest.mark.parametrize("change", [zero_and_date_back, link_and_protect])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_change_between_two_runs(model: Path, change: Change, checksum: bool) -> None:
+    dst, notes = model.parent / "out", list[str]()
+    options = {"to": "huggingface", "max_shard_size": "50KB", "workers": 1, "no_checksum": not checksum}
+    left = [400_000]
+
+    def interrupt(count: int) -> None:
+        left[0] -= count
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        api.convert(model, dst, on_bytes=interrupt, **options)
+    for path in shards(model):
+        change(path)
+        path.with_suffix(".backup").unlink(missing_ok=True)
+    api.convert(model, dst, on_resume=lambda note, done: notes.append(note), **options)
+    continues = change is link_and_protect and checksum
+    assert len(notes) == 1 and notes[0].startswith("continuing" if continues else "starting over"), notes
+    assert api.verify(model, dst) and api.verify(dst)
 
 
 def test_a_change_between_plan_and_conversion(model: Path) -> None:

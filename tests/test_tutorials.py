@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import reshard as api
+from reshard.algebra.layout import Layout
 from tests.commandline import reshard
 from tests.test_docs import commands
 
@@ -33,6 +34,22 @@ def adapter_of(base: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def trained(model: Path, run: Path) -> None:
+    """A checkpoint of megatron-core at TP 2, after two steps from the weights of `model`, with its optimizer."""
+    pytest.importorskip("megatron.core")
+    from tests.genuine.megatron import tokens
+    from tests.genuine.train_megatron import train_and_save
+
+    api.convert(model, "start", to="megatron", tp=2, transformer_impl="local")
+    args = api.open("start").args
+    assert args is not None
+    layout = Layout(tp=2)
+    train_and_save(args, run, tokens(), checkpoint=Path("start", "release"), layout=layout, iteration=2)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, run)
+    shutil.rmtree("start")
+
+
 @pytest.fixture
 def case(hf_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A working folder with the sources of a page, under the names that the page uses."""
@@ -40,10 +57,12 @@ def case(hf_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
     def prepare(page: str) -> None:
         model = Path(shutil.copytree(hf_model("qwen3", dtype="bfloat16"), "model"))
-        if page in ("from-megatron", "other-layout"):
+        if page == "from-megatron":
             api.convert(model, "run", to="megatron", tp=2)
-            if page == "from-megatron":
-                shutil.rmtree(model)
+            shutil.rmtree(model)
+        elif page == "other-layout":
+            trained(model, Path("run"))
+            shutil.rmtree(model)
         elif page == "fsdp-and-deepspeed":
             api.convert(model, "fsdp", to="dcp")
             api.convert(model, "zero", to="deepspeed")
@@ -69,3 +88,8 @@ def test_a_tutorial_can_be_followed(page: Path, case: Callable[[str], None]) -> 
         done = reshard(*words[1:])
         failed = 1 if words[1] == "doctor" else 0  # a log of a failure has one
         assert done.code == failed, (words, done.err)
+        if "--with-optimizer" in words:
+            assert reshard("inspect", words[3], "--json").json["optimizer"]
+    if page.stem == "other-layout":
+        kept = [words for words in commands(page) if words[1] == "convert"]
+        assert all("--with-optimizer" in words for words in kept)

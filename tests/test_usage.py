@@ -83,6 +83,45 @@ def test_everything_wrong_is_reported_at_once() -> None:
     assert told.count("error: ") == 5 and told.endswith("Try 'reshard convert --help'.\n")
 
 
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("convert a b --tp 2 --tp=4", "--tp 2, --tp 4"),
+        ("convert a b --to hf --frobnicate --to megatron", "--to hf, --to megatron"),
+        ("export a b --dtype float32 --dtype float16", "--dtype float32, --dtype float16"),
+        ("doctor a --lang en --lang zh", "--lang en, --lang zh"),
+        ("train sft --lora --full --model a", "--lora, --full"),
+        ("train sft --nan-steps 2 --nan_steps 3", "--nan-steps 2, --nan-steps 3"),
+        ("train sft --token-cache --no-token-cache", "--token-cache, --no-token-cache"),
+    ],
+)
+def test_an_option_with_two_values_is_refused(typed: str, found: str) -> None:
+    assert f"is set twice, to different values\n  found: {found}\n" in refused(*typed.split()).err
+
+
+def test_options_may_be_repeated_with_one_value_or_where_they_take_several() -> None:
+    words = [
+        "--model",
+        "a",
+        "--data",
+        "b",
+        "--data",
+        "c",
+        "--tp",
+        "2",
+        "--tp",
+        "2",
+        "--dry-run",
+        "--dry-run",
+        "-q",
+        "-q",
+    ]
+    command = cli.get_command(click.Context(cli), "train").commands["sft"]  # type: ignore[union-attr]
+    given = command.make_context("sft", words).params
+    assert given["data"] == ("b", "c") and given["tp"] == 2 and given["dry_run"] and given["quiet"]
+    assert "Usage:" in reshard("convert", "a", "b", "--tp", 2, "--tp", 4, "--help").out
+
+
 def test_missing_and_unexpected_arguments_are_named() -> None:
     assert re.findall(r"error: (.*)", refused("convert").err) == [
         "missing argument: SRC",
@@ -162,7 +201,7 @@ def test_several_paths_are_inspected(hf_model: Callable[..., Path], tmp_path: Pa
     model = hf_model("qwen3")
     result = reshard("inspect", model, tmp_path / "nothing", model)
     assert result.code == 2 and result.out.count("family     qwen3\n") == 2
-    assert result.err.count("there is nothing at this path") == 1
+    assert result.err.count("no such file or directory") == 1
     found = reshard("inspect", model, tmp_path / "nothing", "--json")
     assert found.code == 2 and [each["path"] for each in found.json] == [
         str(model),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +267,123 @@ def test_torch_is_asked_for_in_words(run: Path, without_torch: None) -> None:
     assert tensor.numpy().shape == tensor.shape
     with pytest.raises(reshard.ReshardError, match="torch, which is not installed"):
         tensor.torch()
+
+
+# ------------------------------------------------------------------------------------------- all at once
+
+
+def test_a_model_of_transformers_loads_the_state_dict(run: Path, hf_model: Callable[..., Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = hf_model("qwen3")
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(expected.config, dtype=torch.bfloat16)
+    with reshard.open(run) as weights:
+        tensors = weights.state_dict(device="cpu", dtype=torch.bfloat16)
+    model.load_state_dict(tensors, strict=True)
+    assert_same_tensors(model.state_dict(), expected.state_dict())
+    assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
+
+
+def test_a_state_dict_takes_dtypes_and_devices(run: Path, hf_model: Callable[..., Path]) -> None:
+    weights = reshard.open(run)
+    assert_same_tensors(weights.state_dict(), tensors_of(hf_model("qwen3")))
+    assert_same_tensors(weights.state_dict(dtype="float16"), read(run, dtype="float16"))
+    assert_same_tensors(reshard.open(run, dtype="bfloat16").state_dict(), read(run, dtype="bfloat16"))
+    assert {each.device.type for each in weights.state_dict(torch.device("meta")).values()} == {"meta"}
+    assert weights[UP].torch().device.type == "cpu" and weights[UP].torch("meta").is_meta
+    with pytest.raises(reshard.ReshardError, match="int7"):
+        weights.state_dict(dtype="int7")
+    for device in ("cuda:64", "nothing", 1.5):
+        with pytest.raises(reshard.ReshardError, match="torch cannot use this device"):
+            weights.state_dict(device=device)  # type: ignore[arg-type]
+        with pytest.raises(reshard.ReshardError, match="torch cannot use this device"):
+            weights[UP].torch(device=device)  # type: ignore[arg-type]
+
+
+PEAK = """
+import resource, sys, torch, reshard
+weights = reshard.open(sys.argv[1])
+names = [*weights]
+weights[min(names, key=lambda name: weights[name].nbytes)].torch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = weights.state_dict(dtype=torch.bfloat16)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, sum(each.nbytes for each in found.values()) // 1024)
+"""
+
+
+def test_a_state_dict_takes_little_more_memory_than_the_model(tmp_path: Path) -> None:
+    from tests.genuine.huggingface import make_model
+
+    make_model("llama", tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
+    done = subprocess.run([sys.executable, "-c", PEAK, tmp_path], capture_output=True, text=True, check=True)
+    used, needed = map(int, done.stdout.split())
+    assert used < 1.3 * needed + 64 * 1024, (used, needed)
+
+
+# ------------------------------------------------------------------------------------------- open and closed
+
+
+def test_a_closed_checkpoint_says_so(run: Path) -> None:
+    with reshard.open(run) as weights:
+        tensor = weights[UP]
+        kept = tensor.torch()
+    assert kept.shape == (96, 64) and "closed" in repr(weights)
+    reads: list[Callable[[], Any]] = [
+        *(tensor.numpy, tensor.torch, tensor[0].raw, weights.state_dict, weights.keys().__len__),
+        *(lambda: weights[UP], lambda: UP in weights, lambda: len(weights), weights.__enter__),
+    ]
+    for read in reads:
+        with pytest.raises(reshard.ReshardError) as closed:
+            read()
+        assert [problem.code for problem in closed.value.problems] == ["checkpoint-closed"]
+    weights.close()
+
+
+def test_repr_counts_what_len_counts(run: Path, tmp_path: Path, hf_model: Callable[..., Path]) -> None:
+    reshard.convert(hf_model("qwen3_moe"), tmp_path / "experts", to="megatron", pp=2, ep=2)
+    for path in (run, tmp_path / "experts"):
+        weights = reshard.open(path)
+        assert len(weights.tensors) != len(weights)
+        assert repr(weights) == f"<Weights megatron {str(path)!r}: {len(weights)} tensors>"
+    next((tmp_path / "experts").rglob("config.json")).write_text('{"model_type": "qwen3"}')
+    assert repr(reshard.open(tmp_path / "experts"))  # though its tensors fit no model
+
+
+def test_a_relative_path_is_that_of_the_folder_where_it_was_opened(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    weights = reshard.open("run")
+    told = repr(weights)
+    monkeypatch.chdir(tmp_path / "other")
+    assert torch.equal(weights[UP].torch(), reshard.open(run)[UP].torch())
+    assert repr(weights) == told and told.startswith("<Weights megatron 'run': ")
+    (tmp_path / "run" / "release" / "__0_0.distcp").unlink()
+    with pytest.raises(reshard.ReshardError) as gone:
+        weights[UP].numpy()
+    assert [problem.file for problem in gone.value.problems] == ["run/release/__0_0.distcp"]
+    monkeypatch.chdir(tmp_path / "run")
+    with pytest.raises(reshard.ReshardError) as missing:
+        reshard.open(".")["x"]
+    assert str(tmp_path) not in str(missing.value)
+    with pytest.raises(reshard.ReshardError) as missing:
+        reshard.open("../nothing")
+    assert [problem.file for problem in missing.value.problems] == ["../nothing"]
+
+
+def test_threads_may_share_a_checkpoint(run: Path) -> None:
+    names, weights = [*reshard.open(run)], reshard.open(run)
+    with ThreadPoolExecutor(8) as pool:
+        found = dict(zip(names, pool.map(lambda name: weights[name].torch(), names), strict=True))
+    assert_same_tensors(found, read(run))
+
+
+def test_threads_may_convert_at_the_same_time(run: Path, tmp_path: Path) -> None:
+    places = [tmp_path / str(number) for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        converted = [*pool.map(lambda place: reshard.convert(run, place, no_tokenizer=True), places)]
+        assert len(converted) == 4
+        assert all(pool.map(lambda place: reshard.verify(run, place), places))

@@ -43,12 +43,3 @@ def test_what_is_struck_and_fuzzed() -> None:
     assert outcomes == re.findall(r"(\d+) (?:completed|were killed|were refused)", security)
     assert sum(map(int, outcomes)) == 60 * len(ROADS)
     assert f"{len(TARGETS)} targets" in PAGE and f"{len(TARGETS)} targets" in security
-
-
-@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
-def test_the_readme_claims_what_the_page_says(name: str) -> None:
-    text = (REPOSITORY / name).read_text(encoding="utf-8")
-    claims = text[: text.index("docs/why-trust-it.md")].rpartition("\n## ")[2]
-    figures = re.findall(r"\d[\d,]*", claims)
-    assert len(figures) == 8
-    assert [each for each in figures if not re.search(rf"(?<![\d,]){each}(?![\d,])", PAGE)] == []

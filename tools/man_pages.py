@@ -22,17 +22,19 @@ FOLDER = Path(__file__).parents[1] / "docs/man"
 
 def pages() -> dict[str, str]:
     """The text of each page, by file name."""
-    return dict(_pages(click.Context(cli, info_name="reshard", **cli.context_settings)))
+    names = {ctx.command_path.replace(" ", "-"): ctx for ctx in contexts()}
+    return {f"{name}.1": "\n".join([*_page(ctx, name), ""]) for name, ctx in names.items()}
 
 
-def _pages(ctx: click.Context) -> Iterator[tuple[str, str]]:
-    name = ctx.command_path.replace(" ", "-")
-    yield f"{name}.1", "\n".join([*_page(ctx, name), ""])
+def contexts(ctx: click.Context | None = None) -> Iterator[click.Context]:
+    """A command's context and those of the commands below it, `reshard` itself by default."""
+    ctx = ctx or click.Context(cli, info_name="reshard", **cli.context_settings)
+    yield ctx
     if isinstance(ctx.command, click.Group):
-        for each in ctx.command.list_commands(ctx):
-            command = ctx.command.get_command(ctx, each)
+        for name in ctx.command.list_commands(ctx):
+            command = ctx.command.get_command(ctx, name)
             assert command is not None
-            yield from _pages(click.Context(command, info_name=each, parent=ctx))
+            yield from contexts(click.Context(command, info_name=name, parent=ctx))
 
 
 def _page(ctx: click.Context, name: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Convert LLM checkpoints between Hugging Face and every distributed-training format.
+"""Convert LLM checkpoints between Hugging Face, Megatron-Core, FSDP, DeepSpeed, InternEvo and PEFT.
 
 Each command is a function of the same name, and its flags are the arguments:
 
@@ -25,7 +25,7 @@ from reshard.version import __version__
 if TYPE_CHECKING:
     from reshard import guard as guard
     from reshard.algebra.layout import Layout, SavedLayout
-    from reshard.api import convert, inspect, open, support, verify
+    from reshard.api import convert, doctor, inspect, open, support, verify
     from reshard.conversion import Conversion
     from reshard.coverage import Proof
     from reshard.doctor import Finding, diagnose
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint import Checkpoint
     from reshard.formats.record import Integrity
     from reshard.inspection import Inspection
-    from reshard.train.calls import export, train
+    from reshard.train.calls import export, report, train
     from reshard.train.start import Outcome
     from reshard.transfer.plan import Plan
     from reshard.verification import Comparison
@@ -58,9 +58,11 @@ __all__ = [
     "__version__",
     "convert",
     "diagnose",
+    "doctor",
     "export",
     "inspect",
     "open",
+    "report",
     "support",
     "train",
     "verify",
@@ -68,7 +70,7 @@ __all__ = [
 
 _HOMES = {
     "reshard.algebra.layout": ("Layout", "SavedLayout"),
-    "reshard.api": ("convert", "inspect", "open", "support", "verify"),
+    "reshard.api": ("convert", "doctor", "inspect", "open", "support", "verify"),
     "reshard.conversion": ("Conversion",),
     "reshard.coverage": ("Proof",),
     "reshard.doctor": ("Finding", "diagnose"),
@@ -76,7 +78,7 @@ _HOMES = {
     "reshard.formats.checkpoint": ("Checkpoint",),
     "reshard.formats.record": ("Integrity",),
     "reshard.inspection": ("Inspection",),
-    "reshard.train.calls": ("export", "train"),
+    "reshard.train.calls": ("export", "report", "train"),
     "reshard.train.start": ("Outcome",),
     "reshard.transfer.plan": ("Plan",),
     "reshard.verification": ("Comparison",),
@@ -96,11 +98,11 @@ if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any nam
         return found
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted(["guard", *__all__])
 
 
 class _Package(ModuleType):
-    """This package. `reshard.train` stays the function when the subpackage of the same name is imported."""
+    """This package. `train` and `doctor` stay functions when the subpackages of these names are imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

@@ -135,8 +135,21 @@ class Arguments:
 
     def path(self, name: str, value: Any) -> None:
         """Check for a path or a URL."""
-        if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+        if not isinstance(text, str) or not text or "\0" in text:
             self._wrong(name, value, "a path, a URL or Org/Model")
+
+    def switches(self, **values: Any) -> None:
+        """Check for True or False: any text would be true."""
+        for name, value in values.items():
+            if not isinstance(value, bool):
+                self._wrong(name, value, "True or False")
+
+    def callbacks(self, **values: Any) -> None:
+        """Check for functions, or None."""
+        for name, value in values.items():
+            if not (value is None or callable(value)):
+                self._wrong(name, value, "a function")
 
     def size(self, flag: str, value: Any) -> int:
         """A size in bytes, or 0 if it is malformed."""

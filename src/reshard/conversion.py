@@ -11,8 +11,15 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Problem, ReshardError, size
-from reshard.formats.contents import RECORD, foreign_among, foreign_in
-from reshard.formats.record import digests_of, is_written, with_record, without_record, write_record
+from reshard.formats.contents import RECORD, foreign_among, foreign_in, stays
+from reshard.formats.record import (
+    check_record,
+    digests_of,
+    is_written,
+    with_record,
+    without_record,
+    write_record,
+)
 from reshard.planning import Options, plan_conversion
 from reshard.remote import Worker, absolute, identity_of
 from reshard.stores import StorePath
@@ -22,10 +29,10 @@ from reshard.transfer.beside import put_aside
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.destination import bucket_problems, space_problems, target_problems
 from reshard.transfer.execute import Report, execute
-from reshard.transfer.journal import Identity, Journal
+from reshard.transfer.journal import Journal
 from reshard.transfer.leftovers import recover, reusable
 from reshard.transfer.marker import marker_in
-from reshard.transfer.memory import Meter, Share, plainly, shared
+from reshard.transfer.memory import Meter, Share, shared
 from reshard.transfer.overflow import overflow_problem
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
@@ -36,22 +43,20 @@ from reshard.transfer.uploading import Uploads, room, staging_folder, uploading
 if TYPE_CHECKING:
     from reshard.hub.push import OnUpload, Push
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""A random id that Linux generates at each boot."""
-
 
 @dataclass(frozen=True, repr=False)
 class Conversion:
     """The result of `convert`: the plan, and the report of its execution (None after a dry run).
 
-    `share` is the memory of each thread, `warnings` are about the destination, and `uploaded` is the address of the
-    repository that the output was uploaded to.
+    `share` is the memory of each thread, and `warnings` are about the destination. `push` describes the repository that
+    the output is for (`url`, `new`, `private`), and `uploaded` is its address once the output is there.
     """
 
     plan: Plan
     share: Share
     report: Report | None = None
     warnings: list[Problem] = field(default_factory=list)
+    push: dict[str, Any] | None = None
     uploaded: str | None = None
 
     def __repr__(self) -> str:
@@ -72,11 +77,11 @@ class Conversion:
             "written": self.report.nbytes if self.report else 0,
             "resumed": self.report.resumed if self.report else 0,
             "nonfinite": self.report.nonfinite if self.report else [],
+            "push": self.push,
             "uploaded": self.uploaded,
         }
 
 
-@plainly()
 @dataclass(frozen=True)
 class How:
     """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
@@ -88,7 +93,7 @@ class How:
     continues from there. `inspect` shows `command` as the command that does so.
 
     If `sync` is false, nothing waits for the disk. After a crash of the machine, recent writes may be lost, even those
-    of a complete output, and an interrupted run can only be continued until the machine restarts.
+    of a complete output; if an interrupted run is continued, these are written again.
 
     With `push`, the output is then uploaded to the Hub. If the upload fails, the same call repeats only the upload.
     """
@@ -122,7 +127,7 @@ class How:
                 remedy="leave out one of them",
             )
         if self.on is not None:
-            executors.check(self.on)
+            executors.check(self.on, target)
         if isinstance(target, StorePath):
             Bucket(target)  # raises if nothing can be written there
             if self.push:
@@ -156,11 +161,15 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
     }
     plan = with_record(plan, facts)
     upload = how.push.begun(plan, identity.digest) if how.push else None
+    if upload:
+        plan = replace(plan, notes=[*plan.notes, upload.note])
     how.on_plan(plan)
     left = meter.left(plan.need)
     sent = left // 3 if isinstance(target, StorePath) else 0
     share = shared(how.workers, left - sent, plan.need, plan.sources.paths)
     if upload and is_written(target, plan, identity.digest):
+        if not how.dry_run:
+            _check_before_upload(target, share.threads)
         note = f"{target} is already complete, and is what this command writes: only the upload remains"
         how.on_resume(note, 0)
         result = Conversion(plan, share, None if how.dry_run else Report(plan.nbytes, plan.nbytes))
@@ -173,14 +182,14 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
             dry_run=how.dry_run,
         )
         result = Conversion(plan, share, warnings=warnings)
+    result = replace(result, push=upload.place if upload else None)
     if how.dry_run:
         return result
     if upload:
         upload.create()
     if result.report is None:
-        same = identity if how.sync else _until_restart(identity)
         kept = {"command": how.command, "folder": _here(), "bytes": plan.nbytes}
-        journal = Journal(same if how.resume else None, kept, durable=how.sync)
+        journal = Journal(identity if how.resume else None, kept, sources=plan.sources, durable=how.sync)
         work = _Work(plan, target, share, sent // share.threads, journal, facts, how)
         result = replace(result, report=work.done_by(source, options))
     if upload:
@@ -234,6 +243,7 @@ class _Work:
                 checksum=how.checksum,
                 on_bytes=_unheard if uploads else how.on_bytes,
                 on_file=uploads.take if uploads else _not_moved,
+                on_lost=self._tell_lost,
                 journal=journal,
             )
             if problems := _unusable(report, strict=how.strict):
@@ -250,13 +260,23 @@ class _Work:
                 raise ReshardError(problems)  # hours may have passed
         return report
 
+    def _tell_lost(self, nbytes: int) -> None:
+        note = f"{size(nbytes)} of them changed on the disk since they were written, and are written again"
+        done = self.journal.progress
+        self.how.on_resume(note, done.uploaded if isinstance(self.target, StorePath) else done.nbytes)
+
     @contextmanager
     def _stage(self, sizes: Mapping[str, int]) -> Iterator[tuple[Path, Uploads | None]]:
         """The folder in which the output is assembled, and the uploader if the destination is in a store."""
         how, target = self.how, self.target
         if not isinstance(target, StorePath):
             with staged(
-                target, sizes, overwrite=how.overwrite, journal=self.journal, on_resume=how.on_resume
+                target,
+                sizes,
+                overwrite=how.overwrite,
+                journal=self.journal,
+                on_resume=how.on_resume,
+                keeps=lambda: _keeps(target),
             ) as folder:
                 yield folder, None
             return
@@ -265,8 +285,8 @@ class _Work:
             bucket,
             sizes,
             last=_last(self.plan),
-            old=list(bucket.listing()) if how.overwrite else [],
-            threads=self.share.threads,
+            old=[name for name in bucket.listing() if not stays(name)] if how.overwrite else [],
+            keeps=stays,
             memory=self.part,
             journal=self.journal,
             on_bytes=how.on_bytes,
@@ -309,24 +329,28 @@ def _read_back(plan: Plan, folder: Path, digests: Mapping[str, str], workers: in
         )
 
 
+def _check_before_upload(folder: Path, workers: int) -> None:
+    """Raise ReshardError naming each file of an output that has changed since it was written."""
+    if faults := check_record(folder, workers).faults:
+        raise ReshardError(
+            Problem(
+                "upload-changed-before",
+                "a file has changed since it was written, and is not uploaded",
+                file=str(folder / fault.file),
+                rule="an output that is already complete is compared with its reshard.json before it is uploaded",
+                found=fault.message,
+                remedy="convert again, with --overwrite",
+            )
+            for fault in faults
+        )
+
+
 def _here() -> str:
     """The current directory; empty if it was removed."""
     try:
         return str(Path.cwd())
     except OSError:
         return ""
-
-
-def _until_restart(identity: Identity) -> Identity | None:
-    """`identity` until the next restart of the machine, which may lose what was not synced.
-
-    None if no boot id exists.
-    """
-    try:
-        boot = BOOT.read_text().strip()
-    except OSError:
-        return None
-    return identity._replace(options=f"{identity.options} {boot}")
 
 
 def check_destination(
@@ -357,7 +381,9 @@ def _check_bucket(
     bucket = Bucket(target)
     left = marker_in(bucket)
     names = sorted(bucket.listing().keys() - (left.names if left else set()))
-    foreign = foreign_among(names, target) if overwrite and names else None
+    foreign = (
+        [name for name in foreign_among(names, target) if not stays(name)] if overwrite and names else None
+    )
     problems = bucket_problems(plan.sources.paths, bucket.url, names, foreign=foreign)
     sizes = {file.path: file.size for file in plan.files}
     needed = room(sizes, _last(plan), len(sizes) if threads is None else threads)
@@ -370,8 +396,18 @@ def _check_bucket(
 
 
 def _in_the_way(plan: Plan, target: Path, overwrite: bool) -> list[Problem]:
-    foreign = foreign_in(target) if overwrite and target.is_dir() else None
+    foreign = _foreign_in(target) if overwrite and target.is_dir() else None
     return target_problems(plan.sources.paths, target, foreign=foreign)
+
+
+def _foreign_in(target: Path) -> list[str]:
+    """Files at a destination that `--overwrite` neither replaces nor keeps."""
+    return [name for name in foreign_in(target) if not stays(name)]
+
+
+def _keeps(target: Path) -> list[str]:
+    """Files at a destination that `--overwrite` keeps, unless the output has files of these names."""
+    return [name for name in foreign_in(target) if stays(name)] if target.is_dir() else []
 
 
 def _kept(target: Path) -> list[Problem]:

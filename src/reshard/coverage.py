@@ -6,9 +6,11 @@ finds. Both counts must balance. Only headers and metadata are read.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +27,11 @@ from reshard.errors import Problem, ReshardError, listed
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contents import FILES, RECORD
-from reshard.formats.record import options_of, read_record, unless_modified, without_record
-from reshard.formats.target import MASTERS
+from reshard.formats.record import options_of, read_unmodified, without_record
+from reshard.formats.target import MASTERS, Options
 from reshard.model.dequantization import UNUSED
 from reshard.model.vocabulary import PADDING
+from reshard.plain import json_of, to_json
 from reshard.planning import plan_conversion
 from reshard.planning.adapters import BASE_WEIGHTS, OTHER_ADAPTERS, SHARED
 from reshard.planning.merge import REPLACED as REPLACED_BY_ADAPTER
@@ -130,17 +133,14 @@ def prove_output(
     """
     if (source / RECORD).is_file() and output.exists() and not (output / RECORD).is_file():
         raise ReshardError([_swapped(source, output)])
-    with unless_modified(output):
-        return _proof_of(source, output, base, on_step)
-
-
-def _proof_of(source: Path, output: Path, base: Path | None, on_step: OnStep) -> Proof:
-    record = read_record(output)
+    record = read_unmodified(output)
     options = options_of(record, output)
     options = replace(options, base=base) if base else options
     try:
         plan = without_record(plan_conversion(source, options, on_step))
     except ReshardError as error:
+        if other := [*_of_another_format(source, output, options, record)]:
+            raise ReshardError(other) from error
         raise ReshardError([_not_planned(source, output), *error.problems]) from error
     if problems := [*_other_sources(plan, record), *_other_files(plan, record, output)]:
         raise ReshardError(problems)
@@ -150,9 +150,19 @@ def _proof_of(source: Path, output: Path, base: Path | None, on_step: OnStep) ->
         plan, checkpoint, lambda done, count: on_step(f"counting elements: {done:,} of {count:,} views")
     )
     proof.recorded = (
-        record.get("plan") == identity_of(plan, options, checksum=bool(record["checksums"])).digest
+        record.get("plan") == identity_of(plan, options, checksum=bool(record.get("checksums"))).digest
     )
+    proof.faults += _other_facts(plan, record, is_same=proof.recorded)
     return proof
+
+
+def _other_facts(plan: Plan, record: Mapping[str, Any], *, is_same: bool) -> Iterator[Fault]:
+    """A fault for each fact that the plan contradicts. Other plans may tell facts otherwise, except for `dropped`."""
+    facts = json_of(to_json(plan.facts))
+    for name in sorted(facts.keys() - {FILES}) if is_same else ("dropped",):
+        if record.get(name) != facts[name]:
+            told = f"it says {json.dumps(record.get(name))}, and the plan {json.dumps(facts[name])}"
+            yield Fault(f"{RECORD}: {name}", told)
 
 
 def _swapped(source: Path, output: Path) -> Problem:
@@ -175,6 +185,26 @@ def _not_planned(source: Path, output: Path) -> Problem:
         rule=f"{output / RECORD} has the options of the conversion",
         remedy="pass the source that it was made from, and its base folder (--base) if that was moved: see below",
     )
+
+
+def _of_another_format(
+    source: Path, output: Path, options: Options, record: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """A problem if the source is a checkpoint of another format than the recorded one."""
+    with noted(), suppress(ReshardError):
+        found, told = open_checkpoint(source, options.iteration, options.strip).format, record["source"]
+        if found != told["format"]:
+            yield Problem(
+                "proof-made-from-another",
+                "the output was made from another checkpoint",
+                file=str(source),
+                rule=f"{output / RECORD} names the source by its files and their sizes",
+                expected=f"a {told['format']} checkpoint with {listed(sorted(told['files']), 3)}",
+                found=f"a {found} checkpoint",
+                remedy=f"pass the source of this conversion: {record['command']}"
+                if record.get("command")
+                else "pass the source that the output was made from",
+            )
 
 
 def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, overload
 
-from reshard.shown import shown
+from reshard.shown import shown, without_secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,12 @@ class Problem:
     severity: str = "error"
     values: Mapping[str, object] = field(default_factory=dict, hash=False)
 
+    def __post_init__(self) -> None:
+        """Leave out secrets in URLs, wherever the texts come from and whoever prints or records them."""
+        for name in ("message", "tensor", "file", "rule", "expected", "found", "remedy"):
+            if type(text := getattr(self, name)) is str:  # texts in two languages are printed through `shown`
+                object.__setattr__(self, name, without_secrets(text))
+
     def __str__(self) -> str:
         """The message, and one line for each field that is set."""
         fields = ("tensor", "file", "rule", "expected", "found", "remedy")
@@ -88,6 +94,17 @@ class ReshardError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the problems and the cause, for errors from another process."""
         return type(self), (self.problems,), {"__cause__": self.__cause__}
+
+
+def given_twice(name: str, typed: Iterable[str], file: str | None = None) -> Problem:
+    """The problem of an option or key that is set to different values; `typed` is each of them as it was written."""
+    return Problem(
+        "option-given-twice",
+        f"{name} is set twice, to different values",
+        file=file,
+        found=", ".join(typed),
+        remedy="leave out one of them",
+    )
 
 
 @contextmanager

@@ -155,7 +155,8 @@ def inspect_checkpoint(
     notes += [*unfit, *differing]
     absent: list[Problem] = []
     try:
-        absent = _companion_problems(checkpoint, has_config or checkpoint.config is not None)
+        derived = checkpoint.config is not None or (model is not None and base is None)
+        absent = _companion_problems(checkpoint, has_config or derived)
         problems += absent
     except ReshardError as error:
         problems = list(dict.fromkeys([*problems, *error.problems]))
@@ -247,7 +248,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
                 "config.json not found next to the weights",
                 file=str(checkpoint.root),
                 severity="warning",
-                remedy="pass the Hugging Face folder that training started from: --base DIR",
+                remedy="name the Hugging Face folder that training started from: reshard convert SRC DST --base DIR",
             )
         )
     if not there.has_tokenizer:
@@ -257,7 +258,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
                 "tokenizer not found next to the weights",
                 file=str(checkpoint.root),
                 severity="warning",
-                remedy="pass the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
+                remedy="name the Hugging Face folder that training started from: reshard convert SRC DST --base DIR",
             )
         )
     return problems

@@ -23,8 +23,9 @@ MODULES = {"megatron": "megatron-core", "yaml": "pyyaml"}
 def install_command(*packages: str) -> str:
     """The shell command that installs packages.
 
-    It names the smallest extra of reshard that has them all, and where reshard was installed from (PEP 610), so
-    it never asks an index for a reshard that is not there. Packages are named directly if no extra has them.
+    It names the smallest extra of reshard that has them all, and where reshard was installed from (PEP 610). If that
+    is not recorded or gone, it names what the extra requires, because no index may have reshard. Packages that no extra
+    has are named directly.
     """
     names = {_normal(name) for name in packages}
     reshard = _installed("reshard")
@@ -35,7 +36,10 @@ def install_command(*packages: str) -> str:
     if not having:
         return _line(*packages)
     extra = min(having, key=lambda extra: (len(extras[extra]), extra))
-    return _line(*(_origin(reshard, extra) or extras[extra].values()))
+    required = extras[extra]
+    return _line(
+        *(_origin(reshard, extra) or (required.values() if extra else map(required.__getitem__, names)))
+    )
 
 
 def remedy(error: ImportError) -> str:
@@ -83,11 +87,11 @@ def _extras(reshard: Distribution) -> dict[str, dict[str, str]]:
 
 
 def _origin(reshard: Distribution, extra: str) -> list[str]:
-    """reshard with an extra, as arguments of pip for where it was installed from; empty if that is gone."""
+    """reshard with an extra, as arguments of pip for where it was installed from; empty if that is unknown or gone."""
     told = json.loads(reshard.read_text("direct_url.json") or "{}")
-    name = f"reshard[{extra}]" if extra else "reshard"
     if not told:
-        return [name]  # from an index: pip keeps the installed release
+        return []
+    name = f"reshard[{extra}]" if extra else "reshard"
     url = told["url"]
     part = f"#subdirectory={told['subdirectory']}" if "subdirectory" in told else ""
     if vcs := told.get("vcs_info"):

@@ -29,6 +29,11 @@ class Bar:
         self._bar.display()
         self.advance(0)
 
+    def begin_at(self, done: int) -> None:
+        """Show that `done` bytes were finished before."""
+        self._done = done
+        self.advance(0)
+
     def advance(self, count: int) -> None:
         """Add `count` finished bytes."""
         with self._lock:

@@ -1,7 +1,7 @@
 """Foreign text for display: names in files, values of configs, paths, lines of logs.
 
 A terminal takes some characters as commands, and a newline makes one value look like two lines of ours. They are shown
-as escapes (`\\x1b`, `\\n`), all other text unchanged, in any script.
+as escapes (`\\x1b`, `\\n`). Passwords and signatures in URLs are left out. All other text is unchanged, in any script.
 """
 
 from __future__ import annotations
@@ -18,8 +18,53 @@ _HIDDEN = re.compile(
 )
 
 
+_USER = re.compile(
+    r"""([a-z][a-z0-9+.-]{0,19})?(:/+|//+)              # the scheme, maybe misspelled, or a path made of it
+    (?:([^\s/"<>]*@)                                   # a user, up to the last @ before a slash
+    |([^\s/@"<>:]{0,100}:[^\s@"<>]{0,200}@))           # or one with a password that contains slashes
+    |(?<=/)[^\s/@"<>:]*:[^\s/"<>]*@(?!sha256:)         # user:password@ in a path""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_QUERY = re.compile(r"""(?<![(\s])\?[\w.%[\]-]+=[^\s"'<>)]*|(?<=://)([^\s?"<>]{1,300})\?[^\s"'<>)]*""")
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "oss")
+_WITH_AT = ("az", "abfs", "abfss", "hf")
+"""Schemes of object stores, whose names contain no colon, and schemes with an @ in names."""
+
+
+def without_secrets(text: str) -> str:
+    """A text that may quote URLs, however misspelled, without their users, passwords and queries."""
+    if "@" in text and "/" in text:
+        text = _USER.sub(_without_user, text)
+    if "?" in text:
+        text = _QUERY.sub(_without_query, text)
+    return text
+
+
+def _without_user(match: re.Match[str]) -> str:
+    scheme, slashes, user, longer = match.groups()
+    before = (scheme or "") + (slashes or "")
+    kind = (scheme or "").lower()
+    if user is not None:
+        may_be_name = ":" not in slashes or kind in _WITH_AT  # /data//model@v2, hf://Org/Model@main
+        return match[0] if may_be_name and ":" not in user else before
+    if longer is None or kind in _BUCKETS or not re.match(r"[^:]*:\d{1,5}/", longer):
+        return before
+    host, slash, path = longer.partition("/")  # a port
+    return before + host + slash + without_secrets(path)
+
+
+def _without_query(match: re.Match[str]) -> str:
+    """Names in buckets may contain a question mark, but hardly one that is followed by NAME=VALUE."""
+    if match[1] is None:
+        return ""
+    scheme = re.search(r"[a-z][a-z0-9+.-]*$", match.string[: match.start() - 3][-20:], re.IGNORECASE)
+    is_name = scheme and scheme[0].lower() in (*_BUCKETS, *_WITH_AT)
+    return match[0] if is_name and "=" not in match[0] else match[1]
+
+
 def shown(text: str) -> str:
-    """A text as one line without control characters."""
+    """A text as one line without control characters, and without secrets in URLs."""
+    text = without_secrets(text)
     return text if text.isprintable() else _HIDDEN.sub(_escaped, text)
 
 
@@ -29,7 +74,7 @@ def typeable(path: str) -> str:
 
 
 def shown_lines(text: str) -> str:
-    """A text of several lines, which remain separate."""
+    """The same for a text of several lines, which remain separate."""
     return "\n".join(shown(line.expandtabs(4)) for line in text.split("\n"))
 
 

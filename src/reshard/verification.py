@@ -48,14 +48,18 @@ EQUAL = "equal"
 SHOWN = 40
 """Differences to show; `as_dict` has all of them."""
 
+COLUMNS = ("tensor", "what differs", "A and B")
+"""Titles of a table of differences."""
+
 EXPLAINED = (ROUNDED, ROUNDED_SUM)
 
 
 class Row(NamedTuple):
-    """One tensor that differs. `largest` is the largest difference between two elements.
+    """One tensor that differs. `a` and `b` are its dtype and shape on both sides, empty where it is missing.
 
-    If only the dtypes differ, `values` tells how far the values are equal, for example "equal after rounding to
-    bfloat16".
+    If the values were compared, `differ` of its `elements` are not equal; `largest` is the largest difference between
+    two of them. If only the dtypes differ, `values` tells how far the values are equal, for example "equal after
+    rounding to bfloat16".
     """
 
     tensor: str
@@ -64,11 +68,24 @@ class Row(NamedTuple):
     b: str
     largest: float | None = None
     values: str | None = None
+    differ: int | None = None
+    elements: int | None = None
 
     @property
     def what(self) -> str:
         """What differs, in words."""
         return f"{self.kind}; the values are {self.values}" if self.values else self.kind
+
+    @property
+    def how(self) -> str:
+        """How both sides differ, in words: how many elements by how much, or dtypes and shapes."""
+        there = [text for text in (self.a, self.b) if text]
+        parts = [" and ".join(there)] if self.differ is None or self.a != self.b else []
+        if self.differ is not None:
+            parts.append(f"{self.differ:,} of {self.elements:,} elements")
+        if self.largest is not None:
+            parts.append(f"largest difference {self.largest:.3g}")
+        return ", ".join(parts)
 
 
 class Change(NamedTuple):
@@ -125,13 +142,9 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """The verdict and the first differences, for a notebook."""
-        rows = [
-            (row.tensor, row.what, row.a, row.b, "" if row.largest is None else f"{row.largest:.3g}")
-            for row in self.rows[:SHOWN]
-        ]
-        more = [("…", f"and {len(self.rows) - SHOWN} more")] if len(self.rows) > SHOWN else []
-        head = ("tensor", "what differs", "A", "B", "largest difference")
-        table = html_table([*rows, *more], head) if rows else ""
+        rows = [(row.tensor, row.what, row.how) for row in self.rows[:SHOWN]]
+        more = [("…", f"and {len(self.rows) - SHOWN} more", "")] if len(self.rows) > SHOWN else []
+        table = html_table([*rows, *more], COLUMNS) if rows else ""
         return f"<p><b>{html.escape(self.verdict)}</b></p>{table}"
 
     @property
@@ -288,14 +301,17 @@ def compare_weights(
 
     Raises ReshardError if a file is damaged, or changes meanwhile.
     """
-    with (first.sources | second.sources).unchanged():
-        return _compared(first, second, share, on_total, on_bytes, [] if measured else None)
+    sources, ledger = first.sources | second.sources, Ledger(every=True, most=share.ranges)
+    sources.ledger = ledger
+    with sources.unchanged():
+        return _compared(first, second, share, ledger, on_total, on_bytes, [] if measured else None)
 
 
 def _compared(
     first: Side,
     second: Side,
     share: Share,
+    ledger: Ledger,
     on_total: Callable[[int], None],
     on_bytes: Callable[[int], None],
     changes: list[Change] | None,
@@ -319,7 +335,6 @@ def _compared(
             same.append(name)
     nbytes = sum(ours[name].nbytes for name in same)
     on_total(nbytes)
-    ledger = Ledger(most=share.ranges)
     waiting = deque(same)
 
     def work(index: int, stopped: Event) -> list[Row]:
@@ -408,8 +423,9 @@ def _same_dtype(
     found = comparer.difference(a, b, measure=measure)
     if not found:
         return None, 0
-    values = f"{found.elements} of {a.view.numel} elements"
-    return Row(name, _kind(comparer, first, second, name), values, values, found.largest), found.elements
+    left, right = (_words(side.tensors.tensors[name]) for side in (first, second))
+    kind, counted = _kind(comparer, first, second, name), (found.elements, a.view.numel)
+    return Row(name, kind, left, right, found.largest, None, *counted), found.elements
 
 
 def _other_dtype(
@@ -420,12 +436,11 @@ def _other_dtype(
     found = comparer.gap(a, b, measure=measure)
     left, right = (_words(side.tensors.tensors[name]) for side in (first, second))
     if not found:
-        return Row(name, "dtype", left, right, values=EQUAL), 0
+        return Row(name, "dtype", left, right, None, EQUAL, 0, a.view.numel), 0
+    row = Row(name, "dtype", left, right, found.largest, None, found.elements, a.view.numel)
     if found.rounded_to:
-        values = f"{EQUAL} after rounding to {found.rounded_to}"
-        return Row(name, "dtype", left, right, found.largest, values), found.elements
-    left, right = (f"{tensor.dtype}, {found.elements} of {a.view.numel} elements" for tensor in (a, b))
-    return Row(name, "dtype and values", left, right, found.largest), found.elements
+        return row._replace(values=f"{EQUAL} after rounding to {found.rounded_to}"), found.elements
+    return row._replace(kind="dtype and values"), found.elements
 
 
 def _kind(comparer: Comparer, first: Side, second: Side, name: str) -> str:

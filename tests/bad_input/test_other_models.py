@@ -246,7 +246,7 @@ def test_a_family_that_is_not_supported(copy: Copy) -> None:
         src, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": np.zeros(8, np.float32)})
     )
     problem, misfit = refused(*convert(src, *MEGATRON))
-    assert '"my_sinks" is not supported' in problem["message"] and "qwen3_moe" in problem["expected"]
+    assert '"my_sinks" is not supported' in problem["message"] and "reshard support" in problem["expected"]
     assert "--family" in problem["remedy"]
     assert misfit["tensor"] == "model.layers.0.self_attn.sinks" and "qwen3" in misfit["message"]
 
@@ -302,4 +302,4 @@ def test_a_family_that_is_forced_and_does_not_fit(copy: Copy) -> None:
 
 def test_a_family_that_is_not_there(copy: Copy) -> None:
     problem = refusal(*convert(copy("qwen3"), *MEGATRON, "--family", "qwen9"))
-    assert problem["found"] == "qwen9" and "qwen3" in problem["expected"]
+    assert problem["found"] == "--family qwen9" and "reshard support" in problem["expected"]

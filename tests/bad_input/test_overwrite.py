@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import reshard as api
 from tests.bad_input.damage import MEGATRON, Copy, convert, converted, find, refusal
-from tests.commandline import listing
+from tests.commandline import listing, reshard
+
+KEPT = (
+    *("README.md", "optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"),
+    *("trainer_state.json", "training_args.bin"),
+)
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -66,20 +74,79 @@ def test_overwrite_replaces_what_reshard_wrote(
 
 
 def test_overwrite_replaces_a_checkpoint_of_elsewhere(copy: Copy, tmp_path: Path) -> None:
-    """With the files that the Hub and Trainer put next to the weights, and nothing else."""
+    """But no file next to it, such as those of a trainer, which are kept or refused."""
     src, dst = copy("qwen3"), tmp_path / "dst"
     shutil.copytree(src, dst)
-    beside = ("README.md", "optimizer.pt", "rng_state_0.pth", "trainer_state.json", ".cache/huggingface/x")
+    beside = (*KEPT, ".cache/huggingface/x")
     for name in beside:
         (dst / name).parent.mkdir(parents=True, exist_ok=True)
-        (dst / name).touch()
+        (dst / name).write_text(name)
     for name in ("train.py", "other.safetensors", "checkpoint-7/model.safetensors", ".cache/pip"):
         (dst / name).parent.mkdir(exist_ok=True)
         (dst / name).touch()
         assert refusal(*convert(src, *MEGATRON, "--overwrite"))["found"].rstrip("/") in name
         shutil.rmtree(dst / "checkpoint-7", ignore_errors=True)
         (dst / name).unlink(missing_ok=True)
-    converted(src, dst, *MEGATRON, "--overwrite")
+    for flags in (MEGATRON, MEGATRON, ("--to", "huggingface")):
+        converted(src, dst, *flags, "--overwrite")
+        assert {name: (dst / name).read_text() for name in KEPT} == {name: name for name in KEPT}
+        assert reshard("verify", dst).code == 0 and reshard("verify", src, dst).code == 0
+        assert {path.name for path in tmp_path.iterdir()} == {"src", "dst"}
+
+
+def test_overwrite_keeps_files_where_links_are_impossible(
+    copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, dst = copy("qwen3"), tmp_path / "dst"
+    shutil.copytree(src, dst)
+    (dst / "optimizer.pt").write_text("years of work")
+
+    def refuse(*paths: object, **options: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refuse)
+    converted(src, dst, "--to", "huggingface", "--overwrite")
+    assert (dst / "optimizer.pt").read_text() == "years of work"
+
+
+def test_overwrite_keeps_files_after_a_kill(copy: Copy, tmp_path: Path) -> None:
+    """At any rename: of the old folder, of the new one, and of the old one again."""
+    src, dst = copy("qwen3"), tmp_path / "dst"
+    for at in range(4):
+        shutil.copytree(src, dst)
+        for name in KEPT:
+            (dst / name).write_text(name)
+
+        def convert() -> None:
+            api.convert(src, dst, to="megatron", overwrite=True)
+
+        status = dying(convert, "rename", at)
+        assert status == (9 if at < 3 else 0)
+        convert()
+        assert {name: (dst / name).read_text() for name in KEPT} == {name: name for name in KEPT}
+        assert reshard("verify", src, dst).code == 0
+        assert {path.name for path in tmp_path.iterdir()} == {"src", "dst"}, at
+        shutil.rmtree(dst)
+
+
+def dying(act: Callable[[], object], name: str, at: int) -> int:
+    """Run something in a process that is killed before a call of a function of `os`; returns its exit status."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    calls, call = iter(range(100)), getattr(os, name)
+
+    def counting(*args: Any, **options: Any) -> Any:
+        if next(calls) == at:
+            os._exit(9)
+        return call(*args, **options)
+
+    setattr(os, name, counting)
+    try:
+        act()
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-import reshard.doctor
+from reshard.doctor import logs
 from reshard.doctor.logs import UNKNOWN, diagnose_text
 from reshard.doctor.rules import rules
 from tests.doctor.test_classes import LOAD, SITE, first, raised
 
+SOURCE = Path(str(logs.__file__)).parent
 PARTS = {
     "ValueError: Cannot find any of ['frobs'] in the model's quantization config": "--dtype bfloat16",
     "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\nRuntimeError: frob": "TORCHDYNAMO_DISABLE=1",
@@ -139,7 +140,7 @@ def test_messages_that_state_their_cure_have_no_entries_beside() -> None:
 
 
 def test_whatever_may_be_sure_says_where_its_facts_are_from() -> None:
-    source = "\n".join(path.read_text() for path in Path(reshard.doctor.__file__).parent.rglob("*.py"))
+    source = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
     never = set(re.findall(r'told\(\s*(?:f?"([a-z-]+)[^)]{0,400}certainty="(?:likely|possible)")', source))
     unsourced = [name for name, rule in rules().items() if not rule["sources"] and name not in never]
     assert [name for name in unsourced if name.startswith(SURE)] == []
@@ -150,7 +151,7 @@ SURE = ("env-", "script-", "config-", "checkpoint-", "launch-", "sharded-", "grp
 
 
 def test_parts_are_told_in_both_languages() -> None:
-    parts = yaml.safe_load((Path(reshard.doctor.__file__).parent / "parts.yaml").read_text(encoding="utf-8"))
+    parts = yaml.safe_load((SOURCE / "parts.yaml").read_text(encoding="utf-8"))
     for part in parts:
         assert re.compile(part["said"]) and re.compile(part["frames"])
         for key in ("what", "way"):

@@ -203,7 +203,7 @@ def test_an_older_environment_is_told_by_its_own_interpreter() -> None:
         ("train.log", b"", "this file is empty"),
         ("run.yaml", b"a: [1\nb: 2\n", "the config cannot be read as YAML"),
         ("train.py", b"def f(:\n", "the script cannot be read as Python"),
-        ("missing.log", None, "there is nothing at this path"),
+        ("missing.log", None, "no such file or directory"),
     ],
 )
 def test_a_target_that_cannot_be_read_is_one_clear_error(

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-import reshard.doctor
 from reshard.doctor.entries import catalogue
 from reshard.doctor.meanings import beside, messages
 from reshard.doctor.reading import LONGEST_LINE
@@ -30,6 +29,7 @@ if sys.version_info >= (3, 11):
 else:
     import sre_parse as parser
 
+PACKAGE = import_module("reshard.doctor")  # `reshard.doctor` is the function
 METHODS = [
     f"re.{name}"
     for name in ("compile", "search", "match", "fullmatch", "finditer", "findall", "sub", "split")
@@ -115,7 +115,7 @@ def line(begin: str, unit: str, length: int) -> str:
 
 def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
     """All expressions of the engine and the catalogue by name, and the method that each is used with."""
-    for info in pkgutil.walk_packages(reshard.doctor.__path__, "reshard.doctor."):
+    for info in pkgutil.walk_packages(PACKAGE.__path__, "reshard.doctor."):
         module = import_module(info.name)
         for name, value in vars(module).items():
             for path, pattern in patterns_in(f"{info.name}.{name}", value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from reshard.doctor.diagnosis import diagnose
 from reshard.doctor.logs import diagnose_text
 from reshard.doctor.prefixes import cleaned
 from reshard.doctor.thinning import ROOM, WHOLE, thinned
+from reshard.errors import ReshardError
+from tests.doctor.test_expressions import GENERAL
 
 HEAD = Path(__file__).parent / "head"
 CLEAN = Path(__file__).parent / "clean"
@@ -226,3 +230,64 @@ def test_two_hundred_megabytes_take_less_than_a_minute_and_a_gigabyte(tmp_path: 
     assert "device-map-distributed, sure" in out
     assert seconds < 60 and memory < 1 << 30, (seconds, memory)
     print(f"{path.stat().st_size / 1e6:.0f} MB in {seconds:.0f} s and {memory / 2**20:.0f} MiB")
+
+
+UNITS = [
+    *GENERAL,
+    "\u00a0",
+    "\u3000",
+    "\u200b",
+    ", ",
+    "- ",
+    "a:\n",
+    "\\\n",
+    "ValueError: a\n",
+    "import a\n",
+    "[rank0]: a\n",
+]
+"""What texts repeat: single characters, pieces of logs and code, very many short lines."""
+MEASURED = 0.2
+"""Seconds below which a text is quick, however its duration grows."""
+
+
+def duration(path: Path, text: str) -> float:
+    """Seconds of processor time of a diagnosis.
+
+    Without the garbage collector, which would visit everything that other tests have left in this process.
+    """
+    path.write_text(json.dumps(notebook(text)) if path.suffix == ".ipynb" else text)
+    gc.disable()
+    begin = time.process_time()
+    with suppress(ReshardError):  # neither a config nor a notebook
+        diagnose(path)
+    took = time.process_time() - begin
+    gc.enable()
+    return took
+
+
+def notebook(text: str) -> dict[str, object]:
+    """A notebook with one cell, whose source and output are the text."""
+    output = {"output_type": "stream", "name": "stderr", "text": text}
+    cell = {"cell_type": "code", "metadata": {}, "execution_count": 1, "source": text, "outputs": [output]}
+    return {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+
+
+@pytest.mark.parametrize(
+    "kind", ["run.log", "train.py", "config.yaml", "config.json", "launch.sh", "train.ipynb"]
+)
+def test_twice_the_input_costs_twice_the_time(kind: str, tmp_path: Path) -> None:
+    path, slow = tmp_path / kind, []
+    duration(path, "a b c")  # loads what the doctor knows
+    for unit in UNITS:
+        once = twice = float("inf")
+        for _ in range(8):  # other work on the machine disturbs durations: the least of each counts
+            twice = min(twice, duration(path, unit * (60_000 // len(unit))))
+            if twice < MEASURED:
+                break
+            once = min(once, duration(path, unit * (30_000 // len(unit))))
+            if twice <= 2.2 * once:
+                break
+        else:
+            slow.append(f"{unit!r}: {once:.2f} s, then {twice:.2f} s")
+    assert not slow
+    assert min(duration(path, " " * 60_000) for _ in range(3)) < 0.5

@@ -12,12 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 
 from reshard.formats import foreign
 from tests.commandline import reshard
 
 DATA = Path(__file__).parents[1] / "data/foreign"
+RANKS = {
+    "vllm": "model-rank-{}-part-0.safetensors",
+    "deepseek": "model{}-mp2.safetensors",
+    "tensorrt": "rank{}.safetensors",
+    "mistral": "consolidated.safetensors",
+}
+"""The names that tools give to the files of ranks, and Mistral to its only one."""
 STATE = {"model.norm.weight": torch.ones(4), "model.embed_tokens.weight": torch.ones(8, 4)}
 
 
@@ -37,8 +45,26 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linear = torch.nn.Linear(4, 2)
     torch.save(STATE, folder / "plain.pt")
     torch.save({"model": STATE, "step": 3}, folder / "nested.pt")
+    (folder / "folder-of-plain").mkdir()
+    torch.save(STATE, folder / "folder-of-plain" / "plain.pt")
     torch.save({"tok_embeddings.weight": torch.ones(8, 4)}, folder / "consolidated.00.pth")
     torch.save(STATE, folder / "old.pth", _use_new_zipfile_serialization=False)
+    torch.save({"transformer.h.0.mlp.fc_1.weight": torch.ones(8, 4)}, folder / "lit_model.pth")
+    torch.save(
+        {"model.decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(8)}, folder / "nemo.ckpt"
+    )
+    for name, ranks in {"vllm": 2, "deepseek": 2, "tensorrt": 2, "mistral": 1}.items():
+        (folder / name).mkdir()
+        for rank in range(ranks):
+            save_file(STATE, folder / name / RANKS[name].format(rank))
+    blocks = {
+        "model": {"blocks.0.attention.w_q.weight": torch.ones(4, 4), "embeddings.weight": torch.ones(8, 4)}
+    }
+    dcp.save(blocks, checkpoint_id=folder / "step100/model_and_optim", no_dist=True)
+    zarr = folder / "zarr/weights"
+    (zarr / "module.embedding.word_embeddings.weight").mkdir(parents=True)
+    (zarr / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    torch.save({"iteration": 1}, zarr / "common.pt")
     torch.save(linear, folder / "module.pt")
     torch.jit.save(torch.jit.script(linear), str(folder / "script.pt"))
     nemo(folder / "model.nemo", "w", {"./model_weights/metadata.json": b"{}"})
@@ -53,8 +79,15 @@ KINDS = {
     "weights.npz": "foreign-numpy",
     "orbax": "foreign-orbax",
     "mlx": "foreign-mlx",
-    "plain.pt": "foreign-torch-file",
-    "nested.pt": "foreign-torch-file",
+    "folder-of-plain": "foreign-torch-file",
+    "lit_model.pth": "foreign-litgpt",
+    "nemo.ckpt": "foreign-nemo-weights",
+    "vllm": "foreign-vllm",
+    "deepseek": "foreign-deepseek",
+    "tensorrt": "foreign-tensorrt-llm",
+    "mistral": "foreign-mistral",
+    "step100": "foreign-olmo-core",
+    "zarr": "foreign-zarr",
     "consolidated.00.pth": "foreign-meta",
     "old.pth": "foreign-torch-legacy",
     "module.pt": "foreign-torch-module",
@@ -70,7 +103,8 @@ def test_every_command_says_what_it_is(name: str, code: str, files: Path, tmp_pa
         paths = (files / name, tmp_path / "out") if words[0] == "convert" else (files / name,)
         result = reshard(*words, *paths, "--json")
         (problem,) = result.json["problems"]
-        assert (result.code, problem["code"], problem["file"]) == (2, code, str(files / name)), words
+        assert (result.code, problem["code"]) == (2, code), words
+        assert problem["file"].startswith(str(files / name))
         assert problem["remedy"] and "{" not in problem["remedy"]
     assert not (tmp_path / "out").exists()
 
@@ -80,7 +114,7 @@ def test_all_kinds_are_seen() -> None:
 
 
 def test_a_folder_with_such_a_file_is_one(files: Path, tmp_path: Path) -> None:
-    for name in ("model.gguf", "plain.pt", "orbax"):
+    for name in ("model.gguf", "module.pt", "orbax"):
         (tmp_path / name).mkdir()
         copy = shutil.copytree if (files / name).is_dir() else shutil.copy
         copy(files / name, tmp_path / name / name)  # type: ignore[operator]
@@ -104,11 +138,44 @@ def test_a_part_of_a_checkpoint_stays_one(hf_model: Callable[..., Path], tmp_pat
     assert "this is a part of a checkpoint" in told
 
 
+def test_the_optimizer_next_to_a_model_is_a_part_of_it(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(hf_model("qwen3"), tmp_path / "checkpoint-5")
+    torch.save({"state": {0: STATE}, "param_groups": []}, folder / "optimizer.pt")
+    assert "this is a part of a checkpoint" in reshard("inspect", folder / "optimizer.pt").err
+
+
 def remedy(path: Path) -> str:
     return str(reshard("inspect", path, "--json").json["problems"][0]["remedy"])
 
 
-@pytest.mark.parametrize("name", ["plain.pt", "nested.pt", "lightning.ckpt"])
+@pytest.mark.parametrize("name", ["plain.pt", "nested.pt"])
+def test_a_state_dict_that_is_named_is_read(name: str, files: Path, tmp_path: Path) -> None:
+    """Whatever its name: it is converted to a Hugging Face folder, or to any other format."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "nobodys"}')
+    assert reshard("inspect", files / name, "--json").json["tensors"] == 2
+    for to in ((), ("--to", "dcp")):
+        words = ("--base", tmp_path / "base", "--no-tokenizer", "--overwrite", *to)
+        done = reshard("convert", files / name, tmp_path / "out", *words)
+        assert done.code == 0, done.err
+    assert reshard("verify", tmp_path / "out", files / name).code == 0
+
+
+def test_a_state_dict_with_its_config_beside_it(files: Path, tmp_path: Path) -> None:
+    shutil.copy(files / "plain.pt", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nobodys"}')
+    assert reshard("convert", tmp_path / "plain.pt", tmp_path / "out", "--no-tokenizer").code == 0
+    assert load_file(tmp_path / "out/model.safetensors").keys() == STATE.keys()
+
+
+def test_a_model_s_own_files_are_read_beside_those_of_a_tool(files: Path, tmp_path: Path) -> None:
+    """Repositories of Mistral have both."""
+    folder = shutil.copytree(files / "mistral", tmp_path / "both")
+    save_file(STATE, folder / "model.safetensors")
+    assert reshard("inspect", folder, "--json").json["tensors"] == 2
+
+
+@pytest.mark.parametrize("name", ["lightning.ckpt"])
 def test_the_way_out_of_torch_files_works(
     name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,11 +208,13 @@ def test_the_way_out_by_torch_works(
 
 def test_the_way_out_of_nemo_works(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    command = re.search(r"mkdir .*?(?=,)", remedy(files / "old.nemo"))
+    command = re.search(r"mkdir .*?(?=, then)", remedy(files / "old.nemo"))
     assert command is not None
     subprocess.run(command[0], shell=True, check=True)
     (problem,) = reshard("inspect", "old", "--json").json["problems"]
-    assert problem["code"] == "foreign-torch-file"  # whose way out is the one above
+    assert problem["code"] == "foreign-torch-file"
+    words = problem["remedy"].rpartition("reshard ")[2].split()
+    assert reshard(*words, "--json").json["tensors"] == 2
 
 
 def test_a_state_dict_without_tensors_is_an_error(tmp_path: Path) -> None:

@@ -76,6 +76,14 @@ def kimi_vl(config: Config, tensors: Tensors) -> None:
     config |= {"model_type": "kimi_vl", "architectures": ["KimiVLForConditionalGeneration"], **AUTO_MAP}
 
 
+def internlm3(config: Config, tensors: Tensors) -> None:
+    """From Llama: internlm/internlm3-8b-instruct."""
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    config |= {"model_type": "internlm3", "architectures": ["InternLM3ForCausalLM"], **AUTO_MAP}
+    config |= {"qkv_bias": config.pop("attention_bias"), "bias": config.pop("mlp_bias")}
+
+
 def deepseek(config: Config, tensors: Tensors) -> None:
     """From GLM-4.5 without biases: multi-head attention, and a softmax router."""
     for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:

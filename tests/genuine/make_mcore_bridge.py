@@ -174,6 +174,13 @@ def _load_strictly(megatron: Any, args: Any, models: list[Any]) -> None:
 
 if __name__ == "__main__":
     fake_te.install()
+    for module in (
+        "mcore_bridge",
+        "swift.megatron.arguments",
+        "swift.megatron.model",
+        "swift.megatron.utils",
+    ):
+        importlib.import_module(module)  # once, and not in each of the ranks
     for separator, words in groupby(sys.argv[1:], lambda word: word == "--"):
         if not separator:
             run(*words)

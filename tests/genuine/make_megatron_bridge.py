@@ -88,6 +88,8 @@ if __name__ == "__main__":
     fake_te.install()
     import_what_is_there()
     os.environ.setdefault("TQDM_DISABLE", "1")
+    for module in ("megatron.bridge", "megatron.bridge.training.checkpointing"):
+        importlib.import_module(module)  # once, and not in each of the ranks
     for separator, words in groupby(sys.argv[1:], lambda word: word == "--"):
         if not separator:
             run(*words)

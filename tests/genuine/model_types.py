@@ -23,6 +23,7 @@ from tests.genuine.hub_names import CODE
 from tests.genuine.huggingface import (
     COMMON,
     EXPERTS,
+    INTERNLM3,
     PLAIN_ROPE,
     WIDE_HEADS,
     YARN,
@@ -138,6 +139,7 @@ TYPES: dict[str, Tiny] = {
         "Kimi_K25ForConditionalGeneration", KIMI, hub=hub_names.kimi_vl, code=(CODE, "modeling_kimi_vl.py")
     ),
     "kimi_k2": Tiny("DeepseekV3ForCausalLM", LATENT, hub=hub_names.kimi_k2, code=(CODE,)),
+    "internlm3": Tiny("LlamaForCausalLM", {**COMMON, **INTERNLM3}, hub=hub_names.internlm3, code=(CODE,)),
     "deepseek": Tiny(
         "Glm4MoeForCausalLM",
         {**PLAIN_GLM, "attention_bias": False, "use_qk_norm": False, "rope_parameters": PLAIN_ROPE},

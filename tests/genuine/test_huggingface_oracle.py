@@ -220,7 +220,7 @@ def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path: Path) -> No
         problems["model.layers.2.self_attn.q_proj.bias"].message
         == "the model needs a tensor that is not there"
     )
-    assert problems["model.layers.4.mlp.up_proj.weight"].message == "a tensor belongs to nothing in the model"
+    assert problems["model.layers.4.mlp.up_proj.weight"].message == "the model has no place for a tensor"
     wrong = problems["model.layers.1.mlp.down_proj.weight"]
     assert (wrong.expected, wrong.found) == ("[64, 96]", "[96, 64]")
     assert len(problems) == 3

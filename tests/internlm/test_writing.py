@@ -72,7 +72,7 @@ def test_layers_that_do_not_divide_go_to_the_last_stages() -> None:
     assert stages(Layout(1, 3), 8) == [(0, 0, range(2)), (1, 0, range(2, 5)), (2, 0, range(5, 8))]
     interleaved = [(0, 0, range(1)), (1, 0, range(1, 3)), (0, 1, range(3, 4)), (1, 1, range(4, 6))]
     assert stages(Layout(1, 2, 2), 6) == interleaved
-    with pytest.raises(ReshardError, match="do not divide over the pipeline"):
+    with pytest.raises(ReshardError, match="cannot be divided among the pipeline stages"):
         stages(Layout(1, 2, 4), 6)
     with pytest.raises(ReshardError, match="distributes layers itself"):
         stages(Layout(1, 2, stages=(3, 5)), 8)
@@ -109,9 +109,9 @@ def test_a_tied_head_is_written_as_a_tensor_of_its_own(tmp_path: Path, hub: Call
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"tp": 3}, "do not divide over --tp 3"),
-        ({"tp": 4}, "query groups do not divide over --tp 4"),
-        ({"pp": 6}, "layers do not divide over the pipeline"),
+        ({"tp": 3}, "are not divisible by --tp 3"),
+        ({"tp": 4}, "query groups are not divisible by --tp 4"),
+        ({"pp": 6}, "layers cannot be divided among the pipeline stages"),
         ({"ep": 2}, "the model has no experts"),
     ],
 )

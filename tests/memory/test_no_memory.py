@@ -18,7 +18,7 @@ import pytest
 
 from reshard import errors
 from reshard.adapters import computed
-from reshard.cli.console import problems_of
+from reshard.boundary import problems_of
 from tests.memory import models
 from tests.memory.bounded import ROOT
 

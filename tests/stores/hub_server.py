@@ -53,6 +53,8 @@ class Hub:
     """Bytes of files that were sent."""
     fails: Callable[[str, str], int | None] = lambda method, path: None
     """A status to answer with instead of the content."""
+    shifted: int = 0
+    """Ranges of files are answered by ranges that begin so many bytes later."""
 
     def environment(self, token: str = "hf_writes") -> dict[str, str]:
         """The variables that point huggingface_hub here."""
@@ -194,7 +196,8 @@ class _Handler(BaseHTTPRequestHandler):
         content = found.files[path]
         headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": found.sha}
         if asked := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
-            begin, end = int(asked[1]), min(int(asked[2]) + 1, len(content))
+            begin, end = (int(each) + self.hub.shifted for each in asked.groups())
+            end = min(end + 1, len(content))
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
             content = content[begin:end]
         if self.command == "GET":

@@ -95,7 +95,7 @@ def test_the_local_cache_is_used_where_it_has_the_model(hub: Hub, model: Path, t
         ("Org/Absent", {}, ("the Hub has no model Org/Absent", "check the name or path")),
         (f"hf://{NAME}@absent", {}, ("the Hub has no revision absent",)),
         (f"hf://{NAME}", {"HF_HUB_OFFLINE": "1"}, ("HF_HUB_OFFLINE is set", f"hf download {NAME}")),
-        (NAME, {"HF_HUB_OFFLINE": "1"}, ("there is nothing at this path", f"hf download {NAME}")),
+        (NAME, {"HF_HUB_OFFLINE": "1"}, ("no such file or directory", f"hf download {NAME}")),
     ],
 )
 def test_what_cannot_be_read_is_told_with_the_cure(
@@ -106,6 +106,13 @@ def test_what_cannot_be_read_is_told_with_the_cure(
     for each in words:
         assert each in result.stderr
     assert "hf_reads" not in result.stderr
+
+
+def test_another_range_than_was_requested_is_refused(hub: Hub, tmp_path: Path) -> None:
+    hub.shifted = 4
+    result = run(hub, tmp_path, "convert", NAME, "out", "--to", "megatron")
+    assert result.returncode == 2 and "did not answer with the requested range" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_local_folder_comes_first(hub: Hub, model: Path, tmp_path: Path) -> None:

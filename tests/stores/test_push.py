@@ -11,6 +11,7 @@ import pytest
 import yaml
 from huggingface_hub import constants, snapshot_download
 
+from tests.bad_input.damage import flip
 from tests.commandline import Result, apart, reshard
 from tests.stores.hub_server import PART, Hub, Repository, hub_server
 
@@ -150,6 +151,10 @@ def test_what_was_converted_before_is_uploaded_by_the_same_command(
     assert done.code == 0 and "only the upload remains" in done.err
     again = push(model, tmp_path / "dst", *CAST, "--push-to-hub", "Org/Model")
     assert again.code == 0 and len(hub.repositories["Org/Model"].commits) == 2
+    flip(tmp_path / "dst" / "model.safetensors", 100_000)
+    spoilt = push(model, tmp_path / "dst", *CAST, "--push-to-hub", "Org/Model")
+    assert spoilt.code == 2 and "model.safetensors" in spoilt.err and "has changed bytes" in spoilt.err
+    assert len(hub.repositories["Org/Model"].commits) == 2
 
 
 @pytest.mark.parametrize(
@@ -201,6 +206,37 @@ def test_a_dry_run_makes_no_repository(hub: Hub, model: Path, tmp_path: Path) ->
     done = push(model, tmp_path / "dst", *CAST, "--push-to-hub", "Model", "--private", "--json")
     assert json.loads(done.out)["uploaded"] == f"{hub.address}/user/Model" and not done.err
     assert hub.repositories["user/Model"].private
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "private", "told"),
+    [
+        (None, (), False, "a new public repository; --private makes it private"),
+        (None, ("--private",), True, "a new private repository"),
+        (Repository(), (), False, "an existing public repository"),
+        (Repository(private=True), (), True, "an existing private repository"),
+    ],
+)
+def test_who_will_see_the_output_is_told_before_it_is_written(
+    hub: Hub,
+    model: Path,
+    tmp_path: Path,
+    before: Repository | None,
+    words: tuple[str, ...],
+    private: bool,
+    told: str,
+) -> None:
+    if before:
+        hub.repositories["Org/Model"] = before
+    to = (*CAST, "--push-to-hub", "Org/Model", *words)
+    dry = push(model, tmp_path / "dst", *to, "--dry-run")
+    assert f"uploaded to {hub.address}/Org/Model, {told}" in dry.err
+    found = push(model, tmp_path / "dst", *to, "--dry-run", "--json").json
+    assert found["push"] == {"url": f"{hub.address}/Org/Model", "new": not before, "private": private}
+    assert not found["uploaded"] and any(told in each for each in found["notes"])
+    done = push(model, tmp_path / "dst", *to)
+    assert done.code == 0 and done.err.index(told) < done.err.index("uploading")
+    assert hub.repositories["Org/Model"].private == private
 
 
 def test_formats_that_nobody_loads_from_the_hub_are_refused(hub: Hub, model: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import reshard as reshard_package
 from reshard import api
 from reshard.errors import ReshardError
 from reshard.stores import errors
@@ -128,7 +129,7 @@ def test_the_doctor_reads_a_checkpoint_in_a_bucket(s3: S3, root: Path, tmp_path:
 )
 def test_what_is_not_there_is_told_with_what_is(s3: S3, url: str, words: str) -> None:
     result = reshard("inspect", url)
-    assert result.code == 2 and "there is nothing at this path" in result.err
+    assert result.code == 2 and "no such file or directory" in result.err
     assert words in result.err
 
 
@@ -167,3 +168,15 @@ def test_a_source_that_changes_is_noticed(s3: S3, root: Path, tmp_path: Path) ->
         s3.client.put_object(Bucket=BUCKET, Key=f"model/{name}", Body=content)
         s3.client.delete_object(Bucket=BUCKET, Key="model/kept")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_open_model_is_not_read_as_a_mixture_of_two(s3: S3, root: Path) -> None:
+    files = {f"mixed/{each.name}": each for each in (root / "model").iterdir()}
+    for key, file in files.items():
+        s3.client.put_object(Bucket=BUCKET, Key=key, Body=file.read_bytes())
+    weights = reshard_package.open(f"s3://{BUCKET}/mixed")
+    for key, file in files.items():
+        if file.suffix == ".safetensors":
+            s3.client.put_object(Bucket=BUCKET, Key=key, Body=file.read_bytes()[:-4] + b"\0\0\0\0")
+    with pytest.raises(ReshardError, match="a source changed while it was read"):
+        [weights[name].numpy() for name in weights]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -181,6 +182,33 @@ def test_objects_of_others_are_never_removed(s3: S3, model: Path) -> None:
     with pytest.raises(api.ReshardError, match=r"notes\.txt"):
         told(model, overwrite=True)
     assert s3.objects(PREFIX) == before
+
+
+def test_what_a_trainer_left_stays(s3: S3, model: Path) -> None:
+    told(model)
+    kept = {"optimizer.pt": b"years of work", "README.md": b"mine"}
+    for name, body in kept.items():
+        s3.client.put_object(Bucket=BUCKET, Key=PREFIX + name, Body=body)
+    told(model, overwrite=True, max_shard_size="1GB")
+    there = s3.objects(PREFIX)
+    assert {name: there.pop(name) for name in kept} == kept
+    assert "model.safetensors" in there and MARKER not in there and api.verify(DST).equal
+
+
+def test_what_changed_before_it_was_uploaded_is_written_again(s3: S3, model: Path, tmp_path: Path) -> None:
+    """A complete file that waits for its upload in a temporary folder, with the time that it had."""
+    api.convert(model, tmp_path / "dst", **SHARDS)
+    died = apart(model, s3, KILLED.format(at=8, before=1), workers=1)
+    assert died.returncode == 9, died.stderr
+    waiting = list((tmp_path / "tmp").rglob("*.safetensors"))
+    assert waiting
+    for path in waiting:
+        before = path.stat()
+        flip(path, before.st_size // 2)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    notes = told(model)
+    assert any("changed on the disk since they were written" in note for note in notes), notes
+    assert s3.objects(PREFIX) == content(tmp_path / "dst")
 
 
 def test_a_dry_run_writes_nothing(s3: S3, model: Path) -> None:

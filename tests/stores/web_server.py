@@ -6,7 +6,7 @@ import hashlib
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +15,9 @@ from threading import Lock
 from urllib.parse import unquote, urlsplit
 
 from tests.serving import serving
+
+Answer = tuple[dict[str, str], Iterable[bytes]]
+"""Headers, and the parts of a body, which are sent until the client closes the connection."""
 
 
 @dataclass
@@ -31,6 +34,8 @@ class Web:
     latency: float = 0.0
     fault: Callable[[str, int], str | int | None] = lambda path, number: None
     """The fault of request `number` of a path: a status, "reset", "short", or nothing."""
+    lie: Callable[[str, dict[str, str], bytes], Answer | None] = lambda path, headers, content: None
+    """What to answer with in place of a range of a file, or of the page of a folder; None for the truth."""
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     """The path and the range of each request."""
     sent: int = 0
@@ -81,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         place = self.web.folder / path.lstrip("/")
         if place.is_dir() and self.web.lists:
             links = "".join(f'<a href="{each.name}{"/" * each.is_dir()}">x</a>\n' for each in place.iterdir())
-            self._answer(200, f"<html>{links}</html>".encode(), {"Content-Type": "text/html"})
+            self._show(200, f"<html>{links}</html>".encode(), {"Content-Type": "text/html"})
             return
         if not place.is_file():
             self._answer(404, b"not found")
@@ -104,7 +109,25 @@ class _Handler(BaseHTTPRequestHandler):
             file.seek(begin)
             content = file.read(end - begin)
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
-        self._answer(206, content[: len(content) // 2] if is_short else content, headers, len(content))
+        if is_short:
+            self._answer(206, content[: len(content) // 2], headers, len(content))
+        else:
+            self._show(206, content, headers)
+
+    def _show(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        lie = self.web.lie(unquote(urlsplit(self.path).path), dict(headers), content)
+        if lie is None:
+            self._answer(status, content, headers)
+            return
+        self.send_response(status)
+        for key, value in lie[0].items():
+            self.send_header(key, value)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for part in lie[1]:
+            self.wfile.write(part)
+            with self.lock:
+                self.web.sent += len(part)
 
     def _answer(
         self, status: int, content: bytes, headers: dict[str, str] | None = None, length: int | None = None

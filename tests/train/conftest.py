@@ -84,6 +84,15 @@ def write_lines(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
+def spoil(model: Path, tensor: str, place: tuple[int, ...]) -> None:
+    """Make an element of a model's weights NaN."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    tensors[tensor][place] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The tests' own cache of tokens, also for the processes that they start."""

@@ -382,12 +382,59 @@ def test_many_records_are_told_by_some_that_are_drawn_evenly(tokenizer: Any) -> 
 def test_what_a_template_refuses_is_found_by_asking_it(tokenizer: Any) -> None:
     from copy import deepcopy
 
-    assert tokens.probe(tokenizer) == Template()
+    folder = str(tokenizer.name_or_path)
+    assert tokens.probe(tokenizer) == Template(folder=folder)
     strict = deepcopy(tokenizer)
     strict.chat_template = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
     )
-    assert tokens.probe(strict) == Template(refuses_system=True, refuses_repeated=True)
+    assert tokens.probe(strict) == Template(refuses_system=True, refuses_repeated=True, folder=folder)
     with pytest.raises(ReshardError, match="roles must alternate"):
         tokens.samples({"messages": [CHAT[0], CHAT[0]]}, strict)
+
+
+@pytest.mark.parametrize(
+    ("template", "drops"),
+    [
+        ("{{ '' }}", ("system", "user", "assistant")),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", ("system", "assistant")),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", ()),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}",
+            ("user", "assistant"),
+        ),
+    ],
+)
+def test_messages_that_a_template_leaves_out_are_named(
+    tokenizer: Any, tmp_path: Path, template: str, drops: tuple[str, ...]
+) -> None:
+    from copy import deepcopy
+
+    path = lines(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": CHAT}, {"messages": CHAT})
+    silent = deepcopy(tokenizer)
+    silent.chat_template = template
+    found = tokens.probe(silent)
+    assert found.drops == drops
+    if said := [role for role in drops if role != "system"]:
+        (problem,) = problems_of(path, template=found)
+        assert problem.code == "chat-template-drops-messages" and problem.message.endswith(" and ".join(said))
+        assert problem.file == f"{path}:1, {path}:2, {path}:3" and found.folder in str(problem.rule)
+        assert "chat_template.jinja" in str(problem.remedy)
+
+
+def test_a_record_that_a_template_renders_to_nothing_is_refused(tokenizer: Any) -> None:
+    from copy import deepcopy
+
+    silent = deepcopy(tokenizer)
+    silent.chat_template = "{% if messages[0].content != 'Hi' %}{{ messages[0].content }}{% endif %}"
+    hi = [{"role": "user", "content": "Hi"}, CHAT[1]]
+    for row in (
+        {"messages": hi},
+        {"prompt": hi[:1]},
+        {"prompt": hi[:1], "chosen": hi[1:], "rejected": hi[1:]},
+    ):
+        with pytest.raises(ReshardError, match="a record has no tokens") as raised:
+            tokens.lengths(1, [row], silent, None)
+        assert "Hi" in str(raised.value.problems[0].found)
+    assert tokens.samples({"prompt": [{"role": "user", "content": "Hello"}]}, silent)

@@ -81,10 +81,11 @@ def test_every_method_has_an_engine() -> None:
 
 
 def test_asking_an_engine_imports_no_framework() -> None:
-    """So that a rank can claim its device first, and `--help` is fast."""
+    """So that a rank can claim its device first, and `--help` is fast; nor the doctor, which no rank needs."""
+    needless = ("torch", "transformers", "trl", "megatron.core", "reshard.doctor.diagnosis")
     code = (
         "import sys; from reshard.train.engines import MODULES, engine_named; [engine_named(n) for n in MODULES]; "
-        "print([m for m in ('torch', 'transformers', 'trl', 'megatron.core') if m in sys.modules])"
+        f"import reshard.train.worker; print([m for m in {needless} if m in sys.modules])"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"

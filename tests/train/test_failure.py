@@ -60,7 +60,7 @@ def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Ru
     text = failed(make_run(fail="kill", rank=1, at=1), "zh")
     assert "rank 1 failed first" in text and "killed by SIGKILL" in text
     assert "no checkpoint was saved" in text
-    assert "进程被外部信号杀死" in text
+    assert "进程被外部信号终止" in text
 
 
 def test_a_rank_that_ended_without_a_word_is_not_its_neighbour() -> None:

@@ -29,6 +29,7 @@ from reshard.train.run import Run
 from reshard.train.start import clear
 from tests.environments import python
 from tests.judges import TOKENS, tensors_of
+from tests.train.conftest import spoil
 
 Models = Callable[..., Path]
 
@@ -128,6 +129,16 @@ def test_an_adapter_loads_in_peft_and_is_merged(tiny: Models, tmp_path: Path) ->
         model
     )
     assert len(AutoTokenizer.from_pretrained(finished.final)) == 283
+
+
+def test_a_weight_that_was_nan_in_the_base_is_not_blamed_on_the_training(
+    folder: Path, tmp_path: Path
+) -> None:
+    run, _ = adapted(folder, tmp_path / "out")
+    spoil(folder, "model.embed_tokens.weight", (-1, 0))
+    finished = finish(run)
+    assert wrong(finished) == {"merged: converted": "weights of the base model are NaN or infinite"}
+    assert finished.problems[0].found == "model.embed_tokens.weight"
 
 
 def test_a_merge_can_be_left_out(tiny: Models, tmp_path: Path) -> None:
@@ -361,6 +372,8 @@ def test_an_adapter_is_exported_as_it_is_or_merged(tiny: Models, tmp_path: Path)
     export(checkpoint, tmp_path / "merged", merge=True)
     assert reshard.open(tmp_path / "adapter").format == "peft"
     assert reshard.open(tmp_path / "merged").format == "huggingface"
+    with pytest.raises(ReshardError, match="already merged"):
+        export(tmp_path / "merged", tmp_path / "again")
 
 
 def test_a_checkpoint_without_a_record_is_refused(tiny: Models, tmp_path: Path) -> None:

@@ -20,13 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import reshard
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron import megatron_logits
+from reshard.engines.megatron.session import RankError
 from reshard.train import megatron
 from reshard.train.engine import Trained
 from reshard.train.megatron.options import read
 from reshard.train.megatron.rows import make_rows
 from reshard.train.run import Run
 from tests.judges import THRESHOLD, TOKENS
-from tests.train.conftest import write_lines
+from tests.train.conftest import spoil, write_lines
 from tests.train.megatron import (
     CHATS,
     EPSILON,
@@ -297,3 +298,13 @@ def test_a_step_says_what_it_measured(runs: Runs) -> None:
     tokens = sum(len(tokenizer(text)["input_ids"]) - 1 for text in rendered)
     assert {metrics["tokens"] for metrics in seen.steps.values()} == {tokens}
     assert all(metrics["grad_norm"] > 0 and metrics["memory"] > 1 << 20 for metrics in seen.steps.values())
+
+
+def test_weights_of_the_base_that_are_nan_are_not_called_divergence(folder: Path, tmp_path: Path) -> None:
+    spoil(folder, "model.layers.1.mlp.up_proj.weight", (3, 5))
+    run = run_of(folder, write_chats(tmp_path), tmp_path / "out", Layout(tp=2))
+    with pytest.raises(
+        RankError, match=r"weights of the base model are NaN(.|\n)*found: model\.layers\.1\.mlp"
+    ):
+        train(run, 2)
+    assert not list((tmp_path / "out").glob("iter_*"))

@@ -13,10 +13,14 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from reshard import convert, export
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError
+from reshard.formats import open_checkpoint
 from reshard.train import megatron
 from reshard.train.complete import SAVED
+from reshard.train.request import run_of as request_of
+from reshard.train.run import RECORD, put
 from tests.train.megatron import (
     STEPS,
     run_of,
@@ -132,3 +136,39 @@ def test_a_megatron_checkpoint_that_has_lost_a_file_is_not_continued_from(tiny: 
     assert again.done == 2 and again.losses == unbroken.losses[2:] and trained.checkpoint == last
     shutil.rmtree(last)
     assert kept.damaged(run.output) == {last: ["the folder is missing"]}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_copied_checkpoint_is_complete_without_the_run_it_came_from(
+    lora: bool, tiny: Tiny, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"lora": True, "lora_r": 4} if lora else {}
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", save_interval=2, **options)
+    run.output.mkdir()
+    put(run.output / RECORD, run.as_dict())
+    unbroken, _ = train(run)
+    away = tmp_path / "away"
+    shutil.copytree(run.output / "iter_0000002", away / "iter_0000002")
+    shutil.move(run.output, tmp_path / "gone")
+    convert(away / "iter_0000002", tmp_path / "model", base=run.model if lora else None)
+    export(away / "iter_0000002", tmp_path / "exported")
+    model = "exported" if lora else "model"
+    base = AutoTokenizer.from_pretrained(run.model)
+    assert AutoTokenizer.from_pretrained(tmp_path / model).get_vocab() == base.get_vocab()
+    assert AutoTokenizer.from_pretrained(tmp_path / model).chat_template == base.chat_template
+    if not lora:
+        AutoModelForCausalLM.from_pretrained(tmp_path / model)
+    again, _ = train(request_of("sft", {"output": away, "resume": True}))
+    assert again.done == 2 and again.losses == unbroken.losses[2:]
+
+
+def test_the_config_of_a_checkpoint_comes_before_that_of_the_folder_above(tiny: Tiny, tmp_path: Path) -> None:
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", train_iters=2)
+    train(run)
+    assert not (run.output / "config.json").exists()
+    shutil.copytree(tiny("qwen2"), run.output, dirs_exist_ok=True)
+    assert open_checkpoint(run.output / "iter_0000002").root == run.output / "iter_0000002"
+    (run.output / "iter_0000002/config.json").unlink()  # as older versions wrote it
+    assert open_checkpoint(run.output / "iter_0000002").root == run.output

@@ -78,6 +78,40 @@ def test_a_line_that_is_not_finished_waits(tmp_path: Path) -> None:
     assert [row["text"] for row in tail.rows()] == ["b"]
 
 
+def test_steps_that_are_trained_again_have_one_row_and_a_reader_misses_none(tmp_path: Path) -> None:
+    metrics, tail = Metrics(run_in(tmp_path), 0), Tail(tmp_path / METRICS)
+    metrics.begin(4)
+    for step in (1, 2, 3):
+        metrics.step(step, loss=1.0)
+        metrics.evaluated(step, eval_loss=1.0)
+    metrics.samples(3, [])
+    metrics.saved(tmp_path / "checkpoint-2")
+    seen = [*tail.rows()]
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"event": "step", "st')  # killed
+    Metrics(run_in(tmp_path), 0).begin(4, 2)
+    metrics.step(3, loss=2.0)
+    assert [(row["event"], row.get("step")) for row in tail.rows()] == [("begin", None), ("step", 3)]
+    metrics.evaluated(3, eval_loss=2.0)
+    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert [row["loss"] for row in rows if row["event"] == "step"] == [1.0, 1.0, 2.0]
+    assert [row["eval_loss"] for row in rows if row["event"] == "eval"] == [1.0, 1.0, 2.0]
+    assert [row["event"] for row in rows].count("begin") == 2 and "samples" not in {
+        row["event"] for row in rows
+    }
+    assert [row["event"] for row in seen].count("step") == 3
+    assert history_of(tmp_path).saved == ["checkpoint-2"]
+
+
+def test_rows_that_an_older_version_left_twice_are_dropped(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0):
+        append(tmp_path, {"event": "begin", "steps": 3, "done": 0})
+        append(tmp_path, {"event": "step", "step": 1, "loss": loss})
+    Metrics(run_in(tmp_path), 0).begin(3, 1)
+    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert [row["loss"] for row in rows if row["event"] == "step"] == [2.0]
+
+
 def test_a_row_that_does_not_fit_on_the_disk_is_not_torn(tmp_path: Path) -> None:
     append(tmp_path, {"event": "begin", "steps": 9})
     before = (tmp_path / "metrics.jsonl").read_bytes()

@@ -14,6 +14,7 @@ import yaml
 
 from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
+from reshard.train.complete import note_files
 from reshard.train.data.mix import mix_of, read_mix
 from reshard.train.preconditions import config_problems
 from reshard.train.preflight import preflight
@@ -154,6 +155,12 @@ def resumed(run: Run) -> Run:
     return replace(run, resume=True)
 
 
+def resumed_in_a_checkpoint(run: Run) -> Run:
+    run.output.mkdir()
+    note_files(run.output)
+    return replace(run, resume=True)
+
+
 def resumed_from_another(run: Run) -> Run:
     checkpoint = run.output / "checkpoint-2"
     checkpoint.mkdir(parents=True)
@@ -175,6 +182,7 @@ def too_short(run: Run) -> Run:
         (with_options(device_map="auto"), "device_map", "device_map=None"),
         (too_short, "records without a token to train on", "raise --max_length"),
         (resumed, "no checkpoint to resume from", "leave out --resume"),
+        (resumed_in_a_checkpoint, "no checkpoint to resume from", "pass the folder of the run, -o /"),
         (resumed_from_another, "the checkpoint belongs to another run", "start another"),
     ],
 )

@@ -34,7 +34,7 @@ OVER_THREE = {"engine": "megatron", "layout": Layout(tp=3), "ranks": Ranks(nproc
     [
         (AS_BF16, gpus(2, capability=7.0), "does not support bfloat16", "--fp16 true"),
         (AS_BF16, gpus(1, gib=1), "does not fit into memory", "no plan that was tried"),
-        (OVER_THREE, NOWHERE, "attention heads do not divide over --tp 3", "choose --tp from"),
+        (OVER_THREE, NOWHERE, "attention heads are not divisible by --tp 3", "choose --tp from"),
     ],
 )
 def test_what_the_machine_cannot_do_is_refused_with_its_cure(
@@ -147,5 +147,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_plan_that_does(
 
 def test_layers_that_do_not_divide_are_told_in_flags_that_there_are(run: Run) -> None:
     wrong = replace(run, engine="megatron", layout=Layout(pp=3), ranks=Ranks(nproc=3))
-    problem = the("do not divide over the pipeline", preflight(wrong, environment=NOWHERE).problems)
+    problem = the(
+        "cannot be divided among the pipeline stages", preflight(wrong, environment=NOWHERE).problems
+    )
     assert "--stages" not in str(problem) and "add up" not in str(problem)

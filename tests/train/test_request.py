@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from reshard.errors import ReshardError
+from reshard.train.names import renamed
 from reshard.train.request import check, run_of, words
 from reshard.train.run import Run
 
@@ -25,7 +26,7 @@ def given(tmp_path: Path, **flags: Any) -> dict[str, Any]:
 
 def test_words_become_options() -> None:
     typed = ["--learning-rate", "1e-5", "--packing", "--lora_target_modules", "q_proj", "v_proj", "--x=-1"]
-    assert words(typed) == {
+    assert renamed(words(typed)) == {
         "learning_rate": "1e-5",
         "packing": True,
         "lora_target_modules": ["q_proj", "v_proj"],
@@ -34,7 +35,7 @@ def test_words_become_options() -> None:
 
 
 def test_a_word_that_belongs_to_no_option_is_refused() -> None:
-    with pytest.raises(ReshardError, match="belongs to no option"):
+    with pytest.raises(ReshardError, match="does not belong to an option"):
         words(["1e-5"])
 
 
@@ -44,6 +45,44 @@ def test_flags_come_before_the_config(tmp_path: Path) -> None:
     run = run_of("sft", given(tmp_path, tp=1), ["--learning_rate", "1e-4"], config)
     assert (run.parallel, run.layout.tp, run.lora) == ("fsdp2", 1, True)
     assert run.options == {"learning_rate": "1e-4"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        (["--learning-rate", "1", "--learning_rate", "2"], "--learning-rate 1, --learning_rate 2"),
+        (["--x", "1", "--x=2"], "--x 1, --x 2"),
+        (["--output_dir", "/elsewhere"], "--output_dir /elsewhere, --output {0}/out"),
+        (["--use_peft", "false"], "--use_peft false, --lora true"),
+    ],
+)
+def test_an_option_with_two_values_is_refused(tmp_path: Path, typed: list[str], found: str) -> None:
+    with pytest.raises(ReshardError) as raised:
+        run_of("sft", given(tmp_path, lora=True), typed)
+    ((code, told),) = [(each.code, each.found) for each in raised.value.problems]
+    assert (code, told) == ("option-given-twice", found.format(tmp_path))
+
+
+def test_an_option_given_twice_with_one_value_is_that_value(tmp_path: Path) -> None:
+    flags, typed = given(tmp_path, lora=True), ["--x", "1", "--x", "1", "--use_peft", "true"]
+    run = run_of("sft", flags, [*typed, "--output_dir", str(flags["output"])])
+    assert run.options == {"x": "1"} and run.lora
+
+
+def test_keys_that_a_config_repeats_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "base: &base {a: 1}\nlr: 1\nmodel_init_kwargs:\n  <<: *base\n  a: 2\n  b: 1\n  b: 2\nlr: 1\n"
+    )
+    with pytest.raises(ReshardError) as raised:
+        run_of("sft", given(tmp_path), config=config)
+    assert {each.message: each.found for each in raised.value.problems} == {
+        "lr is set more than once": "lines 2, 8",
+        "b is set more than once": "lines 6, 7",
+    }
+    config.write_text("learning-rate: 1\nlearning_rate: 2\n")
+    with pytest.raises(ReshardError, match="learning-rate: 1, learning_rate: 2"):
+        run_of("sft", given(tmp_path), config=config)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

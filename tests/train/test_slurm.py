@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from reshard import train as train_from_python
+from reshard.installing import install_command
 from reshard.train.launching import slurm
 from reshard.train.lifetime import children
 from reshard.train.run import Run, read_record
@@ -118,6 +119,7 @@ REFUSED = {
     "cluster=local,colour=red": "Unknown argument 'colour'",
     "partition=gpu": "`sbatch` not found",
     "cluster=local,gpus_per_node=4": "--nproc 2",
+    "cluster=local,name=a\ntouch b": "special character",
 }
 
 
@@ -142,7 +144,7 @@ def test_without_submitit_it_says_how_to_install_it(
 ) -> None:
     monkeypatch.setattr(slurm, "find_spec", lambda name: None)
     result = train(words, "--slurm", "partition=gpu")
-    assert result.code == 2 and "pip install 'reshard[slurm]'" in result.err
+    assert result.code == 2 and install_command("submitit") in result.err
 
 
 @pytest.mark.slow

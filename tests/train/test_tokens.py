@@ -256,6 +256,9 @@ def test_tokens_are_read_by_their_number_through_all_files(run: Run, tokenizer: 
         (expected,) = samples(texts[number], tokenizer)
         assert found[7 + number].ids.tolist() == expected.ids
         assert np.all(found[7 + number].learned)
+    code = f"from reshard.train.data.store import open_tokens, Path; open_tokens(Path({str(files[0])!r}))"
+    asked = f"{code}; import sys; assert 'pyarrow' in sys.modules and 'pandas' not in sys.modules"
+    subprocess.run([sys.executable, "-c", asked], check=True)
 
 
 def test_the_cache_is_the_users_unless_it_is_switched_off_or_cannot_be_written(

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from reshard.errors import ReshardError
+from reshard.train.divergence import Divergence
 from reshard.train.run import Run
 from reshard.train.show.monitor import begun
+from tests.train.conftest import spoil
 from tests.train.trl_plans import run_of
 from tests.train.trl_runs import train
 
@@ -63,3 +66,36 @@ def test_weights_that_overflow_are_not_saved(exploding: Exploding, tmp_path: Pat
     bad = train(exploding(learning_rate=1e39), 1)
     assert bad.failed and not list(tmp_path.glob("checkpoint-*"))
     assert "weights contain NaN or Inf and are not saved" in bad.log
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "lora"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", (3, 5), False),
+        ("model.layers.1.mlp.up_proj.weight", (3, 5), True),
+        ("model.embed_tokens.weight", (-1, 0), False),  # of no token: the loss is finite
+    ],
+)
+def test_weights_of_the_base_that_are_nan_are_not_called_divergence(
+    name: str, place: tuple[int, int], lora: bool, folder: Path, data: dict[str, Path], tmp_path: Path
+) -> None:
+    spoil(folder, name, place)
+    run = run_of("one", "sft", folder, data["sft"], tmp_path / "out", lora, 1, {})
+    bad = train(replace(run, eval_data=data["sft-eval"]), 1)
+    assert bad.failed and "weights of the base model are NaN or infinite" in bad.log, bad.log
+    assert f"found: {name}\n" in bad.log and "training diverged" not in bad.log
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_a_base_is_read_once_however_many_steps_are_not_finite(folder: Path) -> None:
+    counted = Divergence(9, folder)
+    for _ in range(2):
+        counted.add(finite=False)
+        counted.check_base()
+    spoil(folder, "model.norm.weight", (0,))
+    counted.check_base()
+    with pytest.raises(ReshardError, match=r"model\.norm\.weight"):
+        fresh = Divergence(9, folder)
+        fresh.check_base()
+        fresh.add(finite=False)
+        fresh.check_base()

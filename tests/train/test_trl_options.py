@@ -88,6 +88,7 @@ def test_everything_that_trl_takes_is_listed_and_taken(method: str) -> None:
     from reshard.train.trl.arguments import arguments_of
 
     listed = {option.name for option in trl.ENGINE.known_options(method)}
+    assert not [option.help for option in trl.ENGINE.known_options(method) if "%%" in option.help]
     run = run_of(method)
     assert {"learning_rate", "lora_r", "dtype", "attn_implementation"} <= listed
     assert not listed & {"output_dir", "deepspeed", "fsdp"}
@@ -163,6 +164,7 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
         ("fsdp", "full_shard", "--parallel fsdp2"),
         ("deepspeed", "ds.json", "--parallel zero2"),
         ("resume_from_checkpoint", "x", "--resume"),
+        ("push_to_hub", True, "hf upload ORG/NAME OUT/final"),
         ("model_init_kwargs", {"device_map": "auto"}, "device_map=None"),
         ("model_init_kwargs", '{"device_map": "auto"}', "device_map=None"),
         ("model_init_kwargs", {"dtype": "bfloat16"}, "--dtype"),
@@ -278,7 +280,7 @@ def test_groups_that_do_not_come_out_are_refused_in_the_words_of_the_doctor(
         ("rewards", "--reward does not name a function"),
         ("absent:score", "the module of --reward is not there"),
         ("rewards:absent", "the module of --reward has no such function"),
-        ("rewards:NOT_CALLABLE", "the reward is no function"),
+        ("rewards:NOT_CALLABLE", "the reward is not a function"),
         ("rewards:too_few_arguments", "the reward does not accept TRL's arguments"),
     ],
 )

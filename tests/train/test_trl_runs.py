@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from reshard import api
+from reshard import api, export
 from reshard.train import trl
+from reshard.train.request import run_of as request_of
 from reshard.train.show.display import words
 from reshard.train.show.monitor import history_of
 from tests.train.trl_plans import BESIDE, EVALUATED, FOUR_DIGITS, PLANS, Trainer, resumed, run_of, same_as
@@ -118,6 +119,23 @@ def test_a_run_goes_on_as_if_it_had_not_been_killed(ran: Trainer, tmp_path: Path
     assert [row["step"] for row in again.rows] == [3, 4]
     assert again.losses == uninterrupted.losses[2:]
     assert again.trained.digests == uninterrupted.trained.digests
+
+
+def test_a_copied_checkpoint_is_all_that_a_run_needs_to_go_on_and_its_steps_have_one_row(
+    ran: Trainer, tmp_path: Path
+) -> None:
+    one, output = ran("one"), tmp_path / "copied"
+    shutil.copytree(one.run.output / "checkpoint-2", output / "checkpoint-2")
+    export(output / "checkpoint-2", tmp_path / "model")
+    assert {file.name for file in (tmp_path / "model").iterdir()} >= BESIDE - {"trainer_state.json"}
+    shutil.copyfile(one.run.output / "metrics.jsonl", output / "metrics.jsonl")
+    again = train(request_of("sft", {"output": output, "resume": True}), 1)
+    assert not again.failed, again.log
+    assert [row["step"] for row in again.rows] == [1, 2, 3, 4] and again.losses == one.losses
+    assert again.evaluations() == one.evaluations()
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["event"] == "eval"] == [0, 2, 4]
+    assert history_of(output).series("loss") == [*enumerate(one.losses, 1)]
 
 
 MORE = {"one": {}, "ddp": {}, "tp": {}, "grpo": {"max_steps": 4}}

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import sys
 from pathlib import Path
-from typing import Any
 
 import mkdocs.plugins
 from mkdocs.config.defaults import MkDocsConfig
@@ -18,10 +17,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import reshard
-from reshard.cli.support import support
 from reshard.doctor.entries import catalogue
 
 REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from tools.site import commands  # noqa: E402
+
 GITHUB = "https://github.com/reshard/reshard/blob/main/"
 ROOT = {
     "README.md": "index.md",
@@ -58,9 +60,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add generated pages, and those in the root of the repository with their pictures."""
     made = {
-        "reference/commands.md": _commands(),
+        "reference/commands.md": commands.page(),
         "reference/python.md": _python(),
-        "reference/families.md": _families(),
     }
     made |= {page: (REPOSITORY / name).read_text(encoding="utf-8") for name, page in ROOT.items()}
     for place, content in made.items():
@@ -111,22 +112,13 @@ def _with_message(failure: re.Match[str]) -> str:
     return f"{failure[0]}\n\n````text\n{excerpt}\n````"
 
 
-def _commands() -> str:
-    """The help of every command."""
-    return (
-        "# Commands\n\nThe help of each command; [Command line](../command-line.md) has what they share.\n\n"
-        "::: mkdocs-click\n    :module: reshard.cli\n    :command: cli\n    :prog_name: reshard\n    :depth: 1\n"
-        "    :style: table\n"
-    )
-
-
 def _python() -> str:
     """Every public name of the package, functions first."""
     public = [name for name in reshard.__all__ if not name.startswith("_")]
     lines = [
         "# Python",
         "",
-        "Each command is a function of the same name, and its flags are the arguments.",
+        "The public names. [From Python](../python.md) shows how to use them.",
     ]
     for heading, names in (
         ("Functions", [name for name in public if name[0].islower()]),
@@ -138,31 +130,3 @@ def _python() -> str:
             *(f"\n::: {getattr(reshard, name).__module__}.{name}" for name in names),
         ]
     return "\n".join(lines) + "\n"
-
-
-def _families() -> str:
-    """The output of `reshard support`."""
-    return "\n".join(_rows()) + "\n"
-
-
-def _rows() -> Iterator[str]:
-    known: dict[str, Any] = support()
-    yield "# Families"
-    yield ""
-    yield "What `reshard support` prints of this version. [Formats](../formats.md) says what lies on disk."
-    for name, rows in known.items():
-        if not rows or not isinstance(rows[0], dict):
-            continue
-        yield f"\n## {name.capitalize()}\n"
-        yield "| " + " | ".join(rows[0]) + " |"
-        yield "|---" * len(rows[0]) + "|"
-        for row in rows:
-            yield "| " + " | ".join(map(_cell, row.values())) + " |"
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return "" if value is None else str(value).replace("|", "\\|")

@@ -178,7 +178,7 @@ def _pair_problems(module: str, found: Mapping[tuple[str, str], Tensor], file: s
         if (tensor.view.numel == 0 or len(tensor.shape) != 2) and kind != MAGNITUDE and leaf != "bias":
             yield Problem(
                 "adapter-tensor-empty",
-                "a tensor of the adapter is empty, or flat",
+                "a tensor of the adapter is empty or flattened",
                 tensor=f"{module}.{kind}",
                 file=tensor.file if tensor.view.pieces else file,
                 rule="lora_A is [r, in] and lora_B is [out, r]",
@@ -194,7 +194,7 @@ def _pair_problems(module: str, found: Mapping[tuple[str, str], Tensor], file: s
         elif (a, leaf) in found and found[a, leaf].shape[0] != found[b, leaf].shape[1]:
             yield Problem(
                 "adapter-pair-ranks-differ",
-                "the two tensors of a pair have different ranks",
+                "lora_A and lora_B have different ranks",
                 tensor=module,
                 file=file,
                 expected=f"{a} [r, …] and {b} [out, r]",

@@ -7,6 +7,9 @@ from math import lcm
 
 from reshard.errors import Problem, ReshardError
 
+SEVERAL = 64
+"""The most stages that a remedy names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -87,13 +90,13 @@ class Layout:
             raise ReshardError(
                 Problem(
                     "layers-not-divisible",
-                    f"{layers} layers do not divide over the pipeline",
+                    f"{layers} layers cannot be divided among the pipeline stages",
                     rule="every stage needs at least one layer, and every virtual chunk the same number",
                     expected=f"a multiple of PP·VPP = {parts}, or {parts} numbers that add up to {layers}",
                     found=f"--stages {','.join(map(str, self.stages))}"
                     if self.stages
                     else f"{layers} layers",
-                    remedy="choose another --pp or --vpp, or name the layers of each stage: --stages 10,12,…",
+                    remedy=self._dividing(layers),
                 )
             )
         result, first = [], 0
@@ -101,6 +104,23 @@ class Layout:
             result.append((index % self.pp, index // self.pp, range(first, first + count)))
             first += count
         return result
+
+    def _dividing(self, layers: int) -> str:
+        """What to pass so that the layers divide."""
+        parts = self.pp * self.vpp
+        fitting = [pp for pp in range(1, min(layers, SEVERAL) + 1) if layers % (pp * self.vpp) == 0]
+        ways = []
+        if self.stages:
+            ways.append("leave out --stages")
+        elif fitting:
+            ways.append(f"choose --pp from {', '.join(map(str, fitting))}")
+        if self.vpp > 1:
+            ways.append("leave out --vpp")
+        if 1 < parts <= min(layers, SEVERAL):
+            share, more = divmod(layers, parts)
+            stages = ",".join(str(share + (part < more)) for part in range(parts))
+            ways.append(f"name the layers of each stage, such as --stages {stages}")
+        return ", or ".join(ways) or "choose another --pp"
 
 
 @dataclass(frozen=True, slots=True)

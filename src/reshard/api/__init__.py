@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from reshard.api.conversion import convert
+from reshard.api.diagnosis import doctor
 from reshard.api.inspection import inspect
 from reshard.api.supported import support
 from reshard.api.verification import verify
 from reshard.api.weights import open
 
-__all__ = ["convert", "inspect", "open", "support", "verify"]
+__all__ = ["convert", "doctor", "inspect", "open", "support", "verify"]

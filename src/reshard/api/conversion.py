@@ -7,6 +7,7 @@ from collections.abc import Callable
 from reshard import conversion, planning
 from reshard.algebra.layout import Layout
 from reshard.arguments import Arguments, OnBytes, StrPath
+from reshard.boundary import for_users
 from reshard.conversion import Conversion
 from reshard.errors import ReshardError
 from reshard.families.family import ENGINES
@@ -26,6 +27,7 @@ IMPLEMENTATIONS = ("transformer_engine", "local")
 TRUSTED = ("checkpoint", "config")
 
 
+@for_users()
 def convert(
     src: StrPath,
     dst: StrPath,
@@ -205,6 +207,22 @@ def convert(
     given.counts("stages", stages)
     given.texts("strip", strip)
     given.step("iteration", iteration)
+    given.switches(
+        dry_run=dry_run,
+        overwrite=overwrite,
+        no_tokenizer=no_tokenizer,
+        merge=merge,
+        with_optimizer=with_optimizer,
+        strict=strict,
+        no_checksum=no_checksum,
+        verify=verify,
+        no_resume=no_resume,
+        no_sync=no_sync,
+        private=private,
+    )
+    given.callbacks(
+        on_step=on_step, on_plan=on_plan, on_bytes=on_bytes, on_resume=on_resume, on_upload=on_upload
+    )
     largest, allowed = given.size("--max-shard-size", max_shard_size), given.size("--memory", memory)
     given.settle()
     if private and not push_to_hub:
@@ -252,7 +270,7 @@ def convert(
         on_step=on_step,
         on_plan=on_plan or (lambda plan: None if dry_run else bar.begin(plan.nbytes)),
         on_bytes=on_bytes or bar.advance,
-        on_resume=on_resume or (lambda note, nbytes: bar.advance(nbytes)),
+        on_resume=on_resume or (lambda note, nbytes: bar.begin_at(nbytes)),
         on_upload=on_upload,
     )
     return conversion.convert(source_path(src), typed_path(dst), options, how)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.arguments import Arguments, StrPath
+from reshard.boundary import for_users
 from reshard.formats.checkpoint import Iteration
 from reshard.inspection import Inspection, inspect_checkpoint
 from reshard.pages import inspection_page
@@ -13,6 +14,7 @@ from reshard.stores import source_path
 from reshard.transfer.sources import OnStep
 
 
+@for_users()
 def inspect(
     path: StrPath,
     iteration: Iteration | None = None,
@@ -54,6 +56,7 @@ def inspect(
     given.step("iteration", iteration)
     if html is not None:
         given.path("html", html)
+    given.callbacks(on_step=on_step)
     given.settle()
     if html is not None:
         check_page(Path(html), "--html")

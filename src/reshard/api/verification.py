@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, overload
 
 from reshard.arguments import Arguments, OnBytes, StrPath
+from reshard.boundary import for_users
 from reshard.coverage import Proof, prove_output
 from reshard.errors import ReshardError
 from reshard.formats.record import Integrity, check_record
@@ -13,7 +14,7 @@ from reshard.notebooks import Bar
 from reshard.pages import comparison_page
 from reshard.pages.writing import check_page, write_page
 from reshard.stores import source_path
-from reshard.transfer.memory import Meter, Need, plainly, shared
+from reshard.transfer.memory import Meter, Need, shared
 from reshard.transfer.sources import OnStep
 from reshard.verification import Comparison, compare_weights, need_of, open_sides
 
@@ -52,7 +53,7 @@ def verify(
 ) -> Proof: ...
 
 
-@plainly()
+@for_users()
 def verify(
     a: StrPath,
     b: StrPath | None = None,
@@ -119,6 +120,8 @@ def verify(
     for name, path in (("b", b), ("base", base), ("html", html)):
         if path is not None:
             given.path(name, path)
+    given.switches(logits=logits, proof=proof)
+    given.callbacks(on_step=on_step, on_total=on_total, on_bytes=on_bytes)
     meter = Meter(given.size("--memory", memory))
     given.settle()
     if html is not None and (b is None or proof):

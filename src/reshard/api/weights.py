@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from reshard import planning
 from reshard.arguments import Arguments, StrPath
+from reshard.boundary import for_users
 from reshard.formats.checkpoint import Iteration
 from reshard.model.recognition import named
 from reshard.planning.naming import Types
@@ -11,6 +12,7 @@ from reshard.stores import source_path
 from reshard.weights import Weights
 
 
+@for_users()
 def open(
     path: StrPath,
     iteration: Iteration | None = None,
@@ -85,6 +87,7 @@ def open(
     given.known("dtype", dtype, Types)
     given.text("adapter", adapter, "default")
     given.number("lora_alpha", lora_alpha)
+    given.switches(merge=merge)
     given.settle()
     options = planning.Options(
         base=source_path(base) if base is not None else None,

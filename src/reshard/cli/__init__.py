@@ -100,7 +100,9 @@ class LazyGroup(Group):
 )
 @click.version_option(__version__, "-V", "--version", prog_name="reshard", help="Show the version.")
 def cli() -> None:
-    """Convert LLM weights between Hugging Face and every distributed-training checkpoint, in any parallel layout.
+    """Convert LLM checkpoints between Hugging Face, Megatron-Core, FSDP, DeepSpeed, InternEvo and PEFT.
+
+    It also verifies, fine-tunes and diagnoses them.
 
     \b
       reshard inspect  CKPT                              what it is, and what to type next

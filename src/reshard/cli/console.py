@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import json
 import math
-import os
 import shlex
 import signal
 import sys
@@ -21,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard import installing
-from reshard.errors import Problem, ReshardError, RunFailedError, is_no_memory, no_memory, size
-from reshard.shown import escape, escape_lines, shown, shown_json, shown_lines
+from reshard.boundary import failed_to_print, problems_of
+from reshard.errors import Problem, ReshardError, RunFailedError, size
+from reshard.shown import escape, escape_lines, shown, shown_json, shown_lines, without_secrets
 from reshard.stores import StorePath
-from reshard.stores.address import without_secrets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +61,9 @@ def print_json(content: Any) -> None:
 
 
 def _strict(content: Any) -> Any:
-    """The same content with NaN and infinities as strings, because JSON has no such numbers."""
+    """The same content without secrets in URLs, and with NaN and infinities as strings: JSON has no such numbers."""
+    if isinstance(content, (str, Path)):
+        return without_secrets(str(content))
     if isinstance(content, Mapping):
         return {key: _strict(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -102,8 +102,8 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit(128 + stopped.signal)
         except Exception as error:
             if debug:
-                click.echo(shown_lines(without_secrets(traceback.format_exc())), err=True, nl=False)
-            if isinstance(error, OSError) and _failed_to_print(error):
+                click.echo(shown_lines(traceback.format_exc()), err=True, nl=False)
+            if isinstance(error, OSError) and failed_to_print(error):
                 raise  # `main` reports it, and prints nothing more
             problems, status = problems_of(error), 1 if isinstance(error, RunFailedError) else 2
         print_problems(problems)
@@ -112,12 +112,6 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         sys.exit(status)
 
     return wrapped
-
-
-def _failed_to_print(error: OSError) -> bool:
-    """Whether an error is that of a stream, and not of a file: click and rich write to streams only."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("click", "rich")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -192,81 +186,13 @@ def _identity(path: Path) -> tuple[int, int] | str | None:
     return status.st_dev, status.st_ino
 
 
-def problems_of(error: Exception) -> list[Problem]:
-    """The problems to report for an exception. An unforeseen one is reported as a bug in reshard."""
-    if isinstance(error, ReshardError):
-        return error.problems
-    if is_no_memory(error):
-        return [no_memory(error)]
-    if isinstance(error, FileNotFoundError) and error.filename is None:  # what getcwd raises
-        return [
-            Problem(
-                "current-folder-gone",
-                "the current folder was deleted",
-                remedy="change to another one with `cd`",
-            )
-        ]
-    if isinstance(error, OSError):
-        again = "and run the same command again"
-        closed = _closed_folder(error)
-        return [
-            Problem(
-                "system-refused",
-                "the system refused to read or to write",
-                file=closed or (str(error.filename) if error.filename else None),
-                found=f"no permission to search this folder for {Path(str(error.filename)).name}"
-                if closed
-                else error.strerror or str(error),
-                remedy=f"ask its owner for permission, {again}"
-                if isinstance(error, PermissionError)
-                else f"fix what the system reports, {again}",
-            )
-        ]
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return [
-            Problem(
-                "out-of-threads",
-                "the system cannot start more threads",
-                found=str(error),
-                remedy="end other programs, or raise the limit: `ulimit -u`, or the process limit of the container",
-            )
-        ]
-    if isinstance(error, ImportError):
-        return [
-            Problem(
-                "package-not-installed",
-                "a package that this needs is not installed",
-                found=str(error),
-                remedy=installing.remedy(error),
-            )
-        ]
-    return [
-        Problem(
-            "unexpected-error",
-            "unexpected internal error",
-            found=f"{type(error).__name__}: {error}",
-            remedy="this is a bug in reshard: please report the output of the same command with --debug",
-        )
-    ]
-
-
-def _closed_folder(error: OSError) -> str | None:
-    """The folder for want of whose permission a file could not even be looked for."""
-    if not isinstance(error, PermissionError) or not isinstance(error.filename, str):
-        return None
-    folder = Path(error.filename).parent
-    while not os.access(folder, os.F_OK) and folder != folder.parent:  # it is in a closed folder itself
-        folder = folder.parent
-    return None if os.access(folder, os.X_OK) else str(folder)
-
-
 _PRINTING = ("--json", "--debug", "--quiet", "-q")
 
 
 def typed() -> str:
     """The command line of this run, quoted for a shell, without options that only change the printing."""
     words = click.get_current_context().find_root().obj or ()
-    return shown(without_secrets(shlex.join(["reshard", *(word for word in words if word not in _PRINTING)])))
+    return shown(shlex.join(["reshard", *(without_secrets(word) for word in words if word not in _PRINTING)]))
 
 
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from reshard.shown import escape, escape_lines
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}
-    | {"sources": "sources", "also": "and so", "clean": "nothing wrong found", "punctuation": ": | (|, |)"}
+    | {"sources": "sources", "also": "explains", "clean": "nothing wrong found", "punctuation": ": | (|, |)"}
     | {"sure": "sure", "likely": "likely", "possible": "possible", "warning": "warning", "error": "error"}
     | {
         "absent": "not installed",
@@ -87,8 +87,8 @@ def command(
 
     A TARGET is a log (or - for standard input), a training script (.py), a notebook (.ipynb), a launch script (.sh), a
     config of accelerate, DeepSpeed, TRL or LLaMA-Factory (.yaml, .json), or a checkpoint. The doctor never executes the
-    files it reads. Name several TARGETs of the same run together: a cause found in one explains the symptoms in the
-    others. Without a TARGET, the doctor examines the environment: versions, GPUs, driver and launcher variables.
+    files it reads. Pass several files of one run together: a mistake in the script explains an error in the
+    log. Without a TARGET, the doctor examines the environment: versions, GPUs, driver and launcher variables.
 
     \b
       reshard doctor                              the environment

@@ -10,6 +10,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from reshard.arguments import LARGEST
+from reshard.boundary import problems_of
+from reshard.errors import ReshardError
 from reshard.stores import at_home, source_path, typed_path
 
 
@@ -24,7 +26,12 @@ class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         if value == "":  # Path("") would be the current folder
             self.fail("an empty path: is a variable of the shell not set?", param, ctx)
-        return value if isinstance(value, Path) else self._read(value)
+        if "\0" in str(value):
+            self.fail("a path with a null character", param, ctx)
+        try:
+            return value if isinstance(value, Path) else self._read(value)
+        except OSError as error:  # a name that is too long, a folder that may not be searched
+            raise ReshardError(problems_of(error)) from error
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

@@ -34,17 +34,17 @@ def command(json_output: bool) -> None:
             each["name"],
             each["architecture"],
             each["engine"],
-            ", ".join(each["judged"]) or NOT_JUDGED,
+            ", ".join(each["judged"]) or NOT_TESTED,
             ", ".join(each["aliases"]),
         )
         for each in content["families"]
     ]
     print_table(console, ("format", "what it is", "read", "written", "also named"), formats)
     console.print()
-    print_table(console, ("family", "architecture", "computed by", "judged by", "also named"), families)
+    print_table(console, ("family", "architecture", "computed by", "tested against", "also named"), families)
     console.print()
     undeclared = [(each["name"], each["why"]) for each in content["undeclared"]]
     print_table(console, ("not converted to Megatron-Core", "why"), undeclared)
 
 
-NOT_JUDGED = "not judged"
+NOT_TESTED = "not tested"

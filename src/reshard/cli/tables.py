@@ -14,18 +14,23 @@ from reshard.shown import escape, shown
 NARROW = 60
 """Columns of a terminal below which each row becomes a few lines."""
 
+BESIDE = 36
+"""Columns that the other cells need beside the first, which is a name and stays on one line."""
+
 
 def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print rows of untrusted text under their titles."""
     texts = [[shown(cell) for cell in row] for row in rows]
     if not console.is_terminal:
         _print_columns(console, titles, texts)
-    elif console.width < NARROW:
+    elif console.width < max(NARROW, BESIDE + max((cell_len(row[0]) for row in texts), default=0)):
         _print_records(console, titles, texts)
     else:
         table = Table()
-        for title in titles:
-            table.add_column(title, overflow="fold")  # a truncated name identifies nothing
+        for number, title in enumerate(titles):
+            table.add_column(
+                title, overflow="fold", no_wrap=number == 0
+            )  # a truncated name identifies nothing
         for row in texts:
             table.add_row(*map(escape, row))
         console.print(table)

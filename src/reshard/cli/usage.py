@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import click
 
 from reshard.cli.helptext import Context
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, given_twice
 from reshard.shown import shown
 from reshard.suggest import did_you_mean, meant
 
@@ -79,7 +80,10 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, [*args])
+            rest = super().parse_args(ctx, [*args])
+            if not ctx.resilient_parsing and (problems := [*_repeated(self, ctx, args)]):
+                raise ReshardError(problems)
+            return rest
         except (click.UsageError, ReshardError) as error:
             if ctx.resilient_parsing or isinstance(error, click.exceptions.NoArgsIsHelpError):
                 raise
@@ -165,6 +169,7 @@ def _all_wrong(command: click.Command, ctx: click.Context, args: list[str]) -> I
         except click.UsageError as error:
             yield from problems_of_usage(error)
             return
+    yield from _repeated(command, ctx, args)
     for param in command.get_params(ctx):
         if unknown and isinstance(param, click.Argument):
             continue  # it may be a value of the unknown option
@@ -174,6 +179,49 @@ def _all_wrong(command: click.Command, ctx: click.Context, args: list[str]) -> I
             yield from problems_of_usage(error)
     if rest and not unknown and not ctx.allow_extra_args:
         yield Problem("argument-unexpected", f"unexpected argument: {shown(' '.join(map(str, rest)))}")
+
+
+class _Appending:
+    """A parser that keeps each value of an option, where click keeps the last one."""
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+
+    def add_option(
+        self,
+        obj: click.Option,
+        opts: list[str],
+        dest: str | None,
+        action: str | None = None,
+        nargs: int = 1,
+        const: Any = None,
+    ) -> None:
+        kept = {None: "append", "store": "append", "store_const": "append_const"}.get(action, action)
+        self._parser.add_option(obj, opts, dest, kept, nargs, const)
+
+
+def _repeated(command: click.Command, ctx: click.Context, args: list[str]) -> Iterator[Problem]:
+    """Options that are given several times with different values, though they take one; `args` can be parsed."""
+    parser = command.make_parser(ctx)
+    single = [
+        each
+        for each in command.get_params(ctx)
+        if isinstance(each, click.Option) and not each.multiple and not each.count
+    ]
+    for option in single:
+        option.add_to_parser(cast(Any, _Appending(parser)), ctx)
+    found, _, _ = parser.parse_args([*args])
+    for option in single:
+        typed = dict.fromkeys(_typed(option, value) for value in found.get(str(option.name)) or ())
+        if len(typed) > 1:
+            yield given_twice(option.opts[-1], typed)
+
+
+def _typed(option: click.Option, value: Any) -> str:
+    """An option and its value as they are typed."""
+    if option.is_flag:
+        return (option.secondary_opts if value is False else option.opts)[-1]
+    return shown(f"{option.opts[-1]} {value}")
 
 
 def _without(command: click.Command, args: list[str], name: str) -> list[str]:

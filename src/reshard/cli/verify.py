@@ -15,7 +15,7 @@ from reshard.cli.tables import print_table
 from reshard.cli.usage import Command
 from reshard.errors import size
 from reshard.shown import escape
-from reshard.verification import ROUNDED, ROUNDED_SUM, SHOWN, Comparison, Row
+from reshard.verification import COLUMNS, ROUNDED, ROUNDED_SUM, SHOWN, Comparison, Row
 
 if TYPE_CHECKING:
     from reshard.coverage import Proof
@@ -196,11 +196,7 @@ def _print_different(found: Comparison) -> None:
     console.print(
         f"[bold red]different:[/] {_count_of(len(different), 'tensor')}; {found.tensors} were compared{more}"
     )
-    rows = [
-        (row.tensor, row.kind, row.a, row.b, "" if row.largest is None else f"{row.largest:.3g}")
-        for row in different[:SHOWN]
-    ]
-    print_table(console, ("tensor", "what differs", "A", "B", "largest difference"), rows)
+    print_table(console, COLUMNS, [(row.tensor, row.kind, row.how) for row in different[:SHOWN]])
     if len(different) > SHOWN:
         console.print(f"… and {len(different) - SHOWN} more (--json lists all)")
 
@@ -227,7 +223,7 @@ def _print_rounded(found: Comparison) -> None:
     console = stdout()
     sums = [row for row in found.rounded if row.kind == ROUNDED_SUM]
     for row in sums[:SHOWN]:
-        console.print(f"{escape(row.tensor)} {row.a} are rounded: largest difference {row.largest or 0:.3g}")
+        console.print(f"{escape(row.tensor)} is rounded: {row.how}")
     if len(sums) > SHOWN:
         console.print(f"… and {len(sums) - SHOWN} more (--json lists all)")
     quantized = [row for row in found.rounded if row.kind == ROUNDED]

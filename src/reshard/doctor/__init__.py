@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from reshard.doctor.diagnosis import diagnose
+from typing import TYPE_CHECKING, Any
+
 from reshard.doctor.finding import Finding, Place, Text
 
+if TYPE_CHECKING:
+    from reshard.doctor.diagnosis import diagnose
+
 __all__ = ["Finding", "Place", "Text", "diagnose"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `diagnose` when it is first used: each rank of a run imports this package, and only needs its rules."""
+    if name != "diagnose":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from reshard.doctor.diagnosis import diagnose
+
+    return diagnose

@@ -208,7 +208,9 @@ def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
 def _parts(inspection: Inspection, root: Path) -> Iterator[Part]:
     lacking = {problem.code for problem in inspection.problems}
     checkpoint = inspection.checkpoint
-    yield Part(Text.same("config.json"), NO_CONFIG in lacking, "--base DIR")
+    is_there = (checkpoint.root / "config.json").is_file()
+    if is_there or NO_CONFIG in lacking:  # otherwise the checkpoint itself tells what it would contain
+        yield Part(Text.same("config.json"), not is_there, "--base DIR")
     yield Part(words("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
     if checkpoint.format in (torch_dist.NAME, legacy.NAME):
         tracker = root / iterations.TRACKER

@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 
 from reshard.arguments import Arguments
+from reshard.boundary import for_users
 from reshard.doctor.checkpoints import diagnose_checkpoint, of_pair, of_recorded
 from reshard.doctor.configs import diagnose_config
 from reshard.doctor.environment import diagnose_environment
@@ -28,12 +29,13 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats import foreign
 from reshard.formats.not_found import ANYWHERE, NOTHING_FOUND
 from reshard.shown import shown
-from reshard.stores import as_path, is_remote, typed_path
+from reshard.stores import as_path, typed_path
 
 CONFIGS = {".yaml", ".yml", ".json"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
 
 
+@for_users()
 def diagnose(
     *targets: str | PathLike[str],
     on_bytes: Callable[[int], None] = lambda count: None,
@@ -73,6 +75,7 @@ def diagnose(
     given = Arguments("diagnose")
     for each in targets:
         given.path("target", each)
+    given.callbacks(on_bytes=on_bytes, on_read=on_read)
     given.settle()
     paths = (str(each) if _is_plain(str(each)) else str(typed_path(str(each))) for each in targets)
     named = list(dict.fromkeys(paths))
@@ -91,7 +94,7 @@ def diagnose(
 
 def _is_plain(target: str) -> bool:
     """Whether a target is a local path that needs no expansion: it is shown as it was typed."""
-    return not is_remote(target) and not target.startswith("~")
+    return "://" not in target and not target.startswith("~")
 
 
 @dataclass
@@ -247,7 +250,7 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
     if not path.exists():
         raise ReshardError(
             "target-not-found",
-            "there is nothing at this path",
+            "no such file or directory",
             file=target,
             expected="a log, a script, a config, a checkpoint, or - for standard input",
             remedy="check the path",

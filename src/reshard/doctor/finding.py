@@ -98,6 +98,10 @@ class Finding(Problem):
         lines = [f"  {name}: " + shown_lines(text).replace("\n", "\n    ") for name, text in fields if text]
         return "\n".join([shown(self.message), *lines])
 
+    def as_dict(self) -> dict[str, Any]:
+        """What `doctor --json` says of it, in both languages."""
+        return self.told()
+
     def told(self, language: str | None = None) -> dict[str, Any]:
         """For `doctor --json`: both languages, or only one. Evidence is always in one: English by default."""
         texts = {"title": self.message, "cause": self.rule, "cure": self.remedy}

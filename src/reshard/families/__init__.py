@@ -6,7 +6,7 @@ Modules in `architectures/` register their families automatically, other package
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 from reshard.families import architectures
 from reshard.families.family import Family
 from reshard.families.live import Live
-from reshard.families.undeclared import LIVE
 from reshard.plugins import Registry
 
 
@@ -59,10 +58,15 @@ def declared(model_type: Any) -> Family | None:
     return next((each for each in found if model_type in (each.name, *each.aliases)), None)
 
 
-def live_names(model_type: Any) -> Live | None:
-    """How in-memory names differ from the Hub's; None if they do not or are unknown. Covers undeclared models too."""
-    family = declared(model_type)
-    return family.live if family else LIVE.get(model_type) if isinstance(model_type, str) else None
+def live_names(config: Mapping[str, Any], name: str | None = None) -> Live | None:
+    """How in-memory names of a config's model differ from the Hub's; None if they do not.
+
+    `name` is the family, if the config does not tell. A model that is not declared has the names of transformers.
+    """
+    if family := declared(name or config.get("model_type")):
+        return family.live.of(config) if family.live else None
+    live = Live(None, config=config)
+    return live if live.rules or live.tied else None
 
 
 __all__ = ["FAMILIES", "Family", "declared", "likeliest", "live_names"]

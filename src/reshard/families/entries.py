@@ -368,6 +368,8 @@ class SparseStep(Entry):
 class DenseFirst(Entry):
     """DeepSeek: the first `first_k_dense_replace` layers (or `default`) have no experts, all others have.
 
+    The argument is a list even if all layers are sparse, as in mcore-bridge (`hf_to_mcore_config`) and Megatron-Bridge:
+    with a list, Megatron-Core does not stack the layers in a checkpoint.
     For some families, transformers reads only `mlp_layer_types`, so it is `listed` as well.
     """
 
@@ -380,7 +382,7 @@ class DenseFirst(Entry):
         sparse = [i >= dense for i in range(layers)]
         if config.get("first_k_dense_replace") is None and config.get("mlp_layer_types"):  # glm4_moe_lite
             sparse = [kind == "sparse" for kind in config["mlp_layer_types"][:layers]]
-        return {"moe_layer_freq": moe_layer_freq(sparse)}
+        return {"moe_layer_freq": [int(layer) for layer in sparse]}
 
     def to_config(self, args: Args) -> Values:
         layers = args.get("num_layers", 0)

@@ -8,8 +8,13 @@ with what the real model has in memory and what `save_pretrained` writes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from reshard.families import in_memory
+from reshard.families.renaming import Renaming, saved
 
 
 class Experts(NamedTuple):
@@ -36,6 +41,7 @@ class Live:
     hub).
     `transposed` is the experts module that the Hub also stacks, but as [E, H, 2F] and [E, F, H].
     `stacked` is the experts module that the Hub stacks as in memory, but `save_pretrained` splits.
+    With a `config`, all of this is told by the rules of transformers for its model instead.
     """
 
     experts: Experts | None = GATED
@@ -43,6 +49,21 @@ class Live:
     begins: tuple[tuple[str, str], ...] = ()
     transposed: str = ""
     stacked: str = ""
+    config: Mapping[str, Any] | None = None
+
+    @cached_property
+    def rules(self) -> tuple[Renaming, ...]:
+        """The rules by which transformers loads the Hub's weights of the config's model."""
+        return in_memory.renamings(self.config) if self.config else ()
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """The names in memory of weights that are others, with the names of these."""
+        return in_memory.tied(self.config) if self.config else {}
+
+    def of(self, config: Mapping[str, Any]) -> Live:
+        """The same for a model with another config, whose parts may be of other types."""
+        return replace(self, config={**config, **self.config}) if self.config else self
 
     def to_hub(self, name: str) -> str:
         """The Hub's name of a tensor that is not fused; hub names are returned unchanged."""
@@ -52,13 +73,22 @@ class Live:
 
     def begun_on_hub(self, name: str) -> str:
         """The name of a tensor or module with the Hub's prefix."""
+        if self.rules:
+            return self._renamed(name, saved(self.rules))
         begin = next((pair for pair in self.begins if name.startswith(pair[0])), ("", ""))
         return begin[1] + name.removeprefix(begin[0])
 
     def begun_in_memory(self, name: str) -> str:
         """The inverse of `begun_on_hub`."""
+        if self.rules:
+            return self._renamed(name, self.rules)
         begin = next((pair for pair in self.begins if name.startswith(pair[1])), ("", ""))
         return begin[0] + name.removeprefix(begin[1])
+
+    def _renamed(self, name: str, rules: Iterable[Renaming]) -> str:
+        for rule in rules:
+            name = name if rule.operations else rule.applied(name).name
+        return name
 
     def to_live(self, name: str) -> str:
         """The name in memory: the inverse of `to_hub`."""
@@ -70,3 +100,8 @@ class Live:
 
 BLOCK_SPARSE = Live(W132, ((".mlp.", ".block_sparse_moe."),))
 """Mixtral, and families that name their experts the same way."""
+
+
+def by_transformers(model_type: str, architecture: str) -> Live:
+    """The names in memory of a model, by the rules of transformers."""
+    return Live(None, config={"model_type": model_type, "architectures": [architecture]})

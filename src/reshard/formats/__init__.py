@@ -82,7 +82,19 @@ def writable(name: str) -> Format:
 
 def detect(path: Path) -> str | None:
     """The format of the checkpoint at `path`, or None."""
-    return next((each.name for each in FORMATS.values() if _holds(path, each)), None)
+    found = next((each.name for each in FORMATS.values() if _holds(path, each)), None)
+    if found or not foreign.is_state_dict(path) or _is_part(path):
+        return found
+    return huggingface.NAME
+
+
+def _is_part(file: Path) -> bool:
+    """Whether a file may be a part of a checkpoint: of an engine's, or the optimizer next to any."""
+    if wrappers.NO_WEIGHTS.search(file.stem):
+        return True
+    above = [*file.absolute().parents][: not_found.ABOVE]
+    engines = (each for each in FORMATS.values() if each.name != huggingface.NAME)
+    return any(_holds(folder, each) for each in engines for folder in above)
 
 
 def _holds(path: Path, format: Format) -> bool:
@@ -119,6 +131,8 @@ def open_checkpoint(
         if iteration is not None:
             raise not_found.no_iteration(path, iteration)
         raise not_found.no_checkpoint(path, FORMATS, lambda place: detect(place) is not None)
+    if name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
+        raise ReshardError(of_tool)
     with understood(folder):
         checkpoint = FORMATS[name].open(folder, iteration)
     checkpoint.root = descent.find_root(checkpoint.root, path)
@@ -129,8 +143,9 @@ def open_checkpoint(
     checkpoint.problems += wrappers.wrapper_problems(checkpoint.tensors, str(folder))
     if checkpoint.dialect == "hf":
         config = _config_beside(checkpoint)
-        if by_mlx := foreign.quantized_by_mlx(folder, config):
-            raise ReshardError(by_mlx)
+        of_tool = foreign.quantized_by_mlx(folder, config)
+        if of_tool := of_tool or foreign.with_names_of_a_tool(folder, checkpoint.tensors):
+            raise ReshardError(of_tool)
         checkpoint.quantization, lacking = quantization.find(checkpoint.tensors, config, str(folder))
         checkpoint.problems += lacking
     if folder != path:

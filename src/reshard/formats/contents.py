@@ -17,40 +17,22 @@ RECORD = "reshard.json"
 FILES = "files"
 """The key under which `reshard.json` names the files written with it, as a list or as the keys of an object."""
 
-_BESIDE = (
-    *("README.md", "LICENSE*", ".gitattributes", "*.index.json", "training_args.bin", "trainer_state.json"),
-    *("latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_wandb_artifact_path.txt"),
-    *(
-        "progress.txt",
-        "args.json",
-        "run_config.yaml",
-        "run.json",
-        "saved.json",
-        "train_state.pt",
-        "latest_train_state.pt",
-    ),
+_PARTS = (
+    *("*.index.json", "latest", "latest_universal", "latest_checkpointed_iteration.txt"),
+    *("latest_wandb_artifact_path.txt", "train_state.pt", "latest_train_state.pt", "run_config.yaml"),
     *("metadata.json", ".metadata", "*.distcp", "common.pt", "distrib_optim.pt", "model_optim_rng.pt"),
-    *(
-        "optimizer.pt",
-        "optimizer_state.pt",
-        "optimizer.bin",
-        "scheduler.pt",
-        "scheduler.bin",
-        "scaler.pt",
-        "rng_state*.pth",
-    ),
-    *(
-        "random_states_*.pkl",
-        "*_model_states.pt",
-        "*_optim_states.pt",
-        "zero_to_fp32.py",
-        "exp_avg*.pt",
-        "step.pt",
-    ),
-    *("optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt", "fsdp_config.json", "data.pt"),
-    *("optimizer_tp*.pt", "optimizer_wp*.pt", "gating_*.pt", "context.pt", "sampler.pt", "schedulder.pt"),
+    *("*_model_states.pt", "*_optim_states.pt", "exp_avg*.pt", "step.pt", "optim_world_size_*_rank_*.pt"),
+    *("extra_state_world_size_*_rank_*.pt", "fsdp_config.json", "data.pt", "optimizer_tp*.pt"),
+    *("optimizer_wp*.pt", "gating_*.pt", "context.pt", "sampler.pt", "schedulder.pt"),
 )
-"""Files that the Hub and engines write next to weights, and nobody writes by hand. InternEvo spells `schedulder`."""
+"""Files that engines write as parts of a checkpoint. InternEvo spells `schedulder`."""
+
+_KEPT = (
+    *("README.md", "LICENSE*", ".gitattributes", "training_args.bin", "trainer_state.json", "progress.txt"),
+    *("optimizer.pt", "optimizer_state.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "scaler.pt"),
+    *("rng_state*.pth", "random_states_*.pkl", "zero_to_fp32.py", "args.json", "run.json", "saved.json"),
+)
+"""Files that the Hub and trainers write next to a model, and that no loader of weights reads: nothing replaces them."""
 
 _DOWNLOADED = PurePosixPath(".cache/huggingface")
 """Download records of the Hub's client, in the folder that it downloaded to."""
@@ -81,6 +63,11 @@ def foreign_in(folder: Path) -> list[str]:
     return sorted(found)
 
 
+def stays(name: str) -> bool:
+    """Whether a file next to a checkpoint stays there when the checkpoint is replaced."""
+    return any(fnmatchcase(PurePosixPath(name).name, pattern) for pattern in _KEPT)
+
+
 def foreign_among(names: Iterable[str], folder: Path) -> list[str]:
     """The same for a folder in a store that contains the files `names`."""
     own, patterns = _own(folder)
@@ -96,7 +83,7 @@ def _own(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...]]:
     """The files of the checkpoint in a folder: paths, and patterns of names."""
     listed = _listed(folder)
     own = _of_the_checkpoint(folder) if listed is None else listed
-    return own, _BESIDE if listed is None and own else ()
+    return own, _PARTS if listed is None and own else ()
 
 
 def _listed(folder: Path) -> set[PurePosixPath] | None:

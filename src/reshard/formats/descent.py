@@ -14,7 +14,7 @@ PARTS = tuple(
     for pattern in (
         r"pytorch_model_fsdp_\d+",  # accelerate and Trainer, FSDP with SHARDED_STATE_DICT
         r"checkpoints?",  # torchtitan
-        r"actor|policy|model|weights|model_weights",  # verl; torchtitan; an unpacked .nemo archive
+        r"actor|policy|model|weights|model_weights|model_and_optim",  # verl; torchtitan; NeMo; OLMo-core
     )
 )
 STEPS = tuple(

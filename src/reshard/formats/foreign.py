@@ -1,7 +1,7 @@
 """Weight files of other tools that are not in one of the formats: what they are, and how to convert them.
 
-They are recognized by their content; by their names only Flax's msgpack files, which have no magic, and Meta's, which
-are ordinary files of torch:
+They are recognized by their content; by their names only Flax's msgpack files, which have no magic, and ordinary files
+of torch (Meta's) and of safetensors (`NAMES`). Where neither tells, the names of their tensors do (`TENSORS`):
 
 - GGUF: the magic `GGUF` (ggml/docs/gguf.md).
 - NeMo 1: a tar archive, plain or gzipped, whose members are `model_config.yaml` and weights
@@ -12,6 +12,8 @@ are ordinary files of torch:
 - numpy's `.npz`: a zip archive whose first member ends in `.npy`.
 - ONNX: a protobuf message without a magic, whose first field is `ir_version` (onnx/onnx.proto): byte 08.
 - Orbax: a folder with `_CHECKPOINT_METADATA`, or `_METADATA` next to `manifest.ocdbt` (orbax.checkpoint 0.12).
+- zarr of Megatron-Core and NeMo: a folder whose `metadata.json` has the `sharded_backend` zarr (megatron-core's
+  dist_checkpointing 0.4 to 0.8).
 - MLX: safetensors whose metadata have `"format": "mlx"` and whose config has `quantization` (mlx_lm/utils.py). Without
   the latter they are ordinary Hugging Face weights.
 """
@@ -23,7 +25,7 @@ import re
 import shlex
 import tarfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +53,8 @@ class Kind(NamedTuple):
     remedy: str
 
 
+_OF_THE_HUB = "convert the model's Hugging Face folder instead: "
+
 _LINK = (
     "give it Hugging Face's name for such a file: "
     "mkdir {folder} && ln -s {absolute} {folder}/pytorch_model.bin; "
@@ -65,11 +69,27 @@ GGUF = Kind(
 )
 NEMO = Kind(
     "foreign-nemo",
-    "this is a .nemo archive of NeMo",
-    "unpack it: mkdir {folder} && tar -xf {file} -C {folder}, then run: reshard inspect {folder}",
+    "this is a .nemo archive of NeMo, which reshard does not read as such",
+    "unpack it: mkdir {folder} && tar -xf {file} -C {folder}, then run: reshard inspect {folder}; if that cannot "
+    "read it (older archives), convert it where NeMo runs, with its scripts/checkpoint_converters",
+)
+NEMO_RANK = Kind(
+    "foreign-nemo-weights",
+    "these weights have the names of NeMo 1, in the files of ranks that older versions saved",
+    "convert them where NeMo 1 runs, with its scripts/checkpoint_converters; reshard reads NeMo's distributed "
+    "checkpoints (a folder with .metadata)",
+)
+ZARR = Kind(
+    "foreign-zarr",
+    "this is a distributed checkpoint in zarr, which older versions of Megatron-LM and NeMo saved",
+    "load it where it was trained, and save it with --dist-ckpt-format torch_dist (NeMo: save_ckpt_format)",
 )
 LIGHTNING = Kind("foreign-lightning", "this is a checkpoint of PyTorch Lightning", _LINK)
-TORCH = Kind("foreign-torch-file", "this is a torch.save file with a name that no format uses", _LINK)
+TORCH = Kind(
+    "foreign-torch-file",
+    "the only weights here are in a torch.save file with a name that no format uses",
+    "pass the file itself, and the model's Hugging Face folder with --base: reshard inspect {file}",
+)
 OLD_TORCH = Kind(
     "foreign-torch-legacy",
     "this is a torch.save file in the format of torch before 1.6",
@@ -123,11 +143,62 @@ MLX = Kind(
     "dequantize them where MLX runs: mlx_lm.convert --hf-path {file} --mlx-path {folder} --dequantize; or convert the "
     "model that they were made from",
 )
+MISTRAL = Kind(
+    "foreign-mistral",
+    "these weights have the names of Mistral's own code (consolidated.safetensors and params.json)",
+    _OF_THE_HUB + "most repositories have both; if only this format is left, convert it with "
+    "src/transformers/models/mistral/convert_mistral_weights_to_hf.py of transformers' own repository",
+)
+LITGPT = Kind(
+    "foreign-litgpt",
+    "these weights have the names of LitGPT",
+    "convert them with it: litgpt convert_from_litgpt {its_folder} {folder}, then pass the file that it writes, "
+    "with the model's Hugging Face folder as --base",
+)
+OLMO = Kind(
+    "foreign-olmo-core",
+    "these weights have the names of OLMo-core",
+    "convert them with its src/examples/huggingface/convert_checkpoint_to_hf.py",
+)
+DEEPSEEK = Kind(
+    "foreign-deepseek",
+    "these files are for DeepSeek's own inference code, which divides a model over its ranks",
+    _OF_THE_HUB + "they were made from it, by inference/convert.py",
+)
+VLLM = Kind(
+    "foreign-vllm",
+    "these files are a sharded_state of vLLM, which divides a model over its ranks",
+    _OF_THE_HUB + "they were made from it, and vLLM may have packed the weights for its kernels",
+)
+TENSORRT = Kind(
+    "foreign-tensorrt-llm",
+    "these files are a checkpoint of TensorRT-LLM, which divides a model over its ranks",
+    _OF_THE_HUB + "they were made from it",
+)
+NAMES = (
+    (re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors"), MISTRAL),
+    (re.compile(r"model\d+-mp\d+\.safetensors"), DEEPSEEK),
+    (re.compile(r"model-rank-\d+-part-\d+\.safetensors"), VLLM),
+    (re.compile(r"rank\d+\.safetensors"), TENSORRT),
+)
+"""Files of safetensors with the names that a tool gives them, beside a model's own (`model*.safetensors`)."""
+TENSORS = (
+    (re.compile(r"(_forward_module\.|model\.)*transformer\.h\.\d+\.mlp\.fc_1\.weight"), LITGPT),
+    (re.compile(r"(model\.)?blocks\.\d+\.attention\.w_q\.weight"), OLMO),
+    (re.compile(r"(model\.)?decoder\.layers\.\d+\.self_attention\.linear_qkv\.weight"), NEMO_RANK),
+    (
+        re.compile(r"model\.language_model\.encoder\.layers\.\d+\.self_attention\.query_key_value\.weight"),
+        NEMO_RANK,
+    ),
+)
+"""Names of tensors that only one tool has, and that are not the Hub's."""
 CODES = {
     each.code
     for each in (
         GGUF,
         NEMO,
+        NEMO_RANK,
+        ZARR,
         LIGHTNING,
         TORCH,
         OLD_TORCH,
@@ -139,6 +210,12 @@ CODES = {
         FLAX,
         ARRAYS,
         MLX,
+        MISTRAL,
+        LITGPT,
+        OLMO,
+        DEEPSEEK,
+        VLLM,
+        TENSORRT,
     )
 }
 
@@ -152,8 +229,28 @@ def recognized(path: Path) -> Problem | None:
     for folder in (path, *(child for child in children if child.is_dir() and can_list(child))):
         if _is_orbax(folder):
             return problem(ORBAX, folder)
+        if _is_zarr(folder):
+            return problem(ZARR, folder)
     found = ((kind, child) for child in children if child.is_file() and (kind := _kind_of(child)))
     return next((problem(kind, child) for kind, child in found), None)
+
+
+def is_state_dict(path: Path) -> bool:
+    """Whether a file is one that torch.save wrote, and that no other tool is known by."""
+    return path.is_file() and _kind_of(path) is TORCH
+
+
+def named_by_a_tool(path: Path) -> Problem | None:
+    """The problem of safetensors whose names, all of them, are those of one tool; None if a model's own are there."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    kinds = [next((kind for name, kind in NAMES if name.fullmatch(file.name)), None) for file in files]
+    return problem(kinds[0], files[0]) if kinds and kinds[0] and len(set(kinds)) == 1 else None
+
+
+def with_names_of_a_tool(path: Path, tensors: Iterable[str]) -> Problem | None:
+    """The problem of a checkpoint some of whose tensors have names that only one tool uses."""
+    found = (kind for tensor in tensors for pattern, kind in TENSORS if pattern.fullmatch(tensor))
+    return next((problem(kind, path) for kind in found), None)
 
 
 def quantized_by_mlx(path: Path, config: Mapping[str, Any] | None) -> Problem | None:
@@ -203,6 +300,10 @@ _OF_META = re.compile(r"consolidated\.\d\d\.pth")
 def _is_orbax(folder: Path) -> bool:
     names = [(folder / name).is_file() for name in ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")]
     return names[0] or (names[1] and names[2])
+
+
+def _is_zarr(folder: Path) -> bool:
+    return b'"zarr"' in _begin(folder / "metadata.json")
 
 
 def _kind_of(path: Path) -> Kind | None:

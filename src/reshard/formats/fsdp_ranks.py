@@ -283,7 +283,7 @@ def _flat_problems(parts: Mapping[str, Parts], files: Files) -> list[Problem]:
 def _unknown(name: str, file: str, value: Opaque) -> Problem:
     return Problem(
         "tensor-kind-unknown",
-        "a tensor of a kind that reshard does not know",
+        "unknown kind of tensor",
         tensor=name,
         file=file,
         expected="a Tensor, a DTensor or a ShardedTensor",

@@ -16,7 +16,9 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble
 from reshard.errors import Problem, ReshardError
 from reshard.families.live import Experts, Live
+from reshard.formats import renamed
 from reshard.formats.checkpoint import Checkpoint, States
+from reshard.formats.operations import experts_differ, experts_missing
 from reshard.transfer.plan import Planned
 
 FUSED_GATE, FUSED_UP, FUSED_DOWN = "gate_up_proj", "up_proj", "down_proj"
@@ -43,6 +45,10 @@ def _state(states: Mapping[str, Mapping[str, Tensor]], kind: str, live: Live) ->
 
 def hub_tensors(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
     """`tensors` of a live model under Hub names. Raises ReshardError listing those that occur twice."""
+    if live.config is not None:
+        planned = [Planned(n, t.dtype, t.shape, partial(_view_of, t)) for n, t in tensors.items()]
+        found = renamed.to_hub(planned, live.rules, live.config)
+        return {each.name: Tensor(each.dtype, each.source()) for each in found}
     result: dict[str, Tensor] = {}
     problems = []
     tensors = _stacked(tensors, live) if live.stacked else _as_on_the_hub(tensors, live)
@@ -135,6 +141,8 @@ def live_tensors(tensors: Iterable[Planned], live: Live | None) -> list[Planned]
     """
     if live is None:
         return list(tensors)
+    if live.config is not None:
+        return renamed.applied(tensors, live.rules, live.config)
     result: dict[str, Planned] = {}
     stacks: dict[str, _Stack] = {}
     for tensor in tensors:
@@ -197,25 +205,10 @@ class _Stack:
         wanted = {(expert, half) for expert in range(experts) for half in range(self.halves)}
         kinds = {(part.dtype.name, part.shape) for part in self.parts.values()}
         if self.parts.keys() != wanted:
-            missing = sorted(wanted - self.parts.keys())
-            yield Problem(
-                "experts-missing",
-                "experts of a layer are missing",
-                tensor=self.name,
-                rule="the live model stores all experts of a layer in one tensor",
-                expected=f"experts 0 to {experts - 1}",
-                found=f"no {', '.join(str(expert) for expert, _ in missing[:8])}",
-                remedy="the checkpoint is incomplete: copy it again from where it was saved",
-            )
+            missing = [expert for expert, _ in sorted(wanted - self.parts.keys())]
+            yield experts_missing(self.name, experts, missing)
         elif len(kinds) > 1:
-            yield Problem(
-                "experts-differ",
-                "experts that are fused into one tensor differ in dtype or shape",
-                tensor=self.name,
-                rule="the live model stores all experts of a layer in one tensor",
-                found=", ".join(f"{dtype} {list(shape)}" for dtype, shape in sorted(kinds)),
-                remedy="choose one dtype for all: --dtype bfloat16",
-            )
+            yield experts_differ(self.name, sorted(kinds))
 
     def planned(self) -> Planned:
         """The fused tensor [E, halves · rows, columns]."""

@@ -59,6 +59,11 @@ def root_of(folder: Path) -> Path:
     return real.parent if _step(real) is not None else folder
 
 
+def described_in(folder: Path) -> Path:
+    """The folder with config and tokenizer of an iteration: its own if it has a config, or else the run folder."""
+    return folder if (folder / "config.json").is_file() else root_of(folder)
+
+
 def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iteration | None]:
     """The folder of the requested or else the tracked iteration. Raises ReshardError if there is none."""
     steps = found_in(path)

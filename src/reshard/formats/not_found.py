@@ -14,7 +14,6 @@ from reshard.formats.checkpoint import Iteration
 from reshard.formats.places import can_list, folders_in
 from reshard.installing import install_command
 from reshard.stores import is_remote
-from reshard.stores.address import PROTOCOLS
 from reshard.stores.errors import PACKAGES
 
 NOTHING_FOUND = "checkpoint-not-found"
@@ -26,14 +25,6 @@ ABOVE, DEPTH, BELOW = 3, 5, 64
 
 def nothing_there(path: Path) -> ReshardError:
     """The error for a path that does not exist, which may be the name of a model on the Hub."""
-    if not is_remote(path) and path.parts and re.fullmatch(r"[a-z][a-z0-9+.-]*:", path.parts[0]):
-        return ReshardError(
-            "url-names-nothing",
-            "reshard cannot read this URL",
-            file=str(path),
-            expected=f"a path, or one of {', '.join(f'{scheme}://' for scheme in PROTOCOLS)} and a name",
-            remedy="correct the URL, or download the files and pass the folder",
-        )
     found = None
     with suppress(ReshardError):  # a store may allow access to the path, but not to its parents
         near = next((parent for parent in path.absolute().parents if parent.exists()), None)
@@ -45,7 +36,7 @@ def nothing_there(path: Path) -> ReshardError:
             )
     return ReshardError(
         "path-not-found",
-        "there is nothing at this path",
+        "no such file or directory",
         file=str(path),
         found=f"a link to {path.readlink()}" if path.is_symlink() else found,
         remedy=download(path, f"name {path.name}") or "check the path",

@@ -49,7 +49,7 @@ def check_open(path: Path) -> None:
     lacking = [what for what, flag in (("read", os.R_OK), ("search", os.X_OK)) if not os.access(path, flag)]
     raise ReshardError(
         "folder-closed",
-        "this user may not look into the folder",
+        "no permission to read the folder",
         file=str(path),
         expected="permission to read and to search it",
         found=f"no permission to {' or to '.join(lacking)} it",

@@ -2,7 +2,7 @@
 
 - ms-swift writes `args.json` into each `checkpoint-N` and the output folder above it: all its arguments, among them
   `model` (hub id or path), `model_dir` (where that was on disk), `torch_dtype`, `tuner_type`.
-- Megatron-Bridge (and NeMo on top of it) writes `run_config.yaml` into each `iter_*`: `model` (the fields of the
+- Megatron-Bridge writes `run_config.yaml` into each `iter_*`: `model` (the fields of the
   model provider, or below it a `transformer` section), `checkpoint`, `tokenizer`. Such checkpoints have no `args`.
 - Megatron-LM keeps `args` in the checkpoint itself, with `tokenizer_model` and `pretrained_checkpoint`.
 
@@ -85,14 +85,14 @@ def find_hints(folders: Sequence[str | Path], args: Mapping[str, Any] | None = N
 def read_run_config(folder: str | Path) -> dict[str, Any] | None:
     """`run_config.yaml` in `folder` as plain data; None if there is none. Raises ValueError if it is broken."""
     path = as_path(folder) / RUN_CONFIG
-    return _read(path) if path.is_file() else None
+    return read_yaml(path) if path.is_file() else None
 
 
 def _hints_of_file(path: Path, places: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[Hint]:
     if not path.is_file():
         return
     try:
-        content = _read(path)
+        content = read_yaml(path)
     except ValueError as error:
         yield Hint(str(path), "", UNREADABLE, str(error), exists=False)
     else:
@@ -127,7 +127,8 @@ def _exists(value: str, folder: Path | None) -> bool:
         return False
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A mapping in YAML or JSON as plain data; tags build nothing. Raises ValueError if it is broken."""
     try:
         raw = read_source(path, JSON_MOST)
     except ReshardError as error:

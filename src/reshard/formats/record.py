@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from threading import Event
@@ -13,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from reshard.errors import UNUSABLE, ReshardError, size
+from reshard.errors import ReshardError, size
 from reshard.formats.companions import read_object
-from reshard.formats.contents import FILES, RECORD, foreign_in
+from reshard.formats.contents import FILES, RECORD, foreign_in, stays
 from reshard.formats.not_found import nothing_there
 from reshard.formats.target import Options
 from reshard.plain import json_of, to_json
@@ -78,10 +77,6 @@ def write_record(plan: Plan, folder: Path, report: Report, facts: Mapping[str, A
     return len(content)
 
 
-OF_THE_HUB = ("README.md", ".gitattributes")
-"""Files of a Hub download that are not part of the upload, and that no loader of weights reads."""
-
-
 def is_written(folder: Path, plan: Plan, digest: str) -> bool:
     """Whether a folder has the files of a plan, with their sizes, and a record with the plan's `digest`."""
     try:
@@ -137,7 +132,7 @@ def check_record(
     """Compare the files of a folder with its own `reshard.json`. Raises ReshardError if that has no digests."""
     files = read_record(folder)[FILES]
     written = {name: (told["bytes"], told["digest"]) for name, told in files.items()}
-    foreign = [name for name in foreign_in(folder) if name not in OF_THE_HUB]
+    foreign = [name for name in foreign_in(folder) if not stays(name)]
     faults = [Fault(name, "is not part of the output") for name in foreign]
     if not _is_own(read_source(folder / RECORD)):
         faults.append(Fault(RECORD, "was modified after it was written"))
@@ -175,7 +170,7 @@ def digests_of(
             except IndexError:
                 break
             try:
-                found[name] = digest_of(folder / name, on_bytes, stopped.is_set)
+                found[name] = digest_of(folder / name, stopped.is_set, on_bytes)
             except OSError as error:
                 raise ReshardError(
                     "record-file-unreadable",
@@ -207,7 +202,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     if found.get("digest") != NAME:
         raise ReshardError(
             "digest-kind-unknown",
-            "the digests are of an unknown kind",
+            "unknown kind of digest",
             file=str(path),
             expected=NAME,
             found=f"{found.get('digest')}, written by reshard {found.get('reshard')}",
@@ -216,21 +211,18 @@ def read_record(folder: Path) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def unless_modified(folder: Path) -> Iterator[None]:
-    """Blame a record that was modified after it was written for values that cannot be used in the block."""
-    try:
-        yield
-    except UNUSABLE as error:
-        if _is_own(read_source(folder / RECORD)):
-            raise
+def read_unmodified(folder: Path) -> dict[str, Any]:
+    """The same. Raises ReshardError also if the record was modified after it was written."""
+    found = read_record(folder)
+    if not _is_own(read_source(folder / RECORD)):
         raise ReshardError(
             "record-modified",
             f"{RECORD} was modified after it was written, and cannot be used",
             file=str(folder / RECORD),
             rule="a proof needs the options and sources of the conversion, as they were written",
             remedy="put the original back, compare the weights (reshard verify SRC DST), or convert again",
-        ) from error
+        )
+    return found
 
 
 def options_of(record: Mapping[str, Any], folder: Path) -> Options:

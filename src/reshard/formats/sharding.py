@@ -112,7 +112,7 @@ def misfits(flag: str, ranks: int, shares: Sequence[Share]) -> Iterator[Problem]
         if not fits(ranks):
             yield Problem(
                 "size-not-divisible",
-                f"{what} {'do' if what[-1] == 's' else 'does'} not divide over {flag} {ranks}",
+                f"{what} {'are' if what[-1] == 's' else 'is'} not divisible by {flag} {ranks}",
                 rule="every rank has an equal share",
                 expected=expected,
                 found=f"{flag} {ranks}",

@@ -16,6 +16,7 @@ from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.errors import listed
+from reshard.families import live_names
 from reshard.families.model import Model
 from reshard.formats.checkpoint import Checkpoint, Iteration, Optimizer
 from reshard.transfer.plan import OutputFile, Planned
@@ -23,7 +24,7 @@ from reshard.transfer.plan import OutputFile, Planned
 HUB, LIVE = "hf", "live"
 """The Hub's names, and those in the memory of transformers; all others are dialects, which families declare."""
 
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = "fp32"
 
@@ -64,24 +65,47 @@ class Options:
     beside: Mapping[str, Path] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The options that differ from their defaults, for a record; of the files in `beside`, only the names."""
+        """All options, for a record; of the files in `beside`, only the names."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
-        told = {name: value for name, value in found.items() if value != getattr(Options(), name)}
-        plain: dict[str, Any] = {"base": str, "layout": asdict, "beside": sorted}
-        return {name: plain[name](value) if name in plain else value for name, value in told.items()}
+        base = None if self.base is None else str(self.base)
+        return {**found, "base": base, "layout": asdict(self.layout), "beside": sorted(self.beside)}
 
     @staticmethod
     def of_dict(told: Mapping[str, Any]) -> Options:
-        """The options in a record, without `beside`. Raises TypeError or ValueError if it has unknown ones."""
-        found = {name: value for name, value in told.items() if name != "beside"}
-        if "base" in found:
-            found["base"] = Path(found["base"])
-        if "layout" in found:
-            layout: dict[str, Any] = {**found["layout"], "stages": tuple(found["layout"]["stages"])}
-            found["layout"] = Layout(**layout)
-        if "strip" in found:
-            found["strip"] = tuple(found["strip"])
-        return Options(**found)
+        """The options in a record, without `beside`. Raises TypeError or ValueError if it has unknown ones.
+
+        Records of version 0.2.0 contain only options that differed from its defaults.
+        """
+        found: dict[str, Any] = {**OPTIONS_0_2_0, **told}
+        layout: dict[str, Any] = {**OPTIONS_0_2_0["layout"], **found["layout"]}
+        found["layout"] = Layout(**{**layout, "stages": tuple(layout["stages"])})
+        found["base"] = None if found["base"] is None else Path(found["base"])
+        found["strip"] = tuple(found["strip"])
+        return Options(**{name: value for name, value in found.items() if name != "beside"})
+
+
+OPTIONS_0_2_0: Mapping[str, Any] = {
+    "to": None,
+    "base": None,
+    "layout": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "stages": (), "cp": 1, "dp": 1},
+    "iteration": None,
+    "family": None,
+    "engine": None,
+    "trust": "checkpoint",
+    "dtype": None,
+    "quantize": None,
+    "max_shard_size": 5_000_000_000,
+    "vocab_divisible_by": None,
+    "transformer_impl": None,
+    "tokenizer": True,
+    "strip": (),
+    "merge": False,
+    "adapter": None,
+    "lora_alpha": None,
+    "with_optimizer": False,
+}
+"""What options meant in version 0.2.0 that a record does not contain. These values never change: they describe
+outputs that exist. A new option is added with the value that had its effect before."""
 
 
 PlannedStates = Mapping[str, Mapping[str, Planned]]
@@ -127,6 +151,14 @@ class Request:
         family = self.model.family if self.model else None
         name = family.hub_name(plain) if family else plain
         return family.live.to_live(name) if family and family.live and self.dialect == LIVE else name
+
+    @cached_property
+    def again(self) -> Mapping[str, str]:
+        """The names that a live model has for weights that it has under another name, too, which is the value."""
+        live = live_names(self.config, self.model.family.name if self.model else None)
+        if live and live.tied and not self.model:
+            return live.tied
+        return {self.called(HEAD): self.called(EMBEDDING)} if self.tied else {}
 
     @property
     def tied(self) -> bool:

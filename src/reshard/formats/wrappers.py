@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from reshard.algebra.storage import StoredTensor
@@ -18,8 +18,9 @@ Such names cannot be loaded: transformers would initialize those modules at rand
 """
 
 ANCHORS = (
+    *("language_model.model.embed_tokens.weight", "model.language_model.embed_tokens.weight"),
     *("model.embed_tokens.weight", "model.tok_embeddings.weight", "transformer.wte.weight"),
-    *("model.language_model.embed_tokens.weight", "base_model.model.", "tok_embeddings.weight"),
+    *("base_model.model.", "tok_embeddings.weight"),
 )
 """The beginning of a name in the model's own state dict: embeddings, and PEFT's wrapper."""
 
@@ -27,8 +28,8 @@ ANCHORS = (
 NESTS = ("state_dict", "model_state_dict", "model", "module")
 """Keys of the weights in the dict that training loops save: Lightning, DeepSpeed, and many scripts."""
 
-_NO_WEIGHTS = re.compile(r"(?i)optim|sched|rng|random_state")
-"""Keys whose tensors are not weights."""
+NO_WEIGHTS = re.compile(r"(?i)optim|sched|rng|random_state")
+"""Keys, and names of files, whose tensors are not weights."""
 
 DEEPEST = 4
 """Levels of dicts in which weights are searched for."""
@@ -85,19 +86,36 @@ def _nests(content: dict[Any, Any]) -> Iterator[tuple[tuple[str, ...], dict[str,
             waiting += [
                 ((*path, key), value)
                 for key, value in reversed(each.items())
-                if isinstance(key, str) and isinstance(value, dict) and not _NO_WEIGHTS.search(key)
+                if isinstance(key, str) and isinstance(value, dict) and not NO_WEIGHTS.search(key)
             ]
 
 
-def prefix_of(names: Iterable[str]) -> str:
-    """The prefix of the model's names in a nested state dict: "" or, for example, "model." or "app.model."."""
-    names = list(names)
-    for anchor in ANCHORS:
-        for name in names:
-            at = _bare(name).find(anchor)
-            if at == 0 or (at > 0 and _bare(name)[at - 1] == "."):
-                return _bare(name)[:at]
-    return ""
+def prefix_of(names: Iterable[str], anchors: Sequence[str] = ANCHORS) -> str:
+    """The prefix of the model's names in a nested state dict: "" or, for example, "model." or "app.model.".
+
+    What is below a prefix is the model only if the rest, if any, is another one: a language model may also be a part
+    of the model, next to a vision tower. `anchors` are beginnings of a model's own names, the surest first.
+    """
+    bare = [_bare(name) for name in names]
+    found = next(
+        (prefix for anchor in anchors for name in bare if (prefix := _before(anchor, name)) is not None), ""
+    )
+    rest = [name for name in bare if not name.startswith(found)]
+    return found if not rest or any(anchor in name for name in rest for anchor in anchors) else ""
+
+
+def _before(anchor: str, name: str) -> str | None:
+    """What is before the beginning of a name in the model's own state dict; None if `anchor` is not in `name`."""
+    at = name.find(anchor)
+    return name[:at] if at == 0 or (at > 0 and name[at - 1] == ".") else None
+
+
+def split_front(name: str) -> tuple[str, str]:
+    """The wrappers' prefixes at the beginning of a name, and the rest of it."""
+    rest = name
+    while wrapper := next((each for each in WRAPPERS if rest.startswith(each)), ""):
+        rest = rest.removeprefix(wrapper)
+    return name.removesuffix(rest), rest
 
 
 def _bare(name: str) -> str:

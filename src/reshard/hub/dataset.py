@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from reshard.errors import ReshardError, size
+from reshard.stores.address import parsed
 from reshard.stores.errors import translated
 from reshard.suggest import did_you_mean
 
@@ -37,10 +38,12 @@ def dataset_folder(typed: str, split: str, config: str | None = None, note: Note
     """The folder with the files of a split. Downloads what is missing.
 
     `typed` is `Org/Set`, or `hf://datasets/Org/Set@revision`. `note` receives what is downloaded. Raises ReshardError
-    if the Hub has no such dataset, configuration or split, or if it cannot be asked and the local cache lacks it.
+    if the URL contains credentials, the Hub has no such dataset, configuration or split, or it cannot be asked and
+    the local cache lacks it.
     """
     from huggingface_hub import constants, snapshot_download
 
+    parsed(f"hf://{typed.removeprefix(PREFIX)}")
     name, _, revision = typed.removeprefix(PREFIX).partition("@")
     url = f"{PREFIX}{name}"
     source = {"repo_id": name, "repo_type": "dataset", "revision": revision or None}

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 from reshard.errors import ReshardError, size
+from reshard.stores.address import parsed
 from reshard.stores.errors import translated
 from reshard.stores.hub import OTHERS, TWICE, HubStore, cached, url_of
 
@@ -16,8 +17,9 @@ COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def typed_url(typed: str, revision: str | None = None) -> str:
-    """The URL of a model, `hf://Org/Model@revision`, from an id or a URL."""
+    """The URL of a model, `hf://Org/Model@revision`, from an id or a URL. Raises ReshardError for credentials in it."""
     name = typed.removeprefix("hf://")
+    parsed(f"hf://{name}")
     return f"hf://{name}@{quote(revision, safe='')}" if revision else f"hf://{name}"
 
 

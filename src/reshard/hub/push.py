@@ -23,6 +23,7 @@ from reshard.formats.target import HUB, Options
 from reshard.hub.card import README, SIGNED, model_card
 from reshard.installing import install_command
 from reshard.plain import json_of
+from reshard.shown import without_secrets
 from reshard.transfer.plan import Plan
 from reshard.version import __version__
 
@@ -63,6 +64,22 @@ class Upload:
     def url(self) -> str:
         """The address for a browser."""
         return f"{self._api.endpoint}/{self.name}"
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where the output will be uploaded, and who will see it, for `--json`."""
+        private = self._push.private if self._state is None else bool(self._state.private)
+        return {"url": self.url, "new": self._state is None, "private": private}
+
+    @property
+    def note(self) -> str:
+        """The same in words."""
+        place = self.place
+        kind = "private" if place["private"] else "public"
+        if not place["new"]:
+            return f"the output will be uploaded to {self.url}, an existing {kind} repository"
+        how = "" if place["private"] else "; --private makes it private, as some organizations do by default"
+        return f"the output will be uploaded to {self.url}, a new {kind} repository{how}"
 
     def create(self) -> None:
         """Create the repository if it does not exist."""
@@ -197,7 +214,7 @@ def _client() -> Any:
 
 def _unsigned(record: logging.LogRecord) -> bool:
     """Remove signatures from a log record, and keep the record."""
-    record.msg, record.args = _without_secrets(record.getMessage()), ()
+    record.msg, record.args = without_secrets(record.getMessage()), ()
     return True
 
 
@@ -291,9 +308,4 @@ def _words(error: BaseException) -> tuple[str, str, str]:
 def _told(error: Exception) -> str:
     """The text of an error and its causes, on one line."""
     cause = f", because of {_told(error.__cause__)}" if isinstance(error.__cause__, Exception) else ""
-    return _without_secrets(" ".join(said(error).split()) + cause)
-
-
-def _without_secrets(text: str) -> str:
-    """The text without the signatures of URLs."""
-    return re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?…", text)
+    return " ".join(said(error).split()) + cause

@@ -97,7 +97,7 @@ def plain(name: str, weight: Weight, tensors: Mapping[str, Tensor], wanted: DTyp
     if weight.scheme.beside == ("SCB",):
         largest = tensors[part_of(name, "SCB")]
         order = tensors.get(part_of(name, "weight_format"))
-        in_rows = order is None or not _read(order).any()
+        in_rows = order is None or not stored_values(order).any()
         fits = len(packed.shape) == 2 and largest.shape == packed.shape[:1] and largest.dtype == FLOAT32
         view = View.of(Rowwise(packed, largest, wanted), *packed.shape) if fits and in_rows else None
         return Tensor(wanted, view) if view else None
@@ -135,7 +135,7 @@ def _fit(inputs: tuple[Tensor, ...], shape: list[int], sizes: list[int]) -> bool
 def _state(tensor: Tensor) -> Mapping[str, Any]:
     """The settings stored as JSON in a tensor of bytes."""
     try:
-        content = json_of(_read(tensor).tobytes())
+        content = json_of(stored_values(tensor).tobytes())
     except ValueError as error:
         raise ReshardError(
             "bitsandbytes-state-unreadable",
@@ -147,7 +147,8 @@ def _state(tensor: Tensor) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _read(tensor: Tensor) -> Floats:
+def stored_values(tensor: Tensor) -> Floats:
+    """The elements of a small tensor that describes others."""
     files = Files()
     try:
         return Gatherer(files, None).read(tensor, 0, min(tensor.view.numel, 1 << 16))

@@ -32,7 +32,7 @@ from reshard.formats.quantization import (
 )
 from reshard.model import bitsandbytes
 from reshard.model.blocks import Blocks, Floats, small_floats
-from reshard.model.groups import grouped, packing_of
+from reshard.model.groups import grouped, no_such_group, packing_of
 from reshard.transfer.elements import CAST, RAW, as_float, cast, castable
 
 FLOAT32 = dtype("float32")
@@ -74,6 +74,9 @@ _SCALES: dict[str | None, tuple[str, ...]] = {
 }
 """The names of scales for each `quant_method` with known arithmetic; None: no config names a method."""
 
+G_IDX = "{}_g_idx"
+"""The groups of columns in compressed-tensors, if `actorder` is "group"."""
+
 _FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
 """The formats of compressed-tensors whose weights are values times scales."""
 
@@ -88,6 +91,7 @@ class _Arithmetic:
 
     `shape` is [..., rows, columns], with a scale for each of its `blocks`. A row has `items` items of packed values;
     `table` maps each byte to its values. `packed`, `scales` and `dtype` are the dtypes of values, scales and weights.
+    If the weights are `reordered`, another input names the group of each column.
     """
 
     shape: Shape
@@ -97,6 +101,7 @@ class _Arithmetic:
     packed: DType
     scales: DType
     dtype: DType
+    reordered: bool = False
 
     def room(self, count: int) -> int:
         """Bytes needed to compute `count` elements."""
@@ -109,6 +114,8 @@ class _Arithmetic:
         read = rows * (columns * self.items // blocks.columns + 1) * self.packed.itemsize
         read += blocks.scales_of(rows) * blocks.across * (self.scales.itemsize + 12)
         step = max(BLOCK, columns) * (8 + CAST)
+        if self.reordered:
+            step += max(BLOCK, columns) * 8 + blocks.columns * 20
         return read + rows * (columns * self.dtype.itemsize + 24) + step
 
     @cached_property
@@ -118,10 +125,15 @@ class _Arithmetic:
 
 
 class Dequantized(Computed):
-    """A weight [..., rows, columns] of `packed` values, each times the scale of its block."""
+    """A weight [..., rows, columns] of `packed` values, each times the scale of its block.
 
-    def __init__(self, packed: Tensor, scales: Tensor, arithmetic: _Arithmetic) -> None:
-        self.inputs = (packed, scales)
+    `groups` [columns] are the groups of columns, if these are not in order.
+    """
+
+    def __init__(
+        self, packed: Tensor, scales: Tensor, arithmetic: _Arithmetic, groups: Tensor | None = None
+    ) -> None:
+        self.inputs = (packed, scales, *([groups] if groups else []))
         self.dtype = arithmetic.dtype
         self._arithmetic = arithmetic
 
@@ -180,8 +192,10 @@ class Dequantized(Computed):
         packed = packed.view(np.uint8).reshape(last - first, -1)
         index = self._blocks.of_rows(first, last)
         scales = self._scales(int(index[0]), int(index[-1]) + 1, read)
-        wide = self._blocks.wide
-        scales = scales[:, columns.start // wide : -(-columns.stop // wide)]
+        groups = self._groups(columns, read)
+        if groups is None:
+            wide = self._blocks.wide
+            scales = scales[:, columns.start // wide : -(-columns.stop // wide)]
         index -= index[0]
         out = np.empty((last - first, columns.stop - columns.start), RAW[self.dtype.itemsize])
         step = max(1, BLOCK // out.shape[1])
@@ -189,9 +203,24 @@ class Dequantized(Computed):
             part = slice(low, low + step)
             values = np.take(self._arithmetic.table, packed[part]).view(np.float32)
             with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
-                self._blocks.multiply(values, scales[index[part]])
+                if groups is None:
+                    self._blocks.multiply(values, scales[index[part]])
+                else:
+                    values *= scales[index[part]][:, groups]
             out[part] = cast(values.view(np.uint32), FLOAT32, self.dtype)
         return out
+
+    def _groups(self, columns: slice, read: Read) -> Floats | None:
+        """The group of each of these columns; None if columns are in order, which -1 says, too."""
+        if len(self.inputs) < 3:
+            return None
+        raw = read(self.inputs[2], 0, self._blocks.columns)
+        groups: Floats = raw.view(f"i{raw.itemsize}").astype(np.int64)
+        if (groups == -1).any():
+            groups = np.arange(self._blocks.columns) // self._blocks.wide
+        if groups.min() < 0 or groups.max() >= self._blocks.across:
+            raise no_such_group(self.inputs[2], self._blocks.across)
+        return groups[columns]
 
     def _scales(self, first: int, last: int, read: Read) -> Floats:
         """The rows of scales `first` to `last`."""
@@ -257,6 +286,8 @@ def _used(weight: Weight) -> tuple[str, ...]:
     roles = weight.scheme.beside
     if roles[0] in ("SCB", "{}.absmax"):
         return (*weight.scheme.more, *roles[::-1])
+    if weight.scheme.name == "packed int":
+        return (G_IDX, *roles[:1])
     return ("g_idx", "qzeros", "scales") if "qzeros" in roles else roles[:1]
 
 
@@ -307,19 +338,22 @@ class _Plainly:
             qzeros, g_idx = tensors[part_of(name, "qzeros")], tensors.get(part_of(name, "g_idx"))
             plain = grouped(packing, packed, qzeros, scales, g_idx, wanted)
             return plain or _misfit(name, packed, scales, found)
-        key = (weight.scheme, packed.dtype, packed.shape, scales.dtype, scales.shape)
-        if key not in self._known:
-            self._known[key] = self._arithmetic(weight, packed, scales)
-        arithmetic = self._known[key]
         extra = [role for role in weight.scheme.more if part_of(name, role) in tensors]
-        if arithmetic is None or extra:
+        groups = tensors[part_of(name, G_IDX)] if extra == [G_IDX] and G_IDX in _used(weight) else None
+        key = (weight.scheme, packed.dtype, packed.shape, scales.dtype, scales.shape, groups and groups.shape)
+        if key not in self._known:
+            self._known[key] = self._arithmetic(name, weight, packed, scales, groups)
+        arithmetic = self._known[key]
+        if arithmetic is None or (extra and groups is None):
             return _misfit(name, packed, scales, found, extra)
-        view = View.of(Dequantized(packed, scales, arithmetic), *arithmetic.shape)
+        view = View.of(Dequantized(packed, scales, arithmetic, groups), *arithmetic.shape)
         return Tensor(wanted, view.permute(0, 2, 1) if weight.scheme.name == "MXFP4" else view)
 
-    def _arithmetic(self, weight: Weight, packed: Tensor, scales: Tensor) -> _Arithmetic | None:
+    def _arithmetic(
+        self, name: str, weight: Weight, packed: Tensor, scales: Tensor, groups: Tensor | None
+    ) -> _Arithmetic | None:
         """How to compute a weight from values and scales; None if it cannot be determined."""
-        found, settings = self._found, self._found.settings
+        found = self._found
         table = _table(weight, found, self._tensors)
         assert table is not None  # other schemes were refused before
         # Experts of MXFP4 are stored as [expert, out, block, items of a block]; the weight is [expert, in, out].
@@ -327,9 +361,11 @@ class _Plainly:
         each = packed.dtype.itemsize * table.shape[1]
         shape = (*packed.shape[:axes], prod(packed.shape[axes:]) * each)
         blocks = _blocks(shape, scales.shape, found) if len(shape) > 1 and all(shape) else None
-        if weight.scheme.name == "packed int" and blocks != (1, of_first_group(settings, "group_size")):
+        if weight.scheme.name == "packed int" and blocks != self._blocks_of_ints(name, shape):
             blocks = None  # a row may end in a partly filled item
         if blocks is None or not _is_scale(scales.dtype):
+            return None
+        if groups and (groups.shape != shape[-1:] or groups.dtype.name not in ("int32", "int64")):
             return None
         rows = prod(shape[:-1])
         height = rows if scales.view.numel == 1 else shape[-2]
@@ -342,7 +378,22 @@ class _Plainly:
             packed.dtype,
             scales.dtype,
             self._wanted,
+            groups is not None,
         )
+
+    def _blocks_of_ints(self, name: str, shape: Shape) -> tuple[int, int] | None:
+        """How many rows and columns of packed integers share a scale; None if rows end in partly filled items."""
+        settings = self._found.settings
+        if bitsandbytes.stored_values(self._tensors[part_of(name, "{}_shape")]).tolist() != list(shape):
+            return None
+        match of_first_group(settings, "strategy"), of_first_group(settings, "group_size"):
+            case "tensor", _:
+                return prod(shape[:-1]), shape[-1]
+            case "channel", _:
+                return 1, shape[-1]
+            case _, int(size):
+                return 1, size
+        return None
 
 
 def _is_scale(stored: DType) -> bool:

@@ -124,12 +124,13 @@ class Grouped(Computed):
         if len(self.inputs) > 3:
             groups: Floats = read(self.inputs[3], first, last).astype(np.int64)
             if groups.max() >= self.inputs[2].shape[0]:
-                raise _no_such_group(self.inputs[3], self.inputs[2].shape[0])
+                raise no_such_group(self.inputs[3], self.inputs[2].shape[0])
             return groups
         return np.arange(first, last) // self._size
 
 
-def _no_such_group(g_idx: Tensor, groups: int) -> ReshardError:
+def no_such_group(g_idx: Tensor, groups: int) -> ReshardError:
+    """The error for a `g_idx` with numbers of groups that do not exist."""
     return ReshardError(
         "gptq-group-without-scale",
         "g_idx names a group that has no scale",

@@ -43,7 +43,7 @@ def resolve_if_declared(
         return as_named(checkpoint, config)
     if family is None or checkpoint.flat:
         return resolve(checkpoint, base, trust=trust, computes=False)
-    renamed = fused.under_hub_names(checkpoint, live_names(family.name))
+    renamed = fused.under_hub_names(checkpoint, live_names(config, family.name))
     layers = _layers(renamed, family)
     if layers is None or not (layers.moved or has_other_head(config)):
         return resolve(checkpoint, base, trust=trust, computes=False)
@@ -57,7 +57,7 @@ def refuse_other_head(checkpoint: Checkpoint, base: Path | None) -> None:
     family = declared(config.get("model_type"))
     if checkpoint.dialect != "hf" or family is None:
         return
-    layers = _layers(fused.under_hub_names(checkpoint, live_names(family.name)), family)
+    layers = _layers(fused.under_hub_names(checkpoint, live_names(config, family.name)), family)
     if has_other_head(config) or (layers and layers.moved):
         raise ReshardError(
             "engine-without-head",
@@ -91,7 +91,7 @@ def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
         else recognition.not_known(model_type)
     )
     note = f"{why}; names are taken as they are"
-    renamed = fused.under_hub_names(checkpoint, live_names(model_type))
+    renamed = fused.under_hub_names(checkpoint, live_names(config))
     return Resolved(renamed, None, config, (note,) if config else ())
 
 

@@ -10,8 +10,10 @@ from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.families import live_names
 from reshard.families.binding import Binding, Bound, Dropped
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.target import HEAD
 from reshard.model.resolve import Resolved
 from reshard.model.shifted import rounding, shifted
 from reshard.model.vocabulary import EMBEDDINGS
@@ -101,7 +103,11 @@ def logical_tensors(source: Resolved) -> LogicalTensors:
     """
     checkpoint, model = source.checkpoint, source.model
     if model is None:
-        return LogicalTensors(checkpoint, _as_stored(checkpoint), _tied(checkpoint, source.config))
+        copies = _tied(checkpoint, source.config)
+        kept = _as_stored(checkpoint)
+        if not checkpoint.quantization:  # a quantized copy was rounded on its own
+            kept = {name: each for name, each in kept.items() if name not in {copy.tensor for copy in copies}}
+        return LogicalTensors(checkpoint, kept, copies)
     binding = model.binding(
         checkpoint.engine if checkpoint.dialect in ("hf", "mcore") else checkpoint.dialect
     )
@@ -154,18 +160,23 @@ def _must_be_zeros(name: str, tensor: Tensor, rule: str) -> Replica:
 
 
 def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
-    """The head of an undeclared family, if its config says that it is tied to the embedding."""
-    head, names = checkpoint.tensors.get("lm_head.weight"), checkpoint.tensors.keys() & EMBEDDINGS["hf"]
-    if not head or not names or config.get("tie_word_embeddings") is not True:
-        return []
-    (name,) = names
-    return [_tied_head(name, checkpoint.tensors[name], head)]
+    """Weights of an undeclared family that are others under a second name, if its config says that they are tied."""
+    live = live_names(config)
+    pairs = {live.to_hub(again): live.to_hub(name) for again, name in live.tied.items()} if live else {}
+    if not pairs and config.get("tie_word_embeddings") is True:
+        pairs = dict.fromkeys([HEAD], next(iter(checkpoint.tensors.keys() & EMBEDDINGS["hf"]), HEAD))
+    there = checkpoint.tensors
+    return [
+        _tied_copy(name, there[name], again, there[again])
+        for again, name in pairs.items()
+        if again != name and again in there and name in there and there[again].shape == there[name].shape
+    ]
 
 
-def _tied_head(name: str, embedding: Tensor, head: Tensor) -> Replica:
-    rule = f"tie_word_embeddings is true in config.json, so lm_head.weight must be equal to {name}"
+def _tied_copy(name: str, first: Tensor, again: str, second: Tensor) -> Replica:
+    rule = f"tie_word_embeddings is true in config.json, so {again} must be equal to {name}"
     remedy = "if the head has values of its own, set tie_word_embeddings to false in config.json"
-    return Replica("lm_head.weight", embedding, head, rule, remedy, "tied-head-differs")
+    return Replica(again, first, second, rule, remedy, "tied-head-differs")
 
 
 def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
@@ -178,8 +189,8 @@ def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
         if not quantized.isdisjoint((name, str(original))):
             continue  # each was rounded on its own
         first, second = checkpoint.tensors[str(original)], checkpoint.tensors[name]
-        if name == "lm_head.weight":
-            result.append(_tied_head(str(original), first, second))
+        if name == HEAD:
+            result.append(_tied_copy(str(original), first, name, second))
         else:
             result.append(Replica(name, first, second, f"this is a second copy of {original}"))
     return result

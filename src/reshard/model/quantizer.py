@@ -395,7 +395,7 @@ def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
     if odd:
         return ReshardError(
             "weight-not-divisible-into-blocks",
-            "a weight does not divide into blocks",
+            "the rows of a weight are not divisible into blocks",
             tensor=odd[0].name,
             rule="MXFP4 has one scale for 32 consecutive elements of a row",
             found=str(list(odd[0].shape)),

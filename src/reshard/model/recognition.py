@@ -26,9 +26,9 @@ def named(name: str) -> Family:
         raise ReshardError(
             "family-not-found",
             "no such family",
-            expected=", ".join(FAMILIES),
-            found=name,
-            remedy=did_you_mean(name, FAMILIES, "choose one of these with --family"),
+            expected="one of the families that `reshard support` lists",
+            found=f"--family {name}",
+            remedy=did_you_mean(name, FAMILIES, "choose one of these, or leave out --family"),
         )
     return family
 
@@ -52,10 +52,10 @@ def by_config(
     fits = (_fit(family, config, checkpoint) for family in likeliest())
     best = min((fit for fit in fits if fit), key=lambda fit: len(fit.differing), default=None)
     if best is None:
-        raise ReshardError(_unsupported(model_type))
+        raise ReshardError(_unsupported(model_type, checkpoint))
     family = best.family
     if misfits := best.problems(str(checkpoint.path)):
-        raise ReshardError([_unsupported(model_type), *misfits])
+        raise ReshardError([_unsupported(model_type, checkpoint), *misfits])
     if computes:
         raise ReshardError(_alike(model_type, family, checkpoint))
     return family, [f"{not_known(model_type)}; the tensors are those of {family.name}"]
@@ -76,8 +76,8 @@ def not_known(model_type: Any) -> str:
 
 def _keeping() -> str:
     able = [name for name, to in written().items() if to.keeps_names and Kind.MODEL in to.holds]
-    *others, last = sorted(able, key=lambda name: name != huggingface.NAME)
-    return f"--to {', '.join(others)} or {last} keeps the model as it is"
+    *others, last = (f"--to {name}" for name in sorted(able, key=lambda name: name != huggingface.NAME))
+    return f"{', '.join(others)} or {last} keeps the model as it is"
 
 
 def _beyond(model_type: str) -> Problem:
@@ -86,7 +86,7 @@ def _beyond(model_type: str) -> Problem:
         f'Megatron-Core does not compute what the family "{model_type}" computes',
         rule=BEYOND_MEGATRON[model_type],
         found=f"model_type {model_type} in config.json",
-        remedy="convert it to a format that keeps Hub names: see docs/add-a-family.md",
+        remedy=_keeping(),
         values={"family": model_type},
     )
 
@@ -108,15 +108,18 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
     )
 
 
-def _unsupported(model_type: Any) -> Problem:
+def _unsupported(model_type: Any, checkpoint: Checkpoint) -> Problem:
     what = f'the family "{model_type}" is not supported' if model_type else "config.json has no model_type"
+    insist = (
+        "if it computes the same as one of them, pass --family NAME; or declare it: see docs/add-a-family.md"
+    )
     return Problem(
-        "model-type-unsupported",
+        "model-type-unsupported" if checkpoint.dialect == "hf" else "model-type-unsupported-here",
         f"{what}, and the tensors match no family that is",
         rule="a family declares the place of each tensor",
-        expected=", ".join(FAMILIES),
-        found=None if model_type is None else str(model_type),
-        remedy="if it has the same architecture as one, pass --family NAME, or declare it: see docs/add-a-family.md",
+        expected="one of the families that `reshard support` lists",
+        found=None if model_type is None else f"model_type {model_type}",
+        remedy=f"{_keeping()}; {insist}" if checkpoint.dialect == "hf" else insist,
     )
 
 
@@ -210,7 +213,7 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
             "family-unknown",
             "the tensors of the checkpoint match no family",
             file=str(checkpoint.path),
-            expected=", ".join(FAMILIES),
+            expected="one of the families that `reshard support` lists",
             remedy="pass the Hugging Face folder that training started from (--base DIR), or force --family NAME",
         )
     more = ", ".join(family.name for family in fitting[1:])

@@ -125,7 +125,7 @@ def _resolved(
     folder = base or checkpoint.root
     if checkpoint.flat:
         checkpoint = _shaped(checkpoint, config or {}, family, folder)
-    checkpoint = fused.under_hub_names(checkpoint, live_names(family or (config or {}).get("model_type")))
+    checkpoint = fused.under_hub_names(checkpoint, live_names(config or {}, family))
     args: Mapping[str, Any] | None = None
     file = folder / "config.json"
     if config is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import ReshardError
+from reshard.errors import Problem, ReshardError
 from reshard.families.family import ENGINES, MCORE
 from reshard.installing import remedy
 from reshard.model.vocabulary import embedding_rows
@@ -25,6 +25,9 @@ def compare_logits(first: Side, second: Side) -> dict[str, Any]:
 
     Raises ReshardError if a required framework is not installed, or cannot load a side strictly.
     """
+    for side in (first, second):
+        _require_family(side)
+    _require_packages(first, second)
     vocab = min(_vocabulary(side) for side in (first, second))
     tokens = np.random.default_rng(0).integers(0, vocab, (BATCH, LENGTH))
     a, b = _logits(first, tokens)[..., :vocab], _logits(second, tokens)[..., :vocab]
@@ -53,18 +56,9 @@ def _oracle(side: Side) -> str:
 def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     checkpoint = side.checkpoint
     if checkpoint.dialect == "hf":
-        _require("transformers")
         from reshard.oracle.transformers import transformers_logits
 
         return transformers_logits(checkpoint.root, tokens)
-    if side.model and (engine := side.model.family.engine_for(checkpoint.engine)) != MCORE:
-        raise ReshardError(
-            "logits-megatron-lacks-family",
-            f"megatron-core's GPTModel does not compute these weights of family {side.model.family.name}",
-            rule=f"the engine of this family is {ENGINES[engine]}",
-            remedy="leave out --logits: the weights are compared all the same",
-        )
-    _require("megatron.core")
     from reshard.engines.megatron import megatron_logits
 
     args = side.model.args if side.model else checkpoint.args or {}
@@ -73,14 +67,41 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
     return megatron_logits(checkpoint.path, tokens, args=args, layout=layout).logits
 
 
-def _require(module: str) -> None:
-    try:
-        found = find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+MODULES = {"transformers": "transformers", "megatron-core": "megatron.core"}
+"""The module that computes, by the package that has it."""
+
+
+def _require_family(side: Side) -> None:
+    """Raise ReshardError if megatron-core would have to compute a family that it does not have."""
+    if side.checkpoint.dialect == "hf" or side.model is None:
+        return
+    engine = side.model.family.engine_for(side.checkpoint.engine)
+    if engine != MCORE:
         raise ReshardError(
-            "logits-package-not-installed",
-            f"{module.partition('.')[0]} is not installed, and --logits runs it",
-            remedy=remedy(ImportError(name=module)),
+            "logits-megatron-lacks-family",
+            f"megatron-core's GPTModel does not compute these weights of family {side.model.family.name}",
+            rule=f"the engine of this family is {ENGINES[engine]}",
+            remedy="leave out --logits: the weights are compared all the same",
         )
+
+
+def _require_packages(*sides: Side) -> None:
+    """Raise ReshardError for every package that a side needs and that is not installed."""
+    needed = {name: MODULES[name] for name in map(_oracle, sides)}
+    missing = {name: module for name, module in needed.items() if not _is_installed(module)}
+    if missing:
+        raise ReshardError(
+            Problem(
+                "logits-package-not-installed",
+                f"{name} is not installed; --logits computes with it",
+                remedy=remedy(ImportError(name=module)),
+            )
+            for name, module in missing.items()
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -180,7 +180,7 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
     problems += [
         Problem(
             "logits-tensor-unexpected",
-            "a tensor belongs to nothing in the model",
+            "the model has no place for a tensor",
             tensor=name,
             file=file,
             rule=RULE,

@@ -69,6 +69,7 @@ def table_of(found: Comparison) -> list[dict[str, Any]]:
             {
                 "tensor": shown(row.tensor),
                 "kind": row.what,
+                "elements": "" if row.differ is None else f"{row.differ:,} of {row.elements:,}",
                 "a": row.a,
                 "b": row.b,
                 "largest": row.largest if row.largest is not None and isfinite(row.largest) else None,

@@ -26,6 +26,8 @@ def in_the_way(path: Path, option: str) -> Iterator[Problem]:
     found = None
     if path.is_dir():
         found = "a folder"
+    elif path.exists() and not path.is_file():
+        found = "a device, pipe or socket"
     elif path.exists():
         with path.open("rb") as file:
             found = None if _MARK in file.read(_HEAD) else "a file that reshard did not write"
@@ -34,7 +36,7 @@ def in_the_way(path: Path, option: str) -> Iterator[Problem]:
     if found:
         yield Problem(
             "page-file-exists",
-            "another file is where the page goes",
+            "the page would replace another file",
             file=str(path),
             found=found,
             remedy=f"pass another {option} FILE, or move it",

@@ -121,7 +121,7 @@ def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: Kind) -> None:
             "no adapter to merge",
             file=str(checkpoint.path),
             expected="lora_A and lora_B among the tensors",
-            remedy="pass the adapter as the source and its base with --base, or leave out --merge",
+            remedy="leave out --merge, or pass an adapter as the source",
         )
 
 
@@ -131,14 +131,22 @@ def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) 
         return writable(options.to)
     if kind is Kind.ADAPTER:
         return peft.FORMAT
-    if checkpoint.format == huggingface.NAME and not (options.merge or options.quantize):
+    if checkpoint.format == huggingface.NAME and source.is_dir() and not _changes_anything(options):
         raise ReshardError(
             "source-already-hugging-face",
             "the source is already a Hugging Face folder",
             file=str(source),
-            remedy=f"choose the format to convert it to: --to {', --to '.join(_able(kind))}",
+            remedy="add what should change (--dtype, --quantize, --max-shard-size), "
+            f"or choose another format: --to {', --to '.join(_able(kind))}",
         )
     return huggingface.FORMAT
+
+
+def _changes_anything(options: Options) -> bool:
+    """Whether the options ask for another output than a copy of the source; how it is read changes nothing."""
+    read = ("iteration", "family", "trust", "tokenizer", "beside")
+    plain = {name: getattr(Options(), name) for name in read}
+    return replace(options, **plain) != Options()
 
 
 def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options) -> Target:

@@ -14,7 +14,7 @@ from reshard.families.config import portable_config
 from reshard.formats import companions
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import plain_config, settings_of
-from reshard.formats.target import Format, Kind, Options, Request, main_dtype
+from reshard.formats.target import HEAD, Format, Kind, Options, Request, main_dtype
 from reshard.plain import to_json
 from reshard.stores import as_path
 from reshard.transfer.elements import castable
@@ -41,6 +41,18 @@ def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Proble
     found = _companions(checkpoint, options, is_adapter=False)
     if found.has_tokenizer:
         return []
+    if options.base:
+        return [
+            Problem(
+                "tokenizer-not-in-base",
+                "neither the checkpoint nor its base has a tokenizer",
+                file=str(options.base),
+                rule="the output must load without any other folder",
+                expected="tokenizer.json, tokenizer.model or vocab.json",
+                found="; ".join(found.notes) or None,
+                remedy="copy the files of the tokenizer into the base, or pass --no-tokenizer",
+            )
+        ]
     return [
         Problem(
             "tokenizer-not-beside-checkpoint",
@@ -91,9 +103,19 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
         config = {**config, "quantization_config": quantization.settings}
     if request.quantization:
         config = {**config, "quantization_config": request.quantization}
+    config = _tied_in_all(config, request)
     table = request.model.family.config if request.model else None
     with understood(checkpoint.root / companions.CONFIG):
         return to_json(portable_config(config, _computing_dtype(checkpoint, request), table))
+
+
+def _tied_in_all(config: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+    """The same, if the head is tied and not stored, for transformers 4, which asks the config of the language model."""
+    text = config.get("text_config")
+    has_head = any(tensor.name.endswith(HEAD) for tensor in request.tensors)
+    if config.get("tie_word_embeddings") is not True or not isinstance(text, dict) or has_head:
+        return config
+    return {**config, "text_config": {**text, "tie_word_embeddings": True}}
 
 
 def _computing_dtype(checkpoint: Checkpoint, request: Request) -> str:

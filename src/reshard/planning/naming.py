@@ -112,8 +112,8 @@ def names_of(format: str, request: Request, logical: LogicalTensors) -> Names:
     """How a format names the tensors of a model. Raises ReshardError for tensors that it cannot store."""
     model = request.model
     if request.dialect in (HUB, LIVE):
-        model_type = model.family.name if model else request.config.get("model_type")
-        return Names(live=live_names(model_type) if request.dialect == LIVE else None)
+        name = model.family.name if model else None
+        return Names(live=live_names(request.config, name) if request.dialect == LIVE else None)
     binding = request.declared.binding(request.dialect)
     problems = [
         Problem(

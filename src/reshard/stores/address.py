@@ -28,7 +28,14 @@ PROTOCOLS = {
 }
 """The kind of store behind each scheme."""
 
+_PASSWORD = r"(?!arn:)[^/@:]*:.*@"
+_USERS = {"hf": re.compile(r"[^@]*:.*@"), "az": re.compile(_PASSWORD)} | dict.fromkeys(
+    ("s3", "gs", "oss"), re.compile(rf"{_PASSWORD}|[^/]*@")
+)
+"""A user with a password, by kind of store. Azure's containers and the Hub's revisions have an @ too."""
+
 _URL = re.compile(rf"({'|'.join(PROTOCOLS)})://")
+_FOREIGN = re.compile(rf"[a-z][\w+.-]*://|({'|'.join(PROTOCOLS)})(:/|//)", re.IGNORECASE)
 
 
 def is_url(text: str) -> bool:
@@ -60,6 +67,7 @@ def parsed(url: str) -> Address:
     query, userinfo = "", ""
     try:
         split = urlsplit(url if PROTOCOLS[scheme] == "http" else "")
+        _ = split.port  # raises ValueError, as for a password that contains a slash
     except ValueError as error:
         raise _nothing(scheme, str(error)) from None
     if model := _of_the_hub(split):
@@ -68,6 +76,8 @@ def parsed(url: str) -> Address:
         userinfo, _, host = split.netloc.rpartition("@")
         query = split.query
         rest = host + unquote(split.path)
+    elif user := _USERS[PROTOCOLS[scheme]].match(rest):
+        raise _with_password(scheme, user[0])
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if not parts or "\0" in rest:
         raise _nothing(scheme, "nothing behind the scheme" if not parts else "a null character")
@@ -89,8 +99,33 @@ _NAMED = {"http": "HOST/FOLDER", "hf": "ORG/MODEL"}
 """What URLs of a kind of store name; those of the others name a bucket."""
 
 
+def _with_password(scheme: str, user: str) -> ReshardError:
+    from reshard.stores.errors import SIGN_IN
+
+    return ReshardError(
+        "url-with-credentials",
+        "the URL contains credentials",
+        rule="the packages that open these stores take no credentials from URLs, which end up in logs and histories",
+        expected=f"{scheme}://{_NAMED.get(PROTOCOLS[scheme], 'BUCKET/FOLDER')}",
+        remedy=f"leave them out of the URL, and replace them if others can see this; {SIGN_IN[PROTOCOLS[scheme]]}",
+    )
+
+
+def check_local(text: str) -> None:
+    """Raise ReshardError for a URL where a path on this machine is needed, and for one that no store has."""
+    if _FOREIGN.match(text):
+        known, stores = is_url(text), ", ".join(f"{scheme}://" for scheme in PROTOCOLS)
+        raise ReshardError(
+            "path-not-local" if known else "url-names-nothing",
+            "a path on this machine is needed here" if known else "reshard cannot read this URL",
+            file=text,
+            expected="a path" if known else f"a path, or one of {stores} and a name",
+            remedy="correct the URL, or download the files and pass the folder",
+        )
+
+
 def _nothing(scheme: str, found: str) -> ReshardError:
-    """The error for a URL that cannot be used; it does not quote the URL, which may contain a password."""
+    """The error for a URL that cannot be used."""
     return ReshardError(
         "url-incomplete",
         f"a {scheme}:// URL is incomplete",
@@ -98,9 +133,3 @@ def _nothing(scheme: str, found: str) -> ReshardError:
         found=found,
         remedy="correct the URL",
     )
-
-
-def without_secrets(text: str) -> str:
-    """The text, which may quote URLs, without their passwords and signatures."""
-    text = re.sub(r"([a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", r"\1", text)
-    return re.sub(r"([a-z][a-z0-9+.-]*://[^\s?'\"]+)\?[^\s'\"<>)]*", r"\1", text)

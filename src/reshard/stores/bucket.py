@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.errors import ReshardError, said
 from reshard.stores import store
-from reshard.stores.address import PROTOCOLS, without_secrets
+from reshard.stores.address import PROTOCOLS
 from reshard.stores.errors import DENIED, SIGN_IN, missing, retried, status_of
 from reshard.stores.kinds import ObjectStore, entry_of
 from reshard.stores.path import StorePath
@@ -176,7 +176,7 @@ def asked(url: str, what: str) -> Iterator[None]:
             "bucket-not-found",
             "this bucket does not exist",
             file=url,
-            found=without_secrets(str(error)),
+            found=str(error),
             remedy="create the bucket, or correct its name",
         ) from None
     except ImportError as error:
@@ -184,7 +184,7 @@ def asked(url: str, what: str) -> Iterator[None]:
     except ReshardError as error:
         raise error from error.__cause__ if isinstance(error.__cause__, OSError) else _passing()
     except Exception as error:
-        found = without_secrets(said(error))
+        found = said(error)
         is_denied = (
             isinstance(error, PermissionError)
             or status_of(error) in DENIED

@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from reshard.errors import ReshardError
 from reshard.installing import install_command
-from reshard.stores.address import PROTOCOLS, without_secrets
+from reshard.shown import without_secrets
+from reshard.stores.address import PROTOCOLS
 
 PACKAGES = {
     "s3": "s3fs",
@@ -148,8 +149,11 @@ LONGEST = 300
 
 
 def words_of(error: Exception) -> str:
-    """The type and text of an error, without secrets."""
-    return without_secrets(f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST])
+    """The type and text of an error."""
+    text = without_secrets(
+        " ".join(str(error).split())
+    )  # before it is cut, since half a URL may not look like one
+    return f"{type(error).__name__}: {text}"[:LONGEST]
 
 
 def missing(url: str, kind: str, error: ImportError) -> ReshardError:

@@ -26,12 +26,14 @@ class Stamp(NamedTuple):
     """What distinguishes states of a file, as far as the system records it.
 
     `modified` is in nanoseconds, 0 if unknown. `identity` is the inode of a local file; in a store it is the
-    version, ETag or commit.
+    version, ETag or commit. `changed` is the time of the last change of a local file's content or attributes, in
+    nanoseconds: unlike `modified`, no program can set it, but a new name or owner changes it, too.
     """
 
     size: int
     modified: int
     identity: int | str
+    changed: int = 0
 
     def as_dict(self) -> dict[str, int | str]:
         """The entry of a file in a record of what was read."""
@@ -79,7 +81,7 @@ class File(Protocol):
 def _link_to_nothing(link: Path) -> ReshardError:
     return ReshardError(
         "link-to-nothing",
-        "a file is a link to nothing",
+        "a file is a broken symbolic link",
         file=str(link),
         found=f"a link to {link.readlink()}",
         remedy="copy what the links lead to as well (cp -rL, rsync -L); the Hub's cache keeps files in blobs/",
@@ -122,7 +124,7 @@ class LocalFile:
             status = os.fstat(self._descriptor)
         except OSError as error:
             raise self._named(error) from None
-        return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+        return Stamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
     def read(self, at: int, count: int) -> bytes:
         try:

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 from reshard.errors import ReshardError
 from reshard.stores.errors import retried, translated
+from reshard.stores.ranges import PATIENCE, Body, Wanted
 from reshard.stores.store import Entry, Store
 
 ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -21,8 +22,6 @@ OTHERS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.on
 TWICE = ("original/*", "consolidated*")
 """Where Llama and Mistral store the same weights again, under their makers' names."""
 _SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
-TIMEOUT = 60
-"""Seconds without data after which a request fails."""
 
 
 class HubStore(Store):
@@ -115,32 +114,45 @@ class HubStore(Store):
     def _look(self, url: str) -> Entry | None:
         return self._files.get(self._in(url))
 
-    def fetch(self, url: str, begin: int, end: int) -> bytes:
+    def fetch(self, wanted: Wanted) -> bytes:
         from huggingface_hub import hf_hub_url, try_to_load_from_cache
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
-        path = self._in(url)
+        path = self._in(wanted.url)
         local = try_to_load_from_cache(self.name, path, revision=self.commit)
         if isinstance(local, str):
             descriptor = os.open(local, os.O_RDONLY)
             try:
-                return os.pread(descriptor, end - begin, begin)
+                return os.pread(descriptor, wanted.end - wanted.begin, wanted.begin)
             finally:
                 os.close(descriptor)
-        response: Any = http_backoff(
-            "GET",
-            hf_hub_url(self.name, path, revision=self.commit),
-            max_retries=0,
-            headers={
-                "Range": f"bytes={begin}-{end - 1}",
-                "Accept-Encoding": "identity",
-                **build_hf_headers(),
-            },
-            timeout=TIMEOUT,
-        )
-        hf_raise_for_status(response)
-        content: bytes = response.content
-        return content
+        return _downloaded(hf_hub_url(self.name, path, revision=self.commit), wanted)
+
+
+def _downloaded(url: str, wanted: Wanted) -> bytes:
+    """A range of bytes. No ETag is compared: a commit does not change, and servers behind the Hub have their own."""
+    from huggingface_hub import utils
+
+    how: dict[str, Any] = {
+        "max_retries": 0,
+        "headers": {
+            "Range": f"bytes={wanted.begin}-{wanted.end - 1}",
+            "Accept-Encoding": "identity",
+            **utils.build_hf_headers(),
+        },
+        "timeout": PATIENCE,
+    }
+    stream = getattr(utils, "http_stream_backoff", None)  # since huggingface_hub 1
+    with (
+        stream("GET", url, **how)
+        if stream
+        else utils.http_backoff("GET", url, stream=True, **how) as response
+    ):
+        utils.hf_raise_for_status(response)
+        wanted.check_coding(response.headers.get("Content-Encoding"))
+        body = Body(wanted, wanted.size_in(response.headers.get("Content-Range")))
+        for part in response.iter_bytes() if stream else response.iter_content(1 << 16):
+            body.add(part)
+        return body.content()
 
 
 def cached(name: str, revision: str = "") -> Path | None:

@@ -180,7 +180,11 @@ def typed_path(typed: str | PathLike[str]) -> Path:
 
 
 def at_home(text: str) -> Path:
-    """A local path with a leading `~` expanded. One that names no user is a name like any other."""
+    """A local path with a leading `~` expanded. One that names no user is a name like any other.
+
+    Raises ReshardError for a URL.
+    """
+    address.check_local(text)
     try:
         return Path(text).expanduser()
     except RuntimeError:

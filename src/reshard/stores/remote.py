@@ -21,6 +21,7 @@ from reshard.stores import store
 from reshard.stores.errors import retried, translated
 from reshard.stores.files import Stamp
 from reshard.stores.path import is_remote
+from reshard.stores.ranges import Wanted
 
 GAP = 1 << 20
 """Two parts with more unused bytes than this between them are read in separate requests."""
@@ -116,9 +117,9 @@ class RemoteFile:
             return retried(lambda: self._once(begin, end))
 
     def _once(self, begin: int, end: int) -> bytes:
-        content = self._store.fetch(self._url, begin, end)
-        if len(content) != end - begin:
-            raise EOFError(f"{len(content)} bytes came, of {end - begin} from byte {begin}")
+        wanted = Wanted(self._url, begin, end, self._entry)
+        content = self._store.fetch(wanted)
+        wanted.check_length(self.size, len(content))
         return content
 
     def close(self) -> None:

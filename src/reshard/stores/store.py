@@ -9,9 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from threading import RLock
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.stores.address import Address, parsed
+
+if TYPE_CHECKING:
+    from reshard.stores.ranges import Wanted
 
 
 class Entry(NamedTuple):
@@ -99,8 +102,8 @@ class Store(ABC):
         """The entry at a single URL; None if there is nothing."""
 
     @abstractmethod
-    def fetch(self, url: str, begin: int, end: int) -> bytes:
-        """Bytes `begin` to `end` of a file, in one request."""
+    def fetch(self, wanted: Wanted) -> bytes:
+        """A range of bytes of a file, in one request. Raises ReshardError for those of another range or version."""
 
 
 class Listing:

@@ -8,19 +8,26 @@ ranges. A HEAD would not do: the signature of a URL that was made for a GET is n
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+import asyncio
+import html
+import re
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from email.utils import parsedate_to_datetime
 from functools import cached_property, partial
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
-from urllib.parse import quote, unquote, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from reshard.errors import ReshardError
+from reshard.plain import JSON_MOST, json_of
 from reshard.stores.address import Address
-from reshard.stores.errors import DENIED, retried, status_of, translated
+from reshard.stores.errors import DENIED, PASSING, retried, status_of, translated
+from reshard.stores.ranges import INSTEAD, PATIENCE, Body, Wanted
 from reshard.stores.remote import AHEAD, HEADS, RemoteFile, pool
 from reshard.stores.store import Entry, Store
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 KNOWN = (
@@ -58,15 +65,13 @@ BEGUN = (".json", ".jinja", ".txt", ".safetensors")
 DEPTH = 3
 """Levels of nested folders whose links are followed."""
 
-PATIENCE = 60
-"""Seconds without data after which a request fails."""
+FILES = 20_000
+"""Most files below a URL: each takes a request."""
 
+PAGE = 8 << 20
+"""Most bytes of a page of links."""
 
-class Answer(NamedTuple):
-    """The bytes received, and the headers."""
-
-    content: bytes
-    headers: Mapping[str, str]
+_LINK = re.compile(r"""<a\s[^<>]*?\bhref\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"'<>]+))""", re.IGNORECASE)
 
 
 class WebStore(Store):
@@ -100,7 +105,7 @@ class WebStore(Store):
                 encoded=True,
                 use_listings_cache=False,
                 skip_instance_cache=True,
-                client_kwargs={"timeout": limits, "trust_env": True},
+                client_kwargs={"timeout": limits, "trust_env": True, "auto_decompress": False},
             )
 
     def _whole(self, url: str) -> str:
@@ -113,53 +118,77 @@ class WebStore(Store):
         host, _, path = rest.partition("/")
         return f"{scheme}://{user}{host}/{quote(path, safe='/~!$&()*+,;=:@')}{query}"
 
-    def fetch(self, url: str, begin: int, end: int) -> bytes:
-        return self._ask(url, begin, end).content
+    def fetch(self, wanted: Wanted) -> bytes:
+        return self._ask(wanted)[1]
 
-    def _ask(self, url: str, begin: int, end: int) -> Answer:
-        from fsspec.asyn import sync
+    def _ask(self, wanted: Wanted) -> tuple[Entry, bytes]:
+        """The file as an answer describes it, and the bytes wanted; fewer if it is not known and ends before."""
+        return self._in_loop(self._asked, wanted)
 
-        answer: Answer = sync(self.fs.loop, self._asked, url, begin, end)
-        return answer
-
-    async def _asked(self, url: str, begin: int, end: int) -> Answer:
-        session = await self.fs.set_session()
-        whole = self.fs.encode_url(self._whole(url))
-        # If a server compresses its answers, their offsets are not those of the file.
-        headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-        async with session.get(whole, headers=headers) as response:
-            if response.status == 404:
-                raise FileNotFoundError(url)
-            if response.status == 416:  # nothing from this byte on: an empty file
-                return Answer(b"", dict(response.headers))
-            response.raise_for_status()
+    async def _asked(self, wanted: Wanted) -> tuple[Entry, bytes]:
+        async with await self._opened(wanted.url, Range=f"bytes={wanted.begin}-{wanted.end - 1}") as response:
+            entry = _entry(response.headers)
+            if response.status == 416:  # nothing from this byte on
+                if wanted.known or response.headers.get("Content-Range", "bytes */0") != "bytes */0":
+                    raise wanted.changed(None)
+                return entry, b""
             if response.status != 206 and response.content_type == "text/html":
-                raise FileNotFoundError(url)  # a folder, or a page in place of a missing file
+                raise FileNotFoundError(wanted.url)  # a folder, or a page in place of a missing file
             if response.status != 206:
                 raise ReshardError(
                     "server-without-ranges",
                     "the server sends complete files only",
-                    file=url,
+                    file=wanted.url,
                     expected="an answer to a request for a range of bytes (206)",
                     found=f"HTTP {response.status}",
                     remedy="download the folder, and pass the local path",
                 )
-            return Answer(await response.read(), dict(response.headers))
+            wanted.check_coding(response.headers.get("Content-Encoding"))
+            entry = entry._replace(size=wanted.size_in(response.headers.get("Content-Range")))
+            wanted.check_state(entry)
+            body = Body(wanted, entry.size)
+            async for part in response.content.iter_any():
+                body.add(part)
+            return entry, body.content()
+
+    async def _opened(self, url: str, **headers: str) -> Any:
+        """The answer to a request, its body not yet read. Raises FileNotFoundError, and aiohttp's errors."""
+        session = await self.fs.set_session()
+        # If a server compresses its answers, their offsets are not those of the file.
+        asked = session.get(
+            self.fs.encode_url(self._whole(url)), headers={"Accept-Encoding": "identity", **headers}
+        )
+        try:
+            response = await asyncio.wait_for(asked, PATIENCE)
+        except asyncio.TimeoutError:
+            raise TimeoutError(f"no answer for {PATIENCE} seconds") from None
+        if response.status == 404:
+            response.close()
+            raise FileNotFoundError(url)
+        if response.status != 416:
+            response.raise_for_status()
+        return response
+
+    def _in_loop(self, function: Callable[[A], Coroutine[Any, Any, T]], argument: A) -> T:
+        from fsspec.asyn import sync
+
+        found: T = sync(self.fs.loop, function, argument)
+        return found
 
     def _look(self, url: str, most: int = 1) -> Entry | None:
         """The entry at a URL. Its first `most` bytes are fetched too, and kept if there is more than one."""
         with translated(url):
             try:
-                answer = retried(lambda: self._ask(url, 0, most))
-                if most > 1:
-                    self.heads[url] = [(0, answer.content)]
-                return _entry(answer.headers)
+                entry, content = retried(lambda: self._ask(Wanted(url, 0, most)))
             except FileNotFoundError:
                 return None
             except Exception as error:
                 if status_of(error) in DENIED and not self._is_typed(url):
                     return None  # a signature or a password is valid only for what was typed
                 raise
+            if most > 1:
+                self.heads[url] = [(0, content)]
+            return entry
 
     def _is_typed(self, url: str) -> bool:
         return any(url == each or url.startswith(each + "/") for each in self._typed)
@@ -190,35 +219,70 @@ class WebStore(Store):
         entry = self._look(url)
         if entry is None:
             return set()
-        with translated(url):
-            try:
-                content = json.loads(RemoteFile(url, entry).read(0, entry.size))
-                files = content["files"] if name == "reshard.json" else content["weight_map"].values()
-                return {str(each) for each in files}
-            except (AttributeError, LookupError, TypeError, ValueError):
-                return set()  # whoever reads it reports what is wrong
+        if entry.size > JSON_MOST:
+            return set()  # whoever reads it reports what is wrong, here and below
+        content = RemoteFile(url, entry).read(0, entry.size)
+        try:
+            found = json_of(content)
+            files = found["files"] if name == "reshard.json" else found["weight_map"].values()
+            return {str(each) for each in files if _is_plain(str(each))}
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return set()
 
     def _links(self, root: str, depth: int) -> set[str]:
         """The files that the pages of a folder link to; empty if it has none."""
-        pages, files, seen = [root], set(), set()
+        pages, files, seen = [root], set[str](), set[str]()
         for _ in range(depth):
-            for page in pages:
-                seen.add(page)
-                try:
-                    links = self.fs.ls(self._whole(page + "/"), detail=False)
-                except Exception:
-                    continue  # no page: the folder shows no links
-                shown = {f"{self.url}/{unquote(urlsplit(each).path).lstrip('/')}" for each in links}
-                files |= {each for each in shown if each.startswith(page + "/")}
-            pages = sorted(
-                each.rstrip("/") for each in files if each.endswith("/") and each.rstrip("/") not in seen
-            )
-            files = {each for each in files if not each.endswith("/")}
+            seen.update(pages)
+            for shown in pool().map(self._page, pages):
+                files |= shown
+                _check_count(root, len(files) + len(seen))
+            folders = {each for each in files if each.endswith("/")}
+            files -= folders
+            pages = sorted({each.rstrip("/") for each in folders} - seen)
         return files
+
+    def _page(self, folder: str) -> set[str]:
+        """The URLs below a folder that its page links to, those of folders with a final slash; empty without a page."""
+        with translated(folder):
+            try:
+                text = retried(lambda: self._in_loop(self._text, folder + "/"))
+            except FileNotFoundError:
+                return set()
+            except Exception as error:
+                status = status_of(error)
+                if status is None or status in PASSING:
+                    raise
+                return set()  # the folder shows no links
+        host, _, path = folder.partition("://")[2].partition("/")
+        here, top = f"http://{host}/{quote(path)}/", f"/{path}/" if path else "/"
+        found = set()
+        for link in _LINK.finditer(text):
+            target = urlsplit(urljoin(here, html.unescape(link[1] or link[2] or link[3] or "")))
+            whole = unquote(target.path)
+            below = whole.removeprefix(top)
+            if target.netloc == host and whole.startswith(top) and _is_plain(below.removesuffix("/")):
+                found.add(f"{folder}/{below}")
+        return found
+
+    async def _text(self, url: str) -> str:
+        """The text of a page; empty if there is something else at its URL."""
+        async with await self._opened(url) as response:
+            if "html" not in response.content_type:
+                return ""
+            wanted = Wanted(url, 0, PAGE)
+            wanted.check_coding(response.headers.get("Content-Encoding"))
+            body = Body(wanted, PAGE)
+            async for part in response.content.iter_any():
+                if len(body) + len(part) > PAGE:
+                    raise _too_long(url, f"a page of more than {PAGE:,} bytes")
+                body.add(part)
+            return body.text()
 
     def _present(self, urls: Iterable[str]) -> dict[str, Entry]:
         """The entries that exist. Raises ReshardError if the server refuses all of them."""
         asked = list(urls)
+        _check_count(self.url, len(asked))
         most = min(AHEAD, HEADS // max(1, len(asked)))
         found, refused = dict[str, Entry](), list[ReshardError]()
         for url, entry in zip(asked, pool().map(partial(self._glance, most=most), asked), strict=True):
@@ -239,13 +303,37 @@ class WebStore(Store):
             raise
 
 
+def _check_count(url: str, count: int) -> None:
+    if count > FILES:
+        raise _too_long(url, f"more than {FILES:,} files")
+
+
+def _too_long(url: str, found: str) -> ReshardError:
+    return ReshardError(
+        "listing-too-long",
+        "the server lists too many files",
+        file=url,
+        expected=f"pages of at most {PAGE:,} bytes, with at most {FILES:,} files below the URL",
+        found=found,
+        remedy=f"pass the URL of the checkpoint itself, not of a folder above it; or {INSTEAD}",
+    )
+
+
+def _is_plain(path: str) -> bool:
+    """Whether a relative path can be one of a file: no control characters, and no way up."""
+    return path.isprintable() and not {"", ".", ".."} & set(path.split("/"))
+
+
 def _entry(headers: Mapping[str, str]) -> Entry:
-    """The entry of a file, from the answer to a request for its first byte."""
-    told = {key.lower(): value for key, value in headers.items()}
-    size = told.get("content-range", "").rpartition("/")[2]
-    if not size.isdecimal():
-        size = "0"
-    modified = 0
-    if told.get("last-modified"):
-        modified = int(parsedate_to_datetime(told["last-modified"]).timestamp() * 10**9)
-    return Entry(int(size), modified, told.get("etag", "").removeprefix("W/").strip('"'))
+    """A file as the headers of an answer describe it, without its size."""
+    return Entry(
+        0, _time(headers.get("Last-Modified", "")), headers.get("ETag", "").removeprefix("W/").strip('"')
+    )
+
+
+def _time(text: str) -> int:
+    """A time in nanoseconds, 0 if the server's clock or words make no sense."""
+    try:
+        return int(parsedate_to_datetime(text).timestamp() * 10**9)
+    except (IndexError, OverflowError, TypeError, ValueError):
+        return 0

@@ -1,4 +1,4 @@
-"""`reshard.train` and `reshard.export`: the functions behind the commands of the same name."""
+"""`reshard.train`, `export` and `report`: the functions behind the commands of the same name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.arguments import Arguments, OnBytes, StrPath
+from reshard.boundary import for_users
 from reshard.planning.naming import Types
 from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from reshard.train.outlook import Preflight
 
 
+@for_users()
 def train(
     method: str,
     *,
@@ -174,6 +176,11 @@ def train(
         "max_restarts": max_restarts,
     }.items():
         given.counted(name, number, least=0)
+    for name, path in (("model", model), ("output", output), ("config", config)):
+        if path is not None:
+            given.path(name, path)
+    given.switches(dry_run=dry_run, overwrite=overwrite, quiet=quiet)
+    given.callbacks(on_preflight=on_preflight)
     given.text("gpus", gpus, "H100:8")
     given.text("gpu_memory", gpu_memory, "80GB")
     given.text("slurm", slurm, "partition=gpu,nodes=2,time=720")
@@ -226,6 +233,7 @@ def train(
     )
 
 
+@for_users()
 def export(
     checkpoint: StrPath,
     dst: StrPath,
@@ -279,6 +287,8 @@ def export(
     given.path("checkpoint", checkpoint)
     given.path("dst", dst)
     given.known("dtype", dtype, Types)
+    given.switches(merge=merge, overwrite=overwrite, no_resume=no_resume)
+    given.callbacks(on_bytes=on_bytes)
     given.settle()
     from reshard.train.final import finish
 
@@ -291,3 +301,42 @@ def export(
         resume=not no_resume,
         on_bytes=on_bytes,
     )
+
+
+def report(*runs: StrPath, output: StrPath | None = None) -> Path:
+    """Draw one or several training runs on one HTML page, which needs no network.
+
+    Parameters
+    ----------
+    *runs : str or path-like
+        Output folders of `train`; the runs may still be going on.
+    output : str or path-like, optional
+        Page to write. By default `report.html` in the folder of the run, or `runs.html` for several runs.
+
+    Returns
+    -------
+    Path
+        The page.
+
+    Raises
+    ------
+    ReshardError
+        If a folder is not that of a run, or something else is in the place of the page.
+
+    Examples
+    --------
+    >>> try:
+    ...     reshard.report("model")
+    ... except reshard.ReshardError as error:
+    ...     print(error.problems[0].code)
+    report-no-run
+    """
+    given = Arguments("report")
+    for name, path in (*(("run", each) for each in runs), *([] if output is None else [("output", output)])):
+        given.path(name, path)
+    if not runs:
+        given.path("run", None)
+    given.settle()
+    from reshard.train.show.comparison import draw
+
+    return draw([Path(run) for run in runs], None if output is None else Path(output))[0]

@@ -52,6 +52,13 @@ def everyone(mine: Any) -> list[tuple[int, Any]]:
     return list(enumerate(told))
 
 
+def place() -> tuple[int, int]:
+    """The number of this rank, and of all ranks."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def meet() -> None:
     """Wait for the other ranks."""
     highest(0)

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError
+from reshard.train.base import assert_finite_base
 from reshard.train.collective import anywhere, everyone
 
 RECORDS = 4
@@ -26,11 +28,20 @@ class Divergence:
 
     allowed: int
     """`--nan_steps`: the number of such steps that stops the run."""
+    model: Path
+    """The base of the run."""
     seen: int = 0
+    _suspects_base: bool = True
 
     def add(self, *, finite: bool) -> None:
         """Count a step."""
         self.seen = 0 if finite else self.seen + 1
+
+    def check_base(self) -> None:
+        """At the first such step, raise ReshardError if the cause is the base. All ranks must call it."""
+        if self.going and self._suspects_base:
+            self._suspects_base = False
+            assert_finite_base(self.model)
 
     @property
     def going(self) -> bool:
@@ -63,14 +74,16 @@ def diverged(
     )
 
 
-def assert_finite(step: int, parameters: Iterable[tuple[str, Any]]) -> None:
+def assert_finite(step: int, parameters: Iterable[tuple[str, Any]], model: Path) -> None:
     """Raise ReshardError if weights are NaN or infinite; `parameters` are this rank's, by name. All ranks must call it.
 
-    A step can produce such weights even though its loss and gradient were finite.
+    They may have been so in the base, `model`, if the loss does not depend on them; and a step can produce such weights
+    even though its loss and gradient were finite.
     """
     wrong = next((name for name, tensor in parameters if not bool(_local(tensor).isfinite().all())), None)
     if not anywhere(wrong is not None):
         return
+    assert_finite_base(model)
     names = {name: rank for rank, name in reversed(everyone(wrong)) if name is not None}
     raise ReshardError(
         "weights-diverged",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from reshard.errors import Problem, ReshardError
+from reshard.errors import ReshardError, given_twice
 from reshard.suggest import closest
 from reshard.train.run import SIZES
 
@@ -41,24 +41,21 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-') if name in OURS or name in OF_COMMANDS else name}"
 
 
-def renamed(given: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Options under our names. Raises ReshardError if one is set twice to different values."""
+def renamed(given: Iterable[tuple[str, Any]], file: str = "") -> dict[str, Any]:
+    """Options of a file or of a command line under our names. Raises ReshardError if one is set to different values."""
+    spelled: dict[str, dict[str, str]] = {}
     found: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    problems = []
-    for name, value in given.items():
-        ours = ALIASES.get(name, name)
-        if ours in found and str(found[ours]) != str(value):
-            problems.append(
-                Problem(
-                    "option-given-twice",
-                    f"{flag(ours)} is set twice, to different values",
-                    file=place or None,
-                    found=f"{spelled[ours]}: {found[ours]}, {name}: {value}",
-                    remedy=f"leave out one of {spelled[ours]} and {name}",
-                )
-            )
-        found[ours], spelled[ours] = value, name
+    for name, value in given:
+        ours = ALIASES.get(name.replace("-", "_"), name.replace("-", "_"))
+        text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        text = text.lower() if isinstance(value, bool) else text
+        spelled.setdefault(ours, {}).setdefault(text, f"{name}: {text}" if file else f"--{name} {text}")
+        found[ours] = value
+    problems = [
+        given_twice(flag(name), texts.values(), file or None)
+        for name, texts in spelled.items()
+        if len(texts) > 1
+    ]
     if problems:
         raise ReshardError(problems)
     return found

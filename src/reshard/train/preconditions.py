@@ -17,6 +17,7 @@ from reshard.inspection import inspect_checkpoint
 from reshard.plain_yaml import yaml_of
 from reshard.stores.hub import url_of
 from reshard.train import data, outputs
+from reshard.train.complete import SAVED
 from reshard.train.data.mix import Mix
 from reshard.train.engines import engine_of
 from reshard.train.findings import in_short, in_training, lacking
@@ -175,7 +176,9 @@ def _resumable(run: Run) -> Iterator[Problem]:
             "no checkpoint to resume from",
             file=str(run.output),
             expected=kept.expected,
-            remedy="leave out --resume, or pass the output of the run to continue",
+            remedy=f"this is a checkpoint: pass the folder of the run, -o {run.output.parent}"
+            if (run.output / SAVED).is_file()
+            else "leave out --resume, or pass the output of the run to continue",
         )
         return
     try:

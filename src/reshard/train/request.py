@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.arguments import is_whole, whole_number
 from reshard.errors import Problem, ReshardError
-from reshard.plain_yaml import yaml_of
+from reshard.plain_yaml import repeated_keys, yaml_of
+from reshard.stores import at_home
 from reshard.suggest import did_you_mean
 from reshard.train.data import SUFFIXES
 from reshard.train.data.mix import absolute, read_mix
@@ -36,18 +38,20 @@ def run_of(
 
     A model given by its Hub id is downloaded unless it is in the local cache; `note` is called with a text about it.
     """
-    told = renamed(read_config(config), str(config)) if config else {}
+    told = renamed(read_config(config).items(), str(config)) if config else {}
     mistyped = _mistyped(told)
     if mistyped:
         raise ReshardError(mistyped)
     told = _of_scripts(told, str(config), note)
     if flags.get("resume") and flags.get("output"):
         told = {**recorded(Path(flags["output"])), **told}
-    typed = renamed(words(rest), "")
+    flags_given = [
+        (name.replace("_", "-"), value) for name, value in flags.items() if value not in (None, ())
+    ]
+    typed = renamed([*words(rest), *flags_given])
     given = {name: value for name, value in told.items() if name in OURS}
     # Flags with underscores are parsed as words of the engine, whose options have them.
     given |= {name: typed.pop(name) for name in OURS & typed.keys()}
-    given |= {name: value for name, value in flags.items() if value not in (None, ())}
     missing = [name for name in NEEDED if not given.get(name)]
     if missing and flags.get("resume") and "output" not in missing:
         raise ReshardError(
@@ -179,7 +183,7 @@ def _rewards(given: Any) -> tuple[str, ...]:
 def _path(given: Mapping[str, Any], name: str) -> Path:
     option = flag(name)
     try:
-        return Path(given[name]).expanduser().absolute()
+        return at_home(os.fspath(given[name])).absolute()
     except TypeError:
         raise ReshardError(
             "option-not-a-path",
@@ -192,7 +196,8 @@ def _path(given: Mapping[str, Any], name: str) -> Path:
 def read_config(path: Path) -> Options:
     """The content of a YAML or JSON file; dashes in its keys mean underscores. Raises ReshardError."""
     try:
-        content = yaml_of(path.read_bytes())
+        text = path.read_bytes()
+        content = yaml_of(text)
     except (OSError, ValueError) as error:
         raise ReshardError(
             "train-config-unreadable",
@@ -209,20 +214,40 @@ def read_config(path: Path) -> Options:
             expected="names and values, as `learning_rate: 1.0e-5`",
             found=type(content).__name__,
         )
-    return {str(name).replace("-", "_"): value for name, value in content.items()}
+    repeated = [
+        Problem(
+            "config-key-repeated",
+            f"{key} is set more than once",
+            file=str(path),
+            found=f"lines {', '.join(map(str, lines))}",
+            remedy="leave out all but one of them",
+        )
+        for key, lines in repeated_keys(text).items()
+    ]
+    if repeated:
+        raise ReshardError(repeated)
+    return {str(name): value for name, value in content.items()}
 
 
 def recorded(output: Path) -> Options:
     """The options of an earlier attempt, so that `--resume -o OUT` need not repeat them; empty if there is none."""
-    if not (output / RECORD).is_file():
+    folder = next((each for each in (output, *_last_checkpoints(output)) if (each / RECORD).is_file()), None)
+    if folder is None:
         return {}
-    run = Run.read(output)
+    run = Run.read(folder)
     plain = {
         name: value for name, value in vars(run).items() if name in OURS and name not in ("output", "resume")
     }
     sizes = {name: getattr(run.layout, name) for name in SIZES}
     ranks = {**vars(run.ranks), "nproc": run.ranks.nproc or "auto"}
     return {**plain, **sizes, **ranks, **run.options, "model": _recorded_model(run.model)}
+
+
+def _last_checkpoints(output: Path) -> Iterator[Path]:
+    """The last checkpoint of an engine below a folder, which may be all that was copied of a run."""
+    for name in MODULES:
+        if found := engine_named(name).checkpoints.last(output):
+            yield found
 
 
 def _local(given: Options, split: str, note: Callable[[str], None]) -> Callable[[str], Path]:
@@ -247,28 +272,25 @@ def _recorded_model(folder: Path) -> str:
     return str(folder) if folder.is_dir() else url_of(folder)
 
 
-def words(rest: Sequence[str]) -> Options:
+def words(rest: Sequence[str]) -> list[tuple[str, Any]]:
     """Options of an engine from the command line: `--name value`, `--name=value`, `--name a b`, `--name` for true."""
-    options: Options = {}
-    name = None
+    options: list[tuple[str, Any]] = []
     for word in rest:
         if word.startswith("--") and len(word) > 2:
-            name, _, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            options[name] = value if "=" in word else True
-        elif name is None:
+            name, equals, value = word[2:].partition("=")
+            options.append((name, value if equals else True))
+        elif not options:
             raise ReshardError(
                 "option-word-unknown",
-                "an argument belongs to no option",
+                "an argument does not belong to an option",
                 found=word,
                 expected="--name value",
                 remedy="start options with two dashes, and quote values with spaces",
             )
         else:
-            before = options[name]
-            options[name] = (
-                word if before is True else [*(before if isinstance(before, list) else [before]), word]
-            )
+            name, before = options[-1]
+            several = [*(before if isinstance(before, list) else [before]), word]
+            options[-1] = (name, word if before is True else several)
     return options
 
 
@@ -358,7 +380,7 @@ def _folders(run: Run) -> Iterator[Problem]:
             "not a Hugging Face model folder",
             file=str(run.model),
             expected="a folder with config.json, weights and tokenizer",
-            found=None if run.model.exists() else "nothing at this path",
+            found=None if run.model.exists() else "no such file or directory",
             remedy="`reshard inspect` shows what it is, and `reshard convert` converts a checkpoint to such a folder"
             if run.model.exists()
             else "check the path of --model",

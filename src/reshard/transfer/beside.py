@@ -6,7 +6,7 @@
   digest of everything that determines the output, so the same command finds it and continues. Whoever can take the
   lock may remove it. Once `dst` is published, this folder contains the one that was replaced.
 - `.dst.replaced-1f0c9e2a`, the old folder while the new one takes its place. It may be the only copy, so it is
-  put back or left alone, never removed.
+  put back or left alone. It is removed only if a run named it before its output took its place.
 
 Not all file systems have locks. Without them the names are random, no run continues another, and the rename decides:
 one of two runs has its output at `dst`, the other fails with an error.
@@ -24,8 +24,9 @@ from pathlib import Path
 from reshard.errors import ReshardError, listed
 from reshard.transfer import locks
 
-OUTPUT, JOURNAL, REPLACED = "output", "journal", "replaced"
-"""Names in the folder of a run: the future destination, the journal, and later the old folder that was replaced."""
+OUTPUT, JOURNAL, ASIDE, REPLACED = "output", "journal", "aside", "replaced"
+"""Names in the folder of a run: the future destination, the journal, and later a file with the name that the old folder
+has while it is aside, and this folder itself."""
 
 
 def partials(target: Path) -> list[Path]:

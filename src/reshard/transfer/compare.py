@@ -144,6 +144,7 @@ class Comparer:
             if self._stopped.is_set():
                 return
             a, b = (self._gatherer.read(tensor, begin, end) for tensor in (first, second))
+            self._gatherer.take_passed()  # the ledger has these ranges, and no journal needs them
             for low in range(0, end - begin, compared):
                 yield begin + low, a[low : low + compared], b[low : low + compared]
 

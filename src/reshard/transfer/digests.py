@@ -6,10 +6,11 @@ the concatenated XXH3-128 digests of its cells, each of 16 bytes with the most s
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 
@@ -38,6 +39,22 @@ class Seen:
     rests: list[tuple[int, bytes]] = field(default_factory=list)
 
 
+@dataclass
+class Sums:
+    """Digests of parts of a file: of adjacent cells, with the number of the first, and of ranges within other cells.
+
+    A range is (begin, end), with the offsets of its bytes in the file.
+    """
+
+    cells: list[tuple[int, bytes]] = field(default_factory=list)
+    ranges: dict[tuple[int, int], bytes] = field(default_factory=dict)
+
+    def join(self, more: Sums) -> None:
+        """Add digests of other parts, or newer ones of the same."""
+        self.cells += more.cells
+        self.ranges |= more.ranges
+
+
 class Digest:
     """The digest of a file of `size` bytes. Several threads may add different parts."""
 
@@ -46,11 +63,12 @@ class Digest:
         count = -(-size // CELL)
         self._digests = bytearray(count * WIDTH)
         self._missing = set(range(count))
+        self._news: set[int] = set()
         self._parts: dict[int, tuple[bytearray, list[tuple[int, int]]]] = {}
         self._lock = Lock()
 
     def add(self, data: memoryview, offset: int) -> None:
-        """Add the bytes of the file from `offset`. Each byte may be added only once."""
+        """Add the bytes of the file from `offset`. Bytes that are added again must be the same."""
         end = offset + len(data)
         for cell in range(offset // CELL, -(-end // CELL)):
             first, last = cell * CELL, min((cell + 1) * CELL, self._size)
@@ -61,33 +79,70 @@ class Digest:
                 self._add_part(cell, part, max(first, offset) - first, last - first)
 
     def _set(self, cell: int, content: memoryview | bytearray | bytes) -> None:
-        self._digests[cell * WIDTH : (cell + 1) * WIDTH] = xxh3_128_digest(content)
+        self.know(cell, xxh3_128_digest(content))
+        with self._lock:
+            self._news.add(cell)
+
+    def know(self, cell: int, digest: bytes) -> None:
+        """Set the digest of a complete cell."""
+        self._digests[cell * WIDTH : (cell + 1) * WIDTH] = digest
         with self._lock:
             self._missing.discard(cell)
 
     def _add_part(self, cell: int, part: memoryview, at: int, size: int) -> None:
         """Keep a part of a cell until the rest of it has been added."""
         with self._lock:
+            if cell not in self._missing:
+                return
             content, ranges = self._parts.setdefault(cell, (bytearray(size), []))
             content[at : at + len(part)] = part
             ranges.append((at, at + len(part)))
-            if sum(end - begin for begin, end in ranges) < size:
+            if _covered(ranges) < size:
                 return
             del self._parts[cell]
         self._set(cell, content)
 
-    def drop(self, offset: int, nbytes: int) -> None:
-        """Forget bytes that have changed since they were added."""
+    def patch(self, path: Path, changes: Iterable[tuple[int, bytes]]) -> None:
+        """Account for `changes` (offset, bytes) that are about to be written to complete cells of the file at `path`.
+
+        Bytes of the file that are not as they were added, with or without the changes, raise OSError.
+        """
+        cells: dict[int, list[tuple[int, bytes]]] = {}
+        for offset, data in changes:
+            for cell in range(offset // CELL, (offset + len(data) - 1) // CELL + 1):
+                cells.setdefault(cell, []).append((offset - cell * CELL, data))
+        if not cells:
+            return
+        with open_file(path) as file:
+            for cell, inside in cells.items():
+                content = file.read(cell * CELL, CELL)
+                if not matches(content, self._of(cell), inside):
+                    raise OSError(errno.EIO, "the disk returned other bytes than were written", str(path))
+                self._set(cell, changed(content, inside))
+
+    def _of(self, cell: int) -> bytes:
+        return bytes(self._digests[cell * WIDTH : (cell + 1) * WIDTH])
+
+    def news(self) -> Sums:
+        """The digests of what is known now and was not yet when this was last called."""
         with self._lock:
-            self._missing.update(range(offset // CELL, -(-(offset + nbytes) // CELL)))
+            cells, self._news = self._news, set()
+            ranges = {
+                (cell * CELL + begin, cell * CELL + end): xxh3_128_digest(memoryview(content)[begin:end])
+                for cell, (content, parts) in self._parts.items()
+                for begin, end in parts
+            }
+        return Sums(list(self._told(cells)), ranges)
+
+    def _told(self, cells: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """The digests of cells: those of adjacent ones together, with the number of the first."""
+        for first, last in _runs(cells):
+            yield first, bytes(self._digests[first * WIDTH : last * WIDTH])
 
     def seen(self) -> Seen:
         """Everything added so far, to be merged into a digest of the same file elsewhere."""
-        found, count = Seen(), len(self._digests) // WIDTH
-        edges = sorted({-1, *self._missing, count})
-        for before, after in pairwise(edges):
-            if after - before > 1:
-                found.cells.append((before + 1, bytes(self._digests[(before + 1) * WIDTH : after * WIDTH])))
+        count = len(self._digests) // WIDTH
+        found = Seen(list(self._told(set(range(count)) - self._missing)))
         for cell, (content, ranges) in self._parts.items():
             found.rests += [(cell * CELL + begin, bytes(content[begin:end])) for begin, end in ranges]
         return found
@@ -97,27 +152,66 @@ class Digest:
         for first, digests in seen.cells:
             self._digests[first * WIDTH : first * WIDTH + len(digests)] = digests
             with self._lock:
-                self._missing.difference_update(range(first, first + len(digests) // WIDTH))
+                cells = range(first, first + len(digests) // WIDTH)
+                self._missing.difference_update(cells)
+                self._news.update(cells)
         for offset, content in seen.rests:
             self.add(memoryview(content), offset)
 
-    def finish(self, path: Path, is_stopped: Callable[[], bool]) -> str | None:
-        """The digest in hexadecimal. Missing cells are read from the file at `path`; None if stopped."""
+    def finish(self) -> str:
+        """The digest in hexadecimal, once all bytes were added."""
         if self._missing:
-            with open_file(path) as file:
-                for cell in sorted(self._missing):
-                    if is_stopped():
-                        return None
-                    self._set(cell, file.read(cell * CELL, CELL))
+            # Bytes read from the disk would pass for those that were written.
+            raise RuntimeError(f"{len(self._missing):,} cells of a file were not added to its digest")
         return str(xxh3_128_hexdigest(self._digests))
 
 
-def digest_of(path: Path, on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> str:
-    """The digest of the bytes on disk (bypassing the page cache if the system allows it) or in a store.
+def matches(content: bytes, digest: bytes, changes: Iterable[tuple[int, bytes]] = ()) -> bool:
+    """Whether bytes have a digest, as they are or before `changes` (offset, bytes) to zeros in them."""
+    if xxh3_128_digest(content) == digest:
+        return True
+    zeros = [(at, bytes(len(data))) for at, data in changes]
+    return bool(zeros) and bool(xxh3_128_digest(changed(content, zeros)) == digest)
+
+
+def changed(content: bytes, changes: Iterable[tuple[int, bytes]]) -> bytes:
+    """`content` with other bytes at some offsets, which may be partly outside of it."""
+    found = bytearray(content)
+    for at, data in changes:
+        first, last = max(at, 0), min(at + len(data), len(found))
+        if first < last:
+            found[first:last] = data[first - at : last - at]
+    return bytes(found)
+
+
+def _covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """How many bytes are in at least one range."""
+    count = end = 0
+    for first, last in sorted(ranges):
+        count += max(last - max(first, end), 0)
+        end = max(end, last)
+    return count
+
+
+def _runs(cells: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of adjacent numbers."""
+    for _, group in groupby(enumerate(sorted(cells)), lambda each: each[1] - each[0]):
+        numbers = [number for _, number in group]
+        yield numbers[0], numbers[-1] + 1
+
+
+def digest_of(
+    path: Path,
+    is_stopped: Callable[[], bool] = lambda: False,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    *,
+    from_disk: bool = True,
+) -> str:
+    """The digest of the bytes of a file; `from_disk` bypasses the page cache, if the system allows it.
 
     Raises OSError, and ReshardError for what a store refuses.
     """
-    if not isinstance(path, StorePath):
+    if from_disk and not isinstance(path, StorePath):
         _leave_cache(path)
     with open_file(path) as file:
         size = file.size
@@ -128,7 +222,7 @@ def digest_of(path: Path, on_bytes: Callable[[int], None], is_stopped: Callable[
                 return NONE
             digest.add(part, offset)
             on_bytes(len(part))
-        return digest.finish(path, is_stopped) or NONE
+        return digest.finish()
 
 
 def _leave_cache(path: Path) -> None:

@@ -21,7 +21,8 @@ from reshard.transfer.batch import Batch, Stream
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer, crc_problem
 from reshard.transfer.job import Found, Job
-from reshard.transfer.journal import Journal, Written
+from reshard.transfer.journal import EVERY, Journal, Written
+from reshard.transfer.kept import Kept, check_kept
 from reshard.transfer.ledger import Ledger, Passed
 from reshard.transfer.memory import WINDOW, Share, shared
 from reshard.transfer.overflow import Overflow, total
@@ -29,12 +30,21 @@ from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.sink import Buffer, stays_cached
 from reshard.transfer.threads import together
 
+AT_RISK = 16
+"""All threads together lose at most 1/AT_RISK of an output when the run is killed, if that is at least `LEAST` each."""
+
+LEAST = 16 << 20
+"""Bytes of a file that are not worth a wait for the disk."""
+
 PATIENCE = 1.0
 """Seconds that an interrupted run may spend on flushing its progress to disk."""
 
 
 OnFile = Callable[[str, Event], None]
-"""Callback that receives the path of each complete, durable file; long work in it must stop when the event is set."""
+"""Callback that receives the path of each complete, durable file, also of those that an earlier run has completed.
+
+Long work in it must stop when the event is set.
+"""
 
 
 @dataclass
@@ -67,6 +77,7 @@ def execute(
     checksum: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
     on_file: OnFile = lambda name, stopped: None,
+    on_lost: Callable[[int], None] = lambda nbytes: None,
     journal: Journal | None = None,
 ) -> Report:
     """Write all files of `plan` to `folder`, which exists and contains what `journal` records.
@@ -74,14 +85,20 @@ def execute(
     The thread that completes a file calls `on_file` before it writes another, so the number of files begun and not yet
     handled never exceeds the number of threads.
 
+    Bytes in `folder` that are not as the journal records are written again; `on_lost` receives their number.
+
     Raises ReshardError if a source is shorter than it was, or if bytes do not have the CRC32 that was recorded for them
     (`checksum` turns this check off). What was written until then stays in `folder` and in the journal.
     """
     make_folders(plan, folder)
     share = share or shared(None, 1 << 30, plan.need)
     journal = journal or Journal()
+    kept = check_kept(plan, folder, journal, share.threads)
+    if kept.lost:
+        on_lost(kept.lost)
     ledger = Ledger(every=True, passed=journal.progress.passed, most=share.ranges) if checksum else None
-    run = Run(plan, folder, share, ledger, on_bytes, journal, on_file)
+    plan.sources.ledger = ledger
+    run = Run(plan, folder, share, ledger, on_bytes, journal, on_file, kept)
     try:
         together(run.work, share.threads)
     finally:
@@ -110,13 +127,18 @@ class Run:
         on_bytes: Callable[[int], None],
         journal: Journal,
         on_file: OnFile = lambda name, stopped: None,
+        kept: Kept | None = None,
     ) -> None:
         self.folder = folder
         self.on_bytes, self.on_file = on_bytes, on_file
         self.ledger = ledger
         self.journal = journal
         self.share = share
-        self.direct = not stays_cached(sum(file.size for file in plan.files))
+        total = sum(file.size for file in plan.files)
+        self.direct = not stays_cached(total)
+        self.every = min(EVERY, max(LEAST, total // AT_RISK // share.threads))
+        """Bytes of a file after which the progress is recorded."""
+        self._digests = kept.digests if kept else {}
         before = journal.progress
         self.report = Report(before.nbytes, before.nbytes, sorted(before.nonfinite))
         self.report.digests = {path: each.digest for path, each in before.files.items() if each.is_whole}
@@ -128,6 +150,10 @@ class Run:
         self.waiting = deque(
             file for file in plan.files if not before.files.get(file.path, Written()).is_whole
         )
+        self.adopted = deque(
+            path for path, each in before.files.items() if each.is_whole and each.elsewhere is None
+        )
+        """Complete files of earlier runs, which `on_file` has yet to receive."""
         self._open: list[Job] = []  # with batches left to take
         self._unfinished: set[Job] = set()
 
@@ -135,15 +161,22 @@ class Run:
         """Take batches until none are left."""
         worker = _Worker(self)
         try:
+            while not stopped.is_set() and (path := self._adopt()):
+                self.on_file(path, stopped)
             while not stopped.is_set() and (taken := self._take()):
                 job, batch = taken
-                if worker.write(job, batch, stopped) and job.is_written():
+                if (batch is None or worker.write(job, batch, stopped)) and job.is_written():
                     self.end(job, stopped)
         finally:
             worker.close()
 
-    def _take(self) -> tuple[Job, Batch] | None:
-        """The next batch, of the open file with the fewest writers, or of a new file."""
+    def _adopt(self) -> str | None:
+        """A complete file of an earlier run."""
+        with self.lock:
+            return self.adopted.popleft() if self.adopted else None
+
+    def _take(self) -> tuple[Job, Batch | None] | None:
+        """The next batch, of the open file with the fewest writers, or of a new file; None if that has none left."""
         with self.lock:
             job = min(self._open, key=lambda job: job.active, default=None)
             if (job is None or job.active) and self.waiting:
@@ -152,7 +185,7 @@ class Run:
                 self._unfinished.add(job)
             if job is None:
                 return None
-            batch = job.waiting.pop()
+            batch = job.waiting.pop() if job.waiting else None
             job.active += 1
             if not job.waiting:
                 self._open.remove(job)
@@ -160,11 +193,13 @@ class Run:
 
     def begin(self, file: OutputFile) -> Job:
         """The remaining work on a file."""
-        return Job(self, file, self.journal.progress.files.get(file.path, Written()))
+        before = self.journal.progress.files.get(file.path, Written())
+        return Job(self, file, before, digest=self._digests.pop(file.path, None))
 
     def end(self, job: Job, stopped: Event) -> None:
         """Finish a file whose batches are all written, and call `on_file`, unless stopped."""
-        if job.close(stopped):
+        if not stopped.is_set():
+            job.close()
             self._unfinished.discard(job)
             self.on_file(job.path, stopped)
 

@@ -10,28 +10,25 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from threading import Event, Thread
+from tempfile import gettempdir
 from typing import Any, Protocol, TypeVar
 
-from reshard.errors import UNUSABLE, ReshardError, said
+from reshard.errors import ReshardError, said
 from reshard.installing import install_command
+from reshard.stores import is_remote
+from reshard.transfer.slurm import ANY, Slurm, check_texts, silent
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 CONNECT = 20
 """Seconds to wait for the scheduler to answer, and then for a worker."""
-
-ANY = 1 << 62
-"""No limit on the bytes of a part, or on the number of queued parts."""
 
 GIB = 1 << 30
 
@@ -70,9 +67,11 @@ def opened(on: str) -> Iterator[Executor]:
         executor.close()
 
 
-def check(on: str) -> None:
-    """Raise ReshardError if no executor is named `on`, or if its package is not installed."""
+def check(on: str, folder: Path) -> None:
+    """Raise ReshardError if no executor is named `on`, if its package is missing, or if it cannot write to `folder`."""
     kind, _ = _parsed(on)
+    if kind is Slurm:
+        check_texts(Path(gettempdir()) if is_remote(folder) else folder, on)
     if not find_spec(kind.package):
         name = next(name for name, each in EXECUTORS.items() if each is kind)
         raise ReshardError(
@@ -95,16 +94,15 @@ def _parsed(on: str) -> tuple[type[Any], str]:
         f"--on: wrong syntax for {name}" if meant else f"--on: unknown engine {name!r}",
         expected=meant.usage if meant else "; ".join(each.usage for each in EXECUTORS.values()),
         found=on,
-        remedy="correct --on, or leave it out to run on this machine",
+        remedy="leave out --on to run on this machine, or correct it",
     )
 
 
 def _silent(name: str, address: str, error: Exception | str) -> ReshardError:
-    return ReshardError(
-        "executor-silent",
-        f"{name} does not respond",
+    return silent(
+        error if isinstance(error, str) else said(error),
+        name,
         expected=f"a cluster at {address}" if address else "a cluster",
-        found=error if isinstance(error, str) else said(error),
         remedy="check the address, and that its scheduler and workers run",
     )
 
@@ -223,100 +221,5 @@ class Mpi:
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-
-class Slurm:
-    """Slurm jobs, each on one node, `nodes` at a time. `cluster=local` runs them as processes on this machine."""
-
-    package, form = "submitit", r"(?::([\w-]+=[^,=]+(?:,[\w-]+=[^,=]+)*))?"
-    usage = "slurm:partition=NAME,nodes=N,time=MINUTES"
-    threads, most, queue = None, ANY, ANY
-
-    def __init__(self, settings: str) -> None:
-        given = dict(each.split("=", 1) for each in settings.split(",") if each)
-        self._cluster = given.pop("cluster", "slurm")
-        self.slots = nodes_of(given.pop("nodes", "1"))
-        if self._cluster == "local":
-            self.queue = self.slots  # Slurm has a queue of its own, local processes do not
-        self._parameters = {"slurm_array_parallelism": self.slots, **parameters_of(given)}
-        self._jobs: dict[Any, Future[Any]] = {}
-        self._closed = Event()
-        self._thread: Thread | None = None
-        with TemporaryDirectory() as folder:
-            self._executor(Path(folder))
-
-    def _executor(self, folder: Path) -> Any:
-        return submitit_executor(folder, self._cluster, self._parameters)
-
-    def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
-        executor = self._executor(folder / "jobs")
-        with executor.batch():  # one job array
-            jobs = [executor.submit(function, argument) for argument in arguments]
-        futures: list[Future[T]] = [Future() for _ in jobs]
-        self._jobs.update(zip(jobs, futures, strict=True))
-        if self._thread is None:
-            self._thread = Thread(target=self._watch, daemon=True)
-            self._thread.start()
-        return futures
-
-    def _watch(self) -> None:
-        """Pass the result of each finished job to its future."""
-        while not self._closed.wait(0.2):
-            for job in [job for job in list(self._jobs) if job.done()]:
-                future = self._jobs.pop(job)
-                try:
-                    future.set_result(job.result())
-                except Exception as error:
-                    future.set_exception(error)
-
-    def close(self) -> None:
-        self._closed.set()
-        if self._thread:
-            self._thread.join()
-        for job in self._jobs:
-            with suppress(Exception):
-                job.cancel(check=False)
-
-
-def nodes_of(text: str) -> int:
-    """The number of nodes. Raises ReshardError if it is not a positive number."""
-    if not text.isdecimal() or not int(text):
-        raise settings_error(f"nodes={text}")
-    return int(text)
-
-
-def parameters_of(given: Mapping[str, str]) -> dict[str, str | int]:
-    """Settings as typed, under submitit's names; `time` is in minutes (60 by default)."""
-    found: dict[str, str | int] = {"timeout_min": 60}
-    for name, value in given.items():
-        name = {"time": "timeout_min"}.get(name, name)
-        found[name if name in GENERIC else f"slurm_{name}"] = int(value) if value.isdecimal() else value
-    return found
-
-
-def submitit_executor(folder: Path, cluster: str, parameters: Mapping[str, Any], **more: Any) -> Any:
-    """submitit's executor for a cluster, "slurm" or "local". Raises ReshardError for settings that it does not know."""
-    if cluster == "slurm" and not shutil.which("sbatch"):
-        raise _silent("Slurm", "", "`sbatch` not found")
-    try:
-        executor = import_module("submitit").AutoExecutor(folder=folder, cluster=cluster, **more)
-        executor.update_parameters(**parameters)
-    except (NameError, *UNUSABLE) as error:
-        raise settings_error(said(error).partition(" Valid arguments")[0]) from error
-    return executor
-
-
-def settings_error(found: str) -> ReshardError:
-    """The error for settings that Slurm does not have."""
-    return ReshardError(
-        "slurm-settings-malformed",
-        "invalid settings for Slurm",
-        expected="nodes=N, time=MINUTES, and settings of submitit: partition, account, qos, cpus_per_task, mem_gb …",
-        found=found,
-        remedy="correct them: NAME=VALUE,NAME=VALUE",
-    )
-
-
-GENERIC = ("timeout_min", "mem_gb", "cpus_per_task", "gpus_per_node", "stderr_to_stdout", "name")
-"""Settings that submitit has for all of its executors."""
 
 EXECUTORS: dict[str, type[Any]] = {"dask": Dask, "ray": Ray, "slurm": Slurm, "mpi": Mpi}

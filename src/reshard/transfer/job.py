@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from threading import Event, Lock
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from reshard.algebra.storage import Storage
 from reshard.transfer.batch import Batch, batches
-from reshard.transfer.digests import Digest
+from reshard.transfer.digests import Digest, Sums
 from reshard.transfer.gather import Gatherer
-from reshard.transfer.journal import EVERY, MANY, Begun, Written, as_entry
+from reshard.transfer.journal import MANY, Begun, Written, as_entry
 from reshard.transfer.ledger import Passed, join
 from reshard.transfer.overflow import Overflow
 from reshard.transfer.plan import OutputFile
@@ -28,7 +28,7 @@ class Found:
 
     `late` are checksums (offset, value) that belong outside of the window of their block, `taken` are storages with a
     checksum that were read from, `passed` the ranges of sources that were read, `overflowed` the finite values that a
-    cast lost, by tensor and offset of the block.
+    cast lost, by tensor and offset of the block, `sums` digests that the journal could not be told.
     """
 
     batches: list[int] = field(default_factory=list)
@@ -38,6 +38,7 @@ class Found:
     taken: set[Storage] = field(default_factory=set)
     passed: Passed = field(default_factory=dict)
     overflowed: dict[tuple[str, int], Overflow] = field(default_factory=dict)
+    sums: Sums = field(default_factory=Sums)
 
     def add(self, other: Found) -> None:
         """Add what other batches have found."""
@@ -48,21 +49,26 @@ class Found:
         self.taken |= other.taken
         self.overflowed |= other.overflowed
         join(self.passed, other.passed)
+        self.sums.join(other.sums)
 
 
 class Job:
     """An output file while it is written. Only its batches in `wanted` are written (by default all).
 
-    What was done `before` is not repeated.
+    What was done `before`, whose bytes are in `digest`, is not repeated; if that is all, the file is only to be closed.
     """
 
-    def __init__(self, run: Run, file: OutputFile, before: Written, wanted: set[int] | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        file: OutputFile,
+        before: Written,
+        wanted: set[int] | None = None,
+        digest: Digest | None = None,
+    ) -> None:
         parts = list(batches(file))
         done = [batch for batch in parts if batch.number in before.batches]
-        if len(done) == len(parts):  # but the file was not closed: leave one batch to do
-            done.remove(min(done, key=lambda batch: batch.end - batch.begin))
-        kept = {batch.number for batch in done}
-        left = [batch for batch in parts if batch.number not in kept]
+        left = [batch for batch in parts if batch.number not in before.batches]
         self.waiting = [batch for batch in left if wanted is None or batch.number in wanted][::-1]
         self.active = 0
         self.begun = dict(before.begun)
@@ -76,7 +82,7 @@ class Job:
         self._loose = 0
         self._saving = Lock()
         self._sink: Sink | None = None
-        self._digest: Digest | None = None
+        self._digest = digest
         self._opening = Lock()
 
     @property
@@ -122,7 +128,7 @@ class Job:
                 self.begun[batch.number] = begun
                 self._keep(Found(passed=gatherer.take_passed()))
             self._loose += nbytes
-            if self._loose < EVERY and sum(map(len, self.unsaved.passed.values())) < MANY:
+            if self._loose < self._run.every and sum(map(len, self.unsaved.passed.values())) < MANY:
                 return
             self._loose = 0
         self.save()
@@ -162,19 +168,18 @@ class Job:
             with self._saving, self._noting() as entry:
                 self._note(entry)
 
-    def close(self, stopped: Event) -> bool:
-        """Write the remaining checksums, make the file durable, and record it as complete. Returns False if stopped."""
+    def close(self) -> None:
+        """Write the remaining checksums, make the file durable, and record it as complete."""
+        if self._late:
+            self.save()  # if this is where the run is killed, the next one must know what they change
+        self.digest.patch(self._run.folder / self._file.path, self._late)
         for place, checksum in self._late:
             self.sink.write(memoryview(checksum), place)
-            self.digest.drop(place, len(checksum))
-        digest = self.digest.finish(self._run.folder / self._file.path, stopped.is_set)
-        if digest is None:
-            return False
+        digest = self.digest.finish()
         modified = self.sink.close()
         self._run.report.digests[self._file.path] = digest
         with self._saving, self._noting() as entry:
             self._note({**entry, "bytes": self._file.size, "modified": modified, "digest": digest})
-        return True
 
     @contextmanager
     def _noting(self) -> Iterator[dict[str, Any]]:
@@ -202,11 +207,19 @@ class Job:
             "overflowed": [[*place, *overflow] for place, overflow in unsaved.overflowed.items()],
             "taken": unsaved.taken,
             "passed": unsaved.passed,
+            "sums": self._news(unsaved),
         }
+
+    def _news(self, unsaved: Found) -> Sums:
+        """Digests that the journal does not have; `unsaved` has those that it could not be told the last time."""
+        if self._run.journal.is_open:
+            unsaved.sums.join(self.digest.news())
+        return unsaved.sums
 
     def _note(self, entry: dict[str, Any]) -> None:
         later, checked = self._run.checks(entry["taken"])
         named = {"unchecked": [[name, *as_entry(each)] for each, name in later.items()]}
-        told = {key: value for key, value in entry.items() if key != "taken"}
-        self._run.journal.add({**told, **named, "checked": list(map(as_entry, checked))})
+        told = {key: value for key, value in entry.items() if key not in ("taken", "sums")}
+        sums = None if "modified" in entry else entry["sums"]
+        self._run.journal.add({**told, **named, "checked": list(map(as_entry, checked))}, sums)
         self._run.note_checks(later, checked)

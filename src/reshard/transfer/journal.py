@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -20,9 +21,11 @@ from zlib import crc32
 from reshard.algebra.storage import Storage
 from reshard.errors import UNUSABLE, ReshardError
 from reshard.stores import File, open_file
+from reshard.transfer.digests import Sums
 from reshard.transfer.ledger import Passed, join
 from reshard.transfer.overflow import Overflow
 from reshard.transfer.sink import allocate
+from reshard.transfer.sources import Seals, Sources
 
 ROOM = 1 << 20
 """Bytes allocated on disk ahead of the journal's end, so that progress can still be recorded when the disk is full."""
@@ -33,8 +36,13 @@ EVERY = 256 << 20
 MANY = 1 << 14
 """Number of source ranges after which it flushes too, for tensors with short rows: until then they take memory."""
 
+SOURCE_CHANGED = "the source has changed since"
+
 READ = 1 << 20
 """Bytes of a journal read at a time."""
+
+SUMS = '{"sums":'
+"""How a line with digests begins."""
 
 
 class Identity(NamedTuple):
@@ -59,7 +67,7 @@ class Identity(NamedTuple):
         if self.version != other.version:
             return "another version of reshard wrote it"
         if self.sources != other.sources:
-            return "the source has changed since"
+            return SOURCE_CHANGED
         return "it has other options"
 
     def differs(self, other: Identity) -> str:
@@ -87,7 +95,8 @@ class Begun(NamedTuple):
 class Written:
     """What is on disk of one output file. Batches are identified by their numbers.
 
-    `modified`, the modification time in nanoseconds, and `digest` are set for a complete file. `late` are checksums
+    `modified`, the modification time in nanoseconds, and `digest` are set for a complete file; until then there are
+    digests of its parts, `sums`. `late` are checksums
     (offset, value) to write after everything else. `overflowed` are the finite values that a cast lost, by tensor and
     offset of the block. `elsewhere` is the state of a complete file that was uploaded, and
     is no longer in the folder.
@@ -96,6 +105,7 @@ class Written:
     nbytes: int = 0
     modified: int | None = None
     digest: str = ""
+    sums: Sums = field(default_factory=Sums)
     batches: set[int] = field(default_factory=set)
     begun: dict[int, Begun] = field(default_factory=dict)
     late: list[tuple[int, bytes]] = field(default_factory=list)
@@ -130,6 +140,9 @@ class Progress:
     nonfinite: set[str] = field(default_factory=set)
     unchecked: dict[Storage, str] = field(default_factory=dict)
     passed: Passed = field(default_factory=dict)
+    seals: Seals = field(default_factory=dict)
+    is_untold: bool = False
+    """Whether `passed` lacks ranges that blocks were made from."""
 
     @property
     def nbytes(self) -> int:
@@ -152,9 +165,24 @@ class Progress:
         join(self.passed, entry.get("passed", {}))
         if "uploaded" in entry:
             self.files[entry["uploaded"]].elsewhere = str(entry["state"])
+        if "seals" in entry:
+            self.seals = {
+                real: (int(when), str(path), ranges) for real, (when, path, ranges) in entry["seals"].items()
+            }
+        if "sums" in entry:
+            self.files.setdefault(entry["sums"], Written()).sums.join(_sums_of(entry))
         if "anew" in entry:
             del self.files[entry["anew"]]
+            self.is_untold = True
             self.passed.clear()  # it is unknown which of them went into that file
+        if "lost" in entry:
+            written = self.files[entry["lost"]]
+            written.nbytes = int(entry["bytes"])
+            written.batches.difference_update(entry["batches"])
+            for number in entry["batches"]:
+                written.begun.pop(number, None)
+            self.is_untold = True
+            self.passed.clear()
         if "file" in entry:
             written = self.files.setdefault(entry["file"], Written())
             written.nbytes, written.modified = int(entry["bytes"]), entry.get("modified")
@@ -164,13 +192,15 @@ class Progress:
             written.late += [(place, bytes.fromhex(value)) for place, value in entry["late"]]
             for name, offset, *overflow in entry.get("overflowed", ()):
                 written.overflowed[name, offset] = Overflow(*overflow)
+            if written.is_whole:
+                written.sums = Sums()
 
 
 class Journal:
     """The journal of one conversion. Before it is opened, nothing is known, and additions are discarded.
 
     `facts` are for whoever finds the journal: the command that continues it, and the total number of bytes.
-    If the run does not wait for the disk, nothing is `durable`: the journal is valid until the machine fails.
+    If the run does not wait for the disk, nothing is `durable`: bytes may be lost that the journal names.
     """
 
     def __init__(
@@ -178,8 +208,10 @@ class Journal:
         identity: Identity | None = None,
         facts: Mapping[str, Any] | None = None,
         *,
+        sources: Sources | None = None,
         durable: bool = True,
     ) -> None:
+        self._sources = sources or Sources()
         self.identity = identity
         self.durable = durable
         self.progress = Progress()
@@ -193,16 +225,22 @@ class Journal:
 
     @property
     def text(self) -> str:
-        """All lines so far."""
-        return self._path.read_bytes()[: self._end].decode() if self.is_open else ""
+        """All lines so far, except for digests of files that are not complete."""
+        if not self.is_open:
+            return ""
+        lines = self._path.read_bytes()[: self._end].decode().splitlines(keepends=True)
+        return "".join(line for line in lines if line[9 : 9 + len(SUMS)] != SUMS)
 
     @property
     def is_open(self) -> bool:
         """Whether additions are kept."""
         return self._descriptor is not None
 
-    def open(self, path: Path, folder: Path, sizes: Mapping[str, int], elsewhere: Mapping[str, str]) -> None:
+    def open(self, path: Path, folder: Path, sizes: Mapping[str, int], elsewhere: Mapping[str, str]) -> int:
         """Read a journal that was begun for the same output; any other one is replaced by a new one.
+
+        Returns how many bytes of the output are given up because a source has changed, although its size and time have
+        not.
 
         Files that are not in `folder` as the journal records, with their `sizes`, will be written anew, unless they
         were uploaded and their state is still that in `elsewhere`.
@@ -212,10 +250,15 @@ class Journal:
         header, self.progress, self._end = _read(path)
         if header is None or header[0] != self.identity:
             self.progress, self._end = Progress(), 0
+        given_up = 0
+        if not self._are_same_sources():
+            given_up, self.progress, self._end = self.progress.nbytes, Progress(), 0
         if os.fstat(self._descriptor).st_size > self._end:  # otherwise it keeps its modification time
             os.ftruncate(self._descriptor, self._end)
         if not self._end and self.identity:
             self._write({**self.facts, **self.identity._asdict()})
+        if _times(self.progress.seals) != _times(seals := self._sources.seals()):
+            self.add({"seals": seals})
         files = self.progress.files.items()
         gone = [
             name
@@ -230,15 +273,26 @@ class Journal:
             self.add({"anew": name})
         if gone:
             self._sync()  # before a file of that name exists again
+        return given_up
 
-    def add(self, entry: Mapping[str, Any]) -> None:
-        """Record what is on disk now."""
+    def _are_same_sources(self) -> bool:
+        """Whether the sources are those that the earlier run has read; only their names and times were compared."""
+        told = self.progress.seals
+        if not told or _times(told) == _times(self._sources.seals()):
+            return True
+        has_all = bool(self.progress.passed) and not self.progress.is_untold
+        return has_all and self._sources.still(told, self.progress.passed)
+
+    def add(self, entry: Mapping[str, Any], sums: Sums | None = None) -> None:
+        """Record what is on disk now, and digests of these bytes."""
         if self._descriptor is None:
             return
         with self._lock:
             before = self.progress.files.get(entry.get("file", ""), Written()).nbytes
             # The ledger keeps the ranges that were read: there can be millions, so no second copy.
             passed = entry.get("passed", {})
+            if sums:  # of the digests, too, there is no second copy; a reader needs them before the bytes
+                self._write(_sums_entry(entry["file"], sums))
             self._write({**entry, "passed": {path: ranges.as_list() for path, ranges in passed.items()}})
             self.progress.apply({**entry, "passed": {}})
             if "file" in entry:
@@ -348,6 +402,22 @@ def _parsed(lines: Iterable[bytes]) -> tuple[tuple[Identity, Mapping[str, Any]] 
             break
         end += len(line)
     return header, progress, end
+
+
+def _times(seals: Seals) -> dict[str, int]:
+    return {real: when for real, (when, _, _) in seals.items()}
+
+
+def _sums_entry(path: str, sums: Sums) -> dict[str, Any]:
+    """The line of a journal for the digests of parts of a file."""
+    cells = [(first, b64encode(digests).decode()) for first, digests in sums.cells]
+    ranges = [(*place, b64encode(digest).decode()) for place, digest in sums.ranges.items()]
+    return {"sums": path, "cells": cells, "ranges": ranges}
+
+
+def _sums_of(entry: Mapping[str, Any]) -> Sums:
+    cells = [(int(first), b64decode(digests)) for first, digests in entry["cells"]]
+    return Sums(cells, {(int(begin), int(end)): b64decode(digest) for begin, end, digest in entry["ranges"]})
 
 
 def as_entry(storage: Storage) -> list[Any]:

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError, listed
-from reshard.transfer.beside import JOURNAL, OUTPUT, REPLACED, is_locked, locked, partials, put_aside
+from reshard.transfer.beside import (
+    ASIDE,
+    JOURNAL,
+    OUTPUT,
+    REPLACED,
+    is_locked,
+    locked,
+    partials,
+    put_aside,
+)
 from reshard.transfer.journal import Identity, Progress, read_journal
 
 
@@ -36,12 +45,24 @@ def recover(target: Path) -> None:
     if not (partials(target) or put_aside(target)):
         return
     with suppress(ReshardError, OSError), locked(target) as has_locks:
+        for staging in partials(target) if has_locks else ():
+            _finish(staging, target)
         replaced = put_aside(target)
         if replaced and not (target.exists() and (not target.is_dir() or any(target.iterdir()))):
             replaced[0].rename(target)  # this also replaces an empty folder
         for leftover in partials(target) if has_locks else ():
             if not journal_of(leftover):
                 shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _finish(staging: Path, target: Path) -> None:
+    """Move the old folder to that of a run which was killed just before it would have done that itself."""
+    if not (staging / ASIDE).is_file() or (staging / OUTPUT).exists() or not target.is_dir():
+        return
+    name = (staging / ASIDE).read_text()
+    for old in put_aside(target):
+        if old.name == name:
+            old.rename(staging / REPLACED)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.algebra.tensors import Tensor, least_room
-from reshard.errors import ReshardError, is_no_memory, no_memory
+from reshard.errors import ReshardError
 from reshard.stores import CONNECTIONS, REQUEST, is_remote
 from reshard.transfer import ledger
 from reshard.transfer.gather import LEAST
@@ -189,17 +189,6 @@ def expect(nbytes: int, path: str) -> None:
 def fits(nbytes: int) -> bool:
     """Whether `nbytes` more bytes are within the limit."""
     return nbytes < SLACK or (meter := _meter.get()) is None or meter.fits(nbytes)
-
-
-@contextmanager
-def plainly() -> Iterator[None]:
-    """Turn the system's refusal of memory into a ReshardError. Also works as a decorator."""
-    try:
-        yield
-    except Exception as error:
-        if not is_no_memory(error):
-            raise
-        raise ReshardError([no_memory(error)]) from error
 
 
 @contextmanager

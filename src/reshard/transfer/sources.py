@@ -8,18 +8,21 @@ opened: reading one can block forever, never end, or have side effects.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Lock
+from types import TracebackType
+from typing import Any
 
 from isal.isal_zlib import crc32
 
 from reshard.errors import Problem, ReshardError
 from reshard.stores import File, Stamp, as_path, is_remote, open_file, realpath, refresh
-from reshard.transfer.ledger import Passed, Ranges
+from reshard.transfer.ledger import Ledger, Passed, Range, Ranges
 from reshard.transfer.memory import expect
 
 MOST = 2 << 30
@@ -34,19 +37,32 @@ OnStep = Callable[[str], None]
 READING = "reading headers"
 
 
-class _Note(NamedTuple):
-    """A file as it was when first opened; for one that was read completely, the digest and CRC32 of its content."""
+@dataclass
+class _Note:
+    """A file as it was when first opened; for one that was read completely, the digest and CRC32 of its content.
+
+    `ranges` are those that were read to open it.
+    """
 
     stamp: Stamp
-    digest: bytes | None
+    digest: bytes | None = None
     crc32: int = 0
+    ranges: Ranges = field(default_factory=Ranges)
+
+
+Seals = Mapping[str, tuple[int, str, Sequence[Range] | None]]
+"""For the real path of each file, when it last changed, and as what path and in which ranges it was read to open it."""
 
 
 class Sources:
-    """The files that something is made from. `named` are the paths that led to them."""
+    """The files that something is made from. `named` are the paths that led to them.
+
+    `ledger` has the CRC32s of what was read since; None if there are none.
+    """
 
     def __init__(self, *named: Path) -> None:
         self.named = named
+        self.ledger: Ledger | None = None
         self._notes: dict[str, _Note] = {}
         self._on_step: OnStep | None = None
 
@@ -58,23 +74,30 @@ class Sources:
     def __or__(self, other: Sources) -> Sources:
         both = Sources(*self.named, *other.named)
         both._notes = {**self._notes, **other._notes}
+        both.ledger = self.ledger or other.ledger
         return both
 
-    def note(self, path: str, stamp: Stamp, content: bytes | None = None) -> None:
-        """Record the first stamp of a file. If a file is only ever read completely, only its `content` counts."""
+    def note(self, path: str, stamp: Stamp, content: bytes | None = None) -> Ranges:
+        """Record the first stamp of a file. If a file is only ever read completely, only its `content` counts.
+
+        Returns the ranges of the file that were read to open it, to which more may be added.
+        """
         first = self._notes.get(path)
         if first is None and self._on_step:
             self._on_step(f"{READING}: {len(self._notes) + 1} files")
         stamp = first.stamp if first else stamp
+        ranges = first.ranges if first else Ranges()
         if content is None or (first and first.digest is None):
-            self._notes[path] = _Note(stamp, None)
+            self._notes[path] = first if first and first.digest is None else _Note(stamp, ranges=ranges)
         else:
-            self._notes[path] = _Note(stamp, _digest([content]), crc32(content))
+            self._notes[path] = _Note(stamp, _digest([content]), crc32(content), ranges)
+        return ranges
 
     def only(self, paths: Collection[str]) -> Sources:
         """The same sources, restricted to the files in `paths`."""
         some = Sources(*self.named)
         some._notes = {path: self._notes[path] for path in paths if path in self._notes}
+        some.ledger = self.ledger
         return some
 
     def sizes(self) -> dict[str, int]:
@@ -100,10 +123,33 @@ class Sources:
         """A digest of the state in which all files were opened, with or without their `inodes`."""
         digest = sha256()
         for path, note in sorted(self._notes.items()):
-            stamp = note.stamp if inodes or isinstance(note.stamp.identity, str) else note.stamp[:2]
+            stamp = note.stamp[:3] if inodes or isinstance(note.stamp.identity, str) else note.stamp[:2]
             state = note.digest or " ".join(map(str, stamp)).encode()
             digest.update(os.fsencode(realpath(as_path(path))) + b"\0" + state)
         return digest.hexdigest()
+
+    def seals(self) -> Seals:
+        """What `still` needs to tell whether files changed. The digest covers those that were read completely."""
+        return {
+            str(realpath(as_path(path))): (note.stamp.changed, path, note.ranges.as_list())
+            for path, note in self._notes.items()
+            if note.digest is None
+        }
+
+    def still(self, seals: Seals, passed: Passed) -> bool:
+        """Whether all files are as an earlier run with the same `digest` read them.
+
+        If a file has changed in some way since, the bytes that this run read, and `passed`, must have their CRC32s.
+        Raises OSError if it cannot be read.
+        """
+        now = self.seals()
+        for real, (changed, path, ranges) in seals.items():
+            if real in now and now[real][0] == changed:
+                continue
+            with open_file(real) as file:
+                if not _has(file, Ranges(ranges)) or not _has(file, passed.get(path, Ranges())):
+                    return False
+        return True
 
     @contextmanager
     def counted(self, on_step: OnStep) -> Iterator[None]:
@@ -129,8 +175,37 @@ class Sources:
                 remedy="wait until nothing writes to the source any more, then run the same command again",
             )
             for path, note in self._notes.items()
-            if (found := _otherwise(path, note))
+            if (found := self._otherwise(path, note))
         ]
+
+    def _otherwise(self, path: str, note: _Note) -> str | None:
+        """The state of a file now, if it has changed.
+
+        A file of which only the time of its last change is another one may have got a new name, or other bytes with
+        the old modification time: what was read of it must have its CRC32s.
+        """
+        try:
+            file = open_file(path)
+        except OSError as error:
+            return error.strerror
+        except ReshardError as error:
+            if is_remote(path):
+                raise
+            return error.problems[0].found
+        with file:
+            stamp = file.stamp()
+            if stamp == note.stamp or (note.digest and note.digest == _digest(windows(file))):
+                return None  # a training run may write the same config again at every step
+            if stamp[:3] != note.stamp[:3]:
+                return str(stamp)
+            if not note.digest and self.ledger and self._is_as_read(file, path, note):
+                note.stamp = stamp
+                return None
+        return "other bytes" if note.digest or self.ledger else "changed since, with the same size and time"
+
+    def _is_as_read(self, file: File, path: str, note: _Note) -> bool:
+        passed = self.ledger.passed.get(path, Ranges()) if self.ledger else Ranges()
+        return _has(file, note.ranges) and _has(file, passed)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -159,21 +234,17 @@ def _as_read(note: _Note, ranges: Ranges) -> dict[str, Any]:
     return found if ranges.nbytes == size else {**found, "ranges": [[begin, end] for begin, end, _ in ranges]}
 
 
-def _otherwise(path: str, note: _Note) -> str | None:
-    """The state of a file now, if it has changed."""
-    try:
-        file = open_file(path)
-    except OSError as error:
-        return error.strerror
-    except ReshardError as error:
-        if is_remote(path):
-            raise
-        return error.problems[0].found
-    with file:
-        stamp = file.stamp()
-        if stamp == note.stamp or (note.digest and note.digest == _digest(windows(file))):
-            return None  # a training run may write the same config again at every step
-        return str(stamp)
+def _has(file: File, ranges: Ranges) -> bool:
+    """Whether all ranges of a file have their CRC32s."""
+    if ranges.lost:
+        return False
+    for begin, end, expected in ranges:
+        found = 0
+        for at in range(begin, end, WINDOW):
+            found = crc32(file.read(at, min(WINDOW, end - at)), found)
+        if found != expected:
+            return False
+    return True
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:
@@ -205,15 +276,59 @@ def noted(*named: Path) -> Iterator[Sources]:
         _noting.reset(token)
 
 
+class _Opened:
+    """A file that keeps the CRC32s of what is read of it in `ranges`."""
+
+    def __init__(self, file: File, ranges: Ranges) -> None:
+        self._file, self._ranges = file, ranges
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+    def stamp(self) -> Stamp:
+        return self._file.stamp()
+
+    def read(self, at: int, count: int) -> bytes:
+        content = self._file.read(at, count)
+        self._add(at, memoryview(content))
+        return content
+
+    def fill(self, parts: Iterable[tuple[int, memoryview]]) -> int | None:
+        parts = list(parts)
+        end = self._file.fill(parts)
+        for at, out in parts if end is None else ():
+            self._add(at, out)
+        return end
+
+    def _add(self, at: int, data: memoryview) -> None:
+        with _adding:
+            for begin, end in list(self._ranges.missing(at, at + len(data))):
+                self._ranges.add(begin, end, crc32(data[begin - at : end - at]))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_adding = Lock()
+
+
 def open_source(path: str | Path) -> File:
     """A source opened to read more of it later.
 
     Raises OSError, and ReshardError for anything but a regular file.
     """
     file = open_file(path)
-    if sources := _noting.get():
-        sources.note(str(path), file.stamp())
-    return file
+    sources = _noting.get()
+    return _Opened(file, sources.note(str(path), file.stamp())) if sources else file
 
 
 def read_source(path: str | Path, most: int = MOST, weight: int = 1) -> bytes:

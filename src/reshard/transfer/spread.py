@@ -22,6 +22,7 @@ from reshard.transfer.executors import Executor
 from reshard.transfer.files import Files
 from reshard.transfer.job import Job
 from reshard.transfer.journal import Journal, Written
+from reshard.transfer.kept import check_kept
 from reshard.transfer.ledger import Ledger, Passed
 from reshard.transfer.memory import Share
 from reshard.transfer.parts import Outcome, Part, cut
@@ -62,6 +63,7 @@ def spread(
     checksum: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
     on_file: OnFile = lambda name, stopped: None,
+    on_lost: Callable[[int], None] = lambda nbytes: None,
     journal: Journal | None = None,
 ) -> Report:
     """Write all files of `plan` to `folder`, which all workers see, as `execute` does on one machine.
@@ -70,8 +72,12 @@ def spread(
     """
     make_folders(plan, folder)
     journal = journal or Journal()
+    kept = check_kept(plan, folder, journal, share.threads)
+    if kept.lost:
+        on_lost(kept.lost)
     ledger = Ledger(every=True, passed=journal.progress.passed, most=share.ranges) if checksum else None
-    run = _Spread(plan, folder, share, ledger, on_bytes, journal, on_file)
+    plan.sources.ledger = ledger
+    run = _Spread(plan, folder, share, ledger, on_bytes, journal, on_file, kept)
     try:
         run.hand_out(executor, perform)
         together(run.work, share.threads)
@@ -103,12 +109,21 @@ class _Spread(Run):
         self.waiting = here
         before = self.journal.progress.files
         total = sum(file.size - before.get(file.path, Written()).nbytes for file in there)
-        parts = parts_for(executor, map(self._begun, there), total)
+        jobs = list(map(self._begun, there))
+        written = [self._jobs.pop(job.path) for job in jobs if not job.waiting]
+        parts = parts_for(executor, jobs, total)
         stopped = Event()
         with ThreadPoolExecutor(self.share.threads, "close") as closers:
             try:
+                closing = {closers.submit(self.end, job, stopped) for job in written}
+                closing |= {closers.submit(self.on_file, path, stopped) for path in self.adopted}
+                self.adopted.clear()
                 self._follow(
-                    executor, perform, deque(parts), lambda job: closers.submit(self.end, job, stopped)
+                    executor,
+                    perform,
+                    deque(parts),
+                    closing,
+                    lambda job: closers.submit(self.end, job, stopped),
                 )
             finally:
                 stopped.set()
@@ -124,11 +139,11 @@ class _Spread(Run):
         executor: Executor,
         perform: Perform,
         waiting: deque[Part],
+        closing: set[Future[None]],
         close: Callable[[Job], Future[None]],
     ) -> None:
         """Keep the workers busy until no part is left, and close each file once all of it is written."""
         running: dict[Future[Outcome], Part] = {}
-        closing: set[Future[None]] = set()
         while waiting or running or closing:
             count = min(executor.queue - len(running), len(waiting))
             if count > 0:
@@ -161,7 +176,7 @@ class _Spread(Run):
         except (Exception, CancelledError) as error:
             if self._tries[part.number] < TRIES and not isinstance(error, ImportError):
                 return None
-            raise _lost(part, self._tries[part.number], error) from error
+            raise _lost(part, self._tries[part.number], error) from _passing(error)
         if outcome.error:
             raise outcome.error
         return outcome
@@ -195,6 +210,15 @@ class _Spread(Run):
             return self.ledger.merge(files, outcome.passed)
         finally:
             files.close()
+
+
+def _passing(error: BaseException) -> OSError:
+    """The error of a lost worker as one that may not occur again, so that what is written is kept."""
+    if isinstance(error, OSError):
+        return error
+    passing = ConnectionError(f"{type(error).__name__}: {error}")
+    passing.__cause__ = error
+    return passing
 
 
 def _lost(part: Part, tries: int, error: BaseException) -> ReshardError:

@@ -10,14 +10,14 @@ import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reshard.errors import ReshardError, listed, size
 from reshard.transfer import claims
-from reshard.transfer.beside import JOURNAL, OUTPUT, REPLACED, locked, partials
-from reshard.transfer.journal import Identity, Journal
+from reshard.transfer.beside import ASIDE, JOURNAL, OUTPUT, REPLACED, locked, partials
+from reshard.transfer.journal import SOURCE_CHANGED, Identity, Journal
 from reshard.transfer.leftovers import journal_of
 from reshard.transfer.locks import is_at
 
@@ -39,18 +39,26 @@ def staged(
     overwrite: bool,
     journal: Journal | None = None,
     on_resume: OnResume = lambda note, nbytes: None,
+    keeps: Callable[[], Sequence[str]] = list,
 ) -> Iterator[Path]:
     """A folder that becomes `target` if the block succeeds.
 
     At its end it must contain exactly the files `sizes` (bytes by relative path). With `overwrite` the old folder is
-    moved aside, and removed once the new one is in its place. Ctrl-C leaves the old one or the new one, complete.
-    The folder and the exceptions are those of `worked`.
+    moved aside, and removed once the new one is in its place; those of its files that it then `keeps`, by their
+    relative paths, are also in the new one, unless that has files of their names. Ctrl-C leaves the old one or the new
+    one, complete. The folder and the exceptions are those of `worked`.
     """
     target = Path(os.path.realpath(target))  # a link to a folder stays a link
     journal = journal or Journal()
     with worked(target, sizes, journal=journal, on_resume=on_resume) as staging:
+        for name in (
+            _files(staging / OUTPUT) - sizes.keys()
+        ):  # kept by a run that was killed before its last rename
+            (staging / OUTPUT / name).unlink()
         with _there(staging / OUTPUT, sizes):
             yield staging / OUTPUT
+        for name in set(keeps()) - sizes.keys() if overwrite else ():
+            _link(target / name, staging / OUTPUT / name, journal)
         _publish(staging, target, overwrite, journal)
 
 
@@ -144,7 +152,10 @@ def _open(
         on_resume("this file system has no locks, so a run that is interrupted starts from the beginning", 0)
         return
     claims.withdraw(staging / claims.FOLDER)
-    journal.open(staging / JOURNAL, staging / OUTPUT, sizes, elsewhere)
+    if lost := journal.open(staging / JOURNAL, staging / OUTPUT, sizes, elsewhere):
+        on_resume(
+            f"starting over: {size(lost)} of an unfinished run are useless, because {SOURCE_CHANGED}", 0
+        )
     if done := journal.progress.nbytes:
         on_resume(f"continuing: {size(done)} of {size(sum(sizes.values()))} are written already", done)
 
@@ -203,6 +214,17 @@ def _despite_ctrl_c(action: Callable[[], object]) -> None:
         raise again
 
 
+def _link(file: Path, link: Path, journal: Journal) -> None:
+    """A second name for a file, or a copy if the system makes none: the first one will be removed."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(file, link, follow_symlinks=False)
+    except (OSError, NotImplementedError):
+        shutil.copy2(file, link, follow_symlinks=False)
+        if not link.is_symlink():
+            journal.sync(link)
+
+
 def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> None:
     """Make the output of a run durable and rename it to `target`."""
     folder = staging / OUTPUT
@@ -210,6 +232,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> 
         journal.sync(path)
     new = folder.stat()
     aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
+    (staging / ASIDE).write_text(aside.name)  # so that `recover` knows what the output has replaced
 
     def settle() -> None:
         """Move the old folder to the run's if the new one is in its place; put it back if there is none."""
@@ -240,12 +263,18 @@ def _there(folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
         if folder.exists():
             raise
         raise _spoilt(folder, sizes, {}) from error
-    found = {}
-    for place, _, names in os.walk(folder):
-        for path in (Path(place, name) for name in names):
-            found[path.relative_to(folder).as_posix()] = path.lstat().st_size
+    found = {name: (folder / name).lstat().st_size for name in _files(folder)}
     if found != sizes:
         raise _spoilt(folder, sizes, found)
+
+
+def _files(folder: Path) -> set[str]:
+    """The relative paths of all files in a folder."""
+    return {
+        Path(place, name).relative_to(folder).as_posix()
+        for place, _, names in os.walk(folder)
+        for name in names
+    }
 
 
 def _spoilt(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) -> ReshardError:

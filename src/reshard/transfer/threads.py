@@ -24,7 +24,6 @@ def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
     def run(index: int) -> T:
         # Ctrl-C can come between the start of a thread and its registration in the pool; the pool then waits for all
         # threads but that one, so none may work before all are registered.
-        # threads but that one, so none may work before all are known.
         begin.wait()
         if stopped.is_set():
             raise CancelledError

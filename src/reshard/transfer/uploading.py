@@ -11,7 +11,6 @@ import errno
 import os
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -27,7 +26,6 @@ from reshard.transfer.journal import Journal
 from reshard.transfer.leftovers import Unfinished, remove_unfinished, unfinished
 from reshard.transfer.marker import MARKER, SOON, Claim, busy, is_live, marker_in, own_name
 from reshard.transfer.staging import OnResume, may_pass, worked
-from reshard.transfer.threads import together
 
 SMALL = 16 << 20
 """Objects of fewer bytes are removed before larger ones: what makes old files a checkpoint is small."""
@@ -65,20 +63,12 @@ class Uploads:
         """The state of each object that the store reported when it was uploaded."""
         self._lock = Lock()
 
-    def resume(self, folder: Path, threads: int) -> None:
-        """Continue what earlier runs have done: upload only the files that they finished in `folder`."""
+    def resume(self, folder: Path) -> None:
+        """Continue what earlier runs have done: what they uploaded need not be in `folder`."""
         self.folder = folder
         files = self._journal.progress.files
         self.states = {name: each.elsewhere for name, each in files.items() if each.elsewhere is not None}
         self._claim.uploaded = sum(self._sizes[name] for name in self.states)
-        waiting = deque(name for name, each in files.items() if each.is_whole and name not in self.states)
-
-        def work(index: int, stopped: Event) -> None:
-            with suppress(IndexError):
-                while not stopped.is_set():
-                    self.take(waiting.popleft(), stopped)
-
-        together(work, threads)
 
     def take(self, name: str, stopped: Event) -> None:
         """Upload a file and remove it locally, unless it has to wait for the others."""
@@ -139,7 +129,7 @@ def uploading(
     *,
     last: Sequence[str],
     old: Collection[str],
-    threads: int,
+    keeps: Callable[[str], bool] = lambda name: False,
     memory: int,
     journal: Journal,
     on_bytes: Callable[[int], None],
@@ -147,11 +137,11 @@ def uploading(
 ) -> Iterator[Uploads]:
     """Files that become the objects `sizes` of a bucket if the block succeeds.
 
-    They are written to `folder` and taken one by one; those in `last` go last, in order. Each of the `threads` may hold
-    `memory` bytes of the data that it sends. The objects `old` are removed before the first file is uploaded. If the
-    block fails for a reason that may pass, what was done is kept for the next block with the same journal; otherwise
-    everything uploaded is removed. Raises ReshardError if another run is writing to the same place, and for what the
-    store or the system refuses.
+    They are written to `folder` and taken one by one; those in `last` go last, in order. Each thread that uploads
+    may hold `memory` bytes of the data that it sends. The objects `old` are removed before the first file is
+    uploaded, and those that it `keeps` stay. If the block fails for a reason that may pass, what was done is kept
+    for the next block with the same journal; otherwise everything uploaded is removed. Raises ReshardError if
+    another run is writing to the same place, and for what the store or the system refuses.
     """
     target = staging_folder(bucket)
     root = _own_folder(target.parent)
@@ -162,7 +152,7 @@ def uploading(
         claim.files, claim.total = sorted(sizes), sum(sizes.values())
         claims.append(claim)
         try:
-            return _prepared(bucket, claim, staging, sizes, set(old), journal, on_resume)
+            return _prepared(bucket, claim, staging, sizes, set(old), keeps, journal, on_resume)
         except BaseException:
             claim.drop()
             raise
@@ -176,7 +166,7 @@ def uploading(
         uploads = Uploads(bucket, sizes, last, memory, journal, claim, on_bytes)
         try:
             claim.renew()
-            uploads.resume(staging / OUTPUT, threads)
+            uploads.resume(staging / OUTPUT)
             yield uploads
         except BaseException as error:
             kept = may_pass(error) and journal.progress.nbytes
@@ -192,6 +182,7 @@ def _prepared(
     staging: Path,
     sizes: Mapping[str, int],
     old: set[str],
+    keeps: Callable[[str], bool],
     journal: Journal,
     on_resume: OnResume,
 ) -> dict[str, str]:
@@ -201,7 +192,8 @@ def _prepared(
         raise busy(bucket, before)
     continues = before is not None and journal.identity is not None and before.identity == journal.identity
     removable = old | (before.names if before else set())
-    if foreign := sorted(there.keys() - removable - {MARKER}):
+    appeared = there.keys() - removable - {MARKER}
+    if foreign := sorted(name for name in appeared if not keeps(name)):
         raise ReshardError(
             "destination-objects-appeared",
             "objects appeared at the destination",

@@ -1,4 +1,4 @@
-"""The key-value groups do not divide over the tensor-parallel ranks."""
+"""The key-value groups are not divisible by the tensor-parallel ranks."""
 
 from megatron.core.transformer import TransformerConfig
 from small import CURED

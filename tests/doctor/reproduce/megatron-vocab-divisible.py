@@ -1,4 +1,4 @@
-"""The vocabulary does not divide over the tensor-parallel ranks."""
+"""The vocabulary is not divisible by the tensor-parallel ranks."""
 
 # processes: 2
 

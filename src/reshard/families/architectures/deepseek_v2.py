@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from reshard.families.architectures.deepseek_v3 import rules
 from reshard.families.config import DEEPSEEK_EXPERTS, LATENT_ATTENTION, SOFTMAX_ROUTER
 from reshard.families.entries import Args, Config, Const, RouterGroups, Values
-from reshard.families.family import MCORE, Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.live import Live
 
 
@@ -52,5 +52,5 @@ DEEPSEEK_V2 = Family(
     ),
     live=Live(),
     precedence=2,  # above DeepSeek-V3: if nothing names the family, a router without a bias means V2
-    judged=(MCORE,),
+    judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from reshard.families.config import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP
 from reshard.families.entries import Const, Key, RouterGroups, SigmoidNorm
-from reshard.families.family import MCORE, MCORE_BRIDGE, Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.live import Live
 from reshard.families.rules import (
     Block,
@@ -58,5 +58,5 @@ DEEPSEEK_V3 = Family(
     live=Live(),
     aliases={"kimi_k2": {}, "glm4_moe_lite": {}},
     precedence=1,
-    judged=(MCORE, MCORE_BRIDGE),
+    judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

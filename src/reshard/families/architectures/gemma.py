@@ -24,6 +24,7 @@ from reshard.families.entries import (
     first,
 )
 from reshard.families.family import MEGATRON_BRIDGE, Family
+from reshard.families.live import by_transformers
 from reshard.families.rope import Rope, RotaryEmbedding, rope_parameters, rotary_base
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, same
 from reshard.families.within import Carried, Within
@@ -152,6 +153,7 @@ GEMMA3_VISION = replace(
     GEMMA3,
     name="gemma3",
     architecture="Gemma3ForConditionalGeneration",
+    live=by_transformers("gemma3", "Gemma3ForConditionalGeneration"),
     within=Within(
         hub=(("", "language_model."),),
         carried=(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from reshard.families.architectures.deepseek_v3 import layers
 from reshard.families.config import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, SIGMOID_ROUTER
 from reshard.families.entries import Const, Key
-from reshard.families.family import MCORE, MCORE_BRIDGE, Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.live import Live
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention
@@ -34,5 +34,5 @@ GLM4_MOE = Family(
     ),
     live=Live(),
     precedence=1,
-    judged=(MCORE, MCORE_BRIDGE),
+    judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from reshard.families.architectures import glm4, glm4_moe
 from reshard.families.config import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, NO_QK_NORM, SIGMOID_ROUTER
 from reshard.families.entries import Const, Entry, Key
@@ -16,7 +18,7 @@ ATTENTION: tuple[Entry, ...] = (
     Key("attention_bias", "add_qkv_bias", default=True),
     Const(args={"add_bias_linear": False}),
 )
-TOWER = Within(carried=(Carried("model.visual.", "visual.visual.", {MEGATRON_BRIDGE: "visual."}),))
+VISION = Carried("model.visual.", "visual.visual.")
 
 GLM4V = Family(
     "glm4v",
@@ -24,7 +26,7 @@ GLM4V = Family(
     glm4.rules,
     (*ATTENTION, Const(args={"rotary_interleaved": True}), NO_QK_NORM),
     computed_by=MCORE_BRIDGE,
-    within=TOWER,
+    within=Within(carried=(VISION,)),
     judged=(MCORE_BRIDGE,),
 )
 GLM4V_MOE = Family(
@@ -40,6 +42,6 @@ GLM4V_MOE = Family(
     ),
     live=Live(),
     computed_by=MCORE_BRIDGE,
-    within=TOWER,
+    within=Within(carried=(replace(VISION, others={MEGATRON_BRIDGE: "visual."}),)),
     judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

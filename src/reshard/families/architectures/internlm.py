@@ -8,7 +8,7 @@ from dataclasses import replace
 from reshard.families.architectures.llama import dense
 from reshard.families.config import DERIVED_HEADS, EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
 from reshard.families.entries import Args, Biases, Config, Entry, Key, Values, contradiction, first
-from reshard.families.family import MCORE, Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, Family
 from reshard.families.internevo import HUB_ENDS, W123, dialects, evo_internlm, evo_internlm2
 from reshard.families.rope import (
     DYNAMIC,
@@ -143,5 +143,5 @@ INTERNLM3 = Family(
     "InternLM3ForCausalLM",
     dense,
     (*GROUPED_HEADS, Rope(), Biases("qkv_bias", "bias"), NO_QK_NORM),
-    judged=(MCORE,),
+    judged=(MCORE, MCORE_BRIDGE),
 )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import Args, Config, Const, Entry, Key, Values, first, moe_layer_freq
 from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.live import by_transformers
 from reshard.families.rope import Rope, RopeLayers
 from reshard.families.rules import (
     Dims,
@@ -98,6 +99,7 @@ LLAMA4 = replace(
     LLAMA4_TEXT,
     name="llama4",
     architecture="Llama4ForConditionalGeneration",
+    live=by_transformers("llama4", "Llama4ForConditionalGeneration"),
     within=Within(
         hub=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
         carried=(

@@ -8,6 +8,7 @@ from reshard.families.architectures.llama import dense
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import Args, Config, SlidingWindow, Values
 from reshard.families.family import MEGATRON_BRIDGE, Family
+from reshard.families.live import by_transformers
 from reshard.families.rope import RotaryEmbedding, rope_parameters, rotary_base
 from reshard.families.within import Carried, Within
 
@@ -39,6 +40,7 @@ MISTRAL3 = Family(
     dense,
     (*GROUPED_HEADS, KeptRope(), SlidingWindow(default=None), NO_BIAS, NO_QK_NORM),
     computed_by=MEGATRON_BRIDGE,
+    live=by_transformers("mistral3", "Mistral3ForConditionalGeneration"),
     within=Within(
         hub=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
         carried=(

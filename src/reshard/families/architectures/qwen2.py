@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from reshard.families.architectures.llama import dense
 from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS, QWEN_EXPERTS
 from reshard.families.entries import Const, FullAttention, Key
-from reshard.families.family import MCORE, MCORE_BRIDGE, Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.live import Live
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, moe, norms
@@ -26,7 +26,7 @@ QWEN2 = Family(
     dense,
     (*DERIVED_HEADS, Rope(), FullAttention(), QKV_BIAS, NO_QK_NORM),
     precedence=2,  # above Llama: if nothing names the family, a bias on q, k and v alone means Qwen2
-    judged=(MCORE, MCORE_BRIDGE),
+    judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )
 QWEN2_MOE = Family(
     "qwen2_moe",

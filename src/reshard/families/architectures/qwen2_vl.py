@@ -18,7 +18,7 @@ QWEN2_VL = Family(
     dense,
     (*DERIVED_HEADS, MultimodalRope(), FullAttention(), QKV_BIAS, NO_QK_NORM),
     computed_by=MCORE_BRIDGE,
-    within=Within(hub=(), carried=(Carried("visual.", "visual.visual.", {MEGATRON_BRIDGE: "visual."}),)),
+    within=Within(hub=(), carried=(Carried("visual.", "visual.visual."),)),
     live=Live(None, begins=(("model.language_model.", "model."), ("model.visual.", "visual."))),
     judged=(MCORE_BRIDGE,),
 )
@@ -26,5 +26,6 @@ QWEN2_5_VL = replace(
     QWEN2_VL,
     name="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
+    within=Within(hub=(), carried=(Carried("visual.", "visual.visual.", {MEGATRON_BRIDGE: "visual."}),)),
     judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

@@ -21,7 +21,7 @@ QWEN3 = Family(
     (*GROUPED_HEADS, Rope(), FullAttention(), *UNBIASED),
     dialects=TITAN,
     precedence=1,
-    judged=(MCORE, MCORE_BRIDGE),
+    judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )
 QWEN3_MOE = Family(
     "qwen3_moe",

@@ -36,7 +36,7 @@ from reshard.formats.dcp.metadata import (
 )
 from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
-from reshard.formats.target import HEAD, Request, stateless
+from reshard.formats.target import Request, stateless
 from reshard.formats.torchfiles.read import ChunkReader
 from reshard.formats.wrappers import prefix_of
 from reshard.transfer.plan import OutputFile, Planned
@@ -375,9 +375,6 @@ NEST = "model"
 """The key of the model in the state dict, as in torch's own examples, accelerate and Trainer."""
 
 
-EMBEDDING = "model.embed_tokens.weight"
-
-
 def lay_out(request: Request) -> list[OutputFile]:
     """The files of a folder that `dcp.load({"model": state_dict}, checkpoint_id=folder)` loads at any layout."""
     tensors = request.tensors
@@ -385,9 +382,9 @@ def lay_out(request: Request) -> list[OutputFile]:
     for tensor in tensors:
         writer.name(NEST, tensor.name, writer.add(tensor))
     stored = writer.metadata.tensors
-    head, embedding = request.called(HEAD), f"{NEST}.{request.called(EMBEDDING)}"
-    if request.tied and f"{NEST}.{head}" not in stored and embedding in stored:
-        writer.name(NEST, head, stored[embedding])  # the live model's state dict has both names
+    for again, name in request.again.items():
+        if f"{NEST}.{again}" not in stored and f"{NEST}.{name}" in stored:
+            writer.name(NEST, again, stored[f"{NEST}.{name}"])  # the live model's state dict has both names
     if request.states and request.optimizer:
         optimizer = NewOptimizer(request.states, request.optimizer)
         writer.add_optimizer(optimizer, {tensor.name for tensor in tensors if len(tensor.shape) < 2})

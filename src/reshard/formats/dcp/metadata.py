@@ -7,6 +7,7 @@ and also stores its save plans in it, which are not needed. Sources: `metadata.p
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from reshard.algebra.dtypes import DType
 from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats.places import below
 from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
-from reshard.formats.torchfiles.untrusted import damaged, element_type, shape_of, sizes
+from reshard.formats.torchfiles.untrusted import damaged, element_type, shape_of, sizes, text
 from reshard.stores import as_path
 from reshard.transfer.sources import read_source
 
@@ -100,8 +101,9 @@ class _Index:
     __slots__ = ("fqn", "offset")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.fqn = state["fqn"]
-        self.offset = state.get("offset")
+        offset = state.get("offset")
+        self.fqn = text(state["fqn"])
+        self.offset = None if offset is None else shape_of(offset)
 
 
 class _Place:
@@ -110,7 +112,7 @@ class _Place:
     __slots__ = ("length", "offset", "path", "transforms")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.path = state["relative_path"]
+        self.path = text(state["relative_path"])
         self.offset = state["offset"]
         self.length = state["length"]
         self.transforms = state.get("transform_descriptors")
@@ -164,7 +166,7 @@ class _Reader:
             self._problems.append(
                 Problem(
                     "dtype-unknown",
-                    "an element type that reshard does not know",
+                    "unknown element type",
                     tensor=key,
                     file=str(self._path),
                     found=dtype.name,
@@ -208,7 +210,7 @@ class _Reader:
                     tensor=key,
                     file=str(self._path),
                     expected="chunks as torch.save writes them",
-                    found=", ".join(map(str, place.transforms)),
+                    found=reprlib.repr(place.transforms),
                     remedy="save the checkpoint without stream transforms",
                 )
             )

@@ -47,7 +47,7 @@ class RankFile(NamedTuple):
         if not isinstance(found, Mapping):
             raise ReshardError(
                 "optimizer-file-without-state",
-                "a file of optimizer states contains none",
+                "the file contains no optimizer states",
                 file=str(self.path),
                 expected="optimizer_state_dict",
                 found=", ".join(map(str, self.content)) or "an empty dict",
@@ -160,7 +160,7 @@ def _by_rank(found: Sequence[Path], pattern: re.Pattern[str], problems: list[Pro
                     "deepspeed-rank-twice",
                     "two files belong to the same rank",
                     file=str(path),
-                    found=f"{result[rank].path.name} beside it",
+                    found=f"{result[rank].path.name} next to it",
                     remedy="one is left over from an earlier save with another dtype: move it elsewhere",
                 )
             )
@@ -179,7 +179,7 @@ def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
     if any(PIPELINE.fullmatch(path.name) for path in found):
         raise ReshardError(
             "deepspeed-pipeline-unsupported",
-            "a checkpoint of DeepSpeed's pipeline engine",
+            "checkpoints of DeepSpeed's pipeline engine are not supported",
             file=str(folder),
             rule="a stage names the tensors of its layers by their place in the stage",
             found=next(path.name for path in found if PIPELINE.fullmatch(path.name)),
@@ -194,7 +194,7 @@ def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
     if ranks - {0}:
         raise ReshardError(
             "deepspeed-tensor-parallel-unsupported",
-            "a checkpoint that is split by tensor parallelism",
+            "DeepSpeed checkpoints with tensor parallelism are not supported",
             file=str(folder),
             rule="its files do not record the axis along which each tensor was split",
             expected="files of mp_rank_00 alone",

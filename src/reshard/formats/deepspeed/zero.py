@@ -122,7 +122,7 @@ def _module(files: StepFiles) -> dict[str, Tensor]:
     if files.model.content.get("ds_autoep_layers"):
         raise ReshardError(
             "deepspeed-autoep-unsupported",
-            "a checkpoint with AutoEP, which replaces the model's experts with its own",
+            "checkpoints with AutoEP, which replaces the model's experts with its own, are not supported",
             file=str(files.model.path),
             remedy=UNIVERSAL_FIRST,
         )

@@ -7,6 +7,7 @@ Source: `build_model_with_cfg` in `model/modeling_*.py` of InternEvo 0.4.9 (defa
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from math import gcd
 from pathlib import Path
@@ -49,6 +50,18 @@ SINCE_0_4 = "mlp_layer_fusion"
 EXPERTS_PER_TOKEN = 2
 """Assumed for a mixture of experts: InternEvo stores `top_k` in another section of its training config."""
 
+NUMBERS = (
+    *(
+        "num_attention_heads",
+        "num_kv_attention_heads",
+        "num_layers",
+        "num_experts",
+        "max_position_embeddings",
+    ),
+    *("layer_norm_epsilon", "rope_base"),
+)
+"""The keys of `model_config.pt` that have a number, or None."""
+
 UNLIKE = {
     "norm_head": "normalizes the head in every forward pass",
     "apply_post_layer_norm": "puts norms after attention and MLP",
@@ -66,17 +79,30 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
     content = read_torch_file(path)
     if isinstance(content, Opaque):  # InternEvo's own dict class
         content = dict(item for item in content.items if isinstance(item, tuple) and len(item) == 2)
-    heads = content.get("num_attention_heads") if isinstance(content, Mapping) else None
-    if not isinstance(heads, int):
+    if not isinstance(content, Mapping) or content.get("num_attention_heads") is None:
+        found = type(content).__name__
+    else:
+        found = ", ".join(f"{key}={reprlib.repr(value)}" for key, value in _no_numbers(content))
+    if found:
         raise ReshardError(
             "internlm-config-unreadable",
             f"{CONFIG} cannot be read",
             file=str(path),
-            expected="a dict with num_attention_heads",
-            found=type(content).__name__ if heads is None else f"num_attention_heads={heads!r}",
+            expected="a dict with num_attention_heads, and numbers",
+            found=found,
             remedy="copy it again from where it was saved",
         )
     return dict(content)
+
+
+def _no_numbers(config: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """The values that have to be numbers, and are not."""
+    for key in NUMBERS:
+        value = config.get(key)
+        if not isinstance(value, int | float | None) or (
+            key == "num_attention_heads" and type(value) is not int
+        ):
+            yield key, value
 
 
 def stated_type(folder: Path) -> str | None:
@@ -99,7 +125,7 @@ def unlike_the_hub(config: Mapping[str, Any], folder: Path) -> Iterator[Problem]
                 file=str(folder / CONFIG),
                 rule="the Hub's model must compute the same from these weights",
                 expected=f"{switch}=False",
-                found=f"{switch}={config[switch]!r}",
+                found=f"{switch}={reprlib.repr(config[switch])}",
                 remedy="no model on the Hub computes this; use the checkpoint with InternEvo",
             )
 

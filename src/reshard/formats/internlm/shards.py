@@ -82,7 +82,7 @@ class Shards:
                     file=str(path),
                     rule="InternEvo names the files of experts as if all stages had the same number of layers",
                     found=f"{self.layers} layers on {self.stages} stages",
-                    remedy="the experts of one stage are lost: train with layers that divide over the stages",
+                    remedy="the experts of one stage are lost: train with layers that are divisible by the stages",
                 )
         return min(layer // size, self.stages - 1)
 

@@ -118,7 +118,7 @@ def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:
     if layers % layout.vpp or each < layout.pp:
         raise ReshardError(
             "internlm-layers-not-divisible",
-            f"{layers} layers do not divide over the pipeline",
+            f"{layers} layers cannot be divided among the pipeline stages",
             rule="the chunks of InternEvo (--vpp) have the same number of layers, and each stage has some of each",
             expected=f"a multiple of {layout.vpp}, and at least {layout.vpp * layout.pp}",
             found=f"{layers} layers, --pp {layout.pp} --vpp {layout.vpp}",

@@ -24,7 +24,7 @@ from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
 
 _STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "fp32", "param": "fp32"}
-_KEY = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.({'|'.join(_STATES)})\.(.+)")
+_KEY = re.compile(rf"((?:chained_\d+\.)?optimizer\.state\.({'|'.join(_STATES)})\.)(.+)")
 _SHARDING = "distrib_optim_sharding_type"
 _MEM_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
 _PORTABLE = "fully_reshardable"
@@ -49,10 +49,19 @@ def portable_states(tensors: Mapping[str, DcpTensor]) -> dict[str, dict[str, Dcp
     found: dict[str, dict[str, DcpTensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
-        weight = tensors.get(match[2]) if match else None
+        weight = tensors.get(match[3]) if match else None
         if match and weight and weight.shape == tensor.shape:
-            found.setdefault(_STATES[match[1]], {})[match[2]] = tensor
+            found.setdefault(_STATES[match[2]], {})[match[3]] = tensor
     return found
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """The beginning of the key of a state, such as "optimizer.state.exp_avg.", and the key of its weight.
+
+    The beginning is empty for the key of a weight.
+    """
+    match = _KEY.fullmatch(key)
+    return (match[1], match[3]) if match else ("", key)
 
 
 def read_optimizer(common: Mapping[str, Any]) -> Optimizer | None:

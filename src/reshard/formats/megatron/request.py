@@ -98,18 +98,20 @@ def optimizer_of(request: Request) -> NewOptimizer | None:
 def iteration_of(request: Request) -> Iteration:
     """The iteration of the source, or the step of its optimizer; otherwise a release.
 
-    ms-swift only looks for numbered iterations, so for it a release becomes iteration 0.
+    ms-swift reads any number and nothing else. Megatron-LM and Megatron-Bridge read "release" and numbers above 0, and
+    only from a number an optimizer. Source: `_load_iteration` of ms-swift 4.6; `read_metadata` and `load_checkpoint` of
+    Megatron-LM core_v0.16.1 and of Megatron-Bridge 0.3.1.
     """
-    if isinstance(request.iteration, int):
-        return request.iteration
+    step = request.iteration if isinstance(request.iteration, int) else 0
     if request.states and request.optimizer:
-        return request.optimizer.step or 0
-    return 0 if _is_for_swift(request) else "release"
+        step = step or request.optimizer.step or 1
+    return step if step or _is_for_swift(request) else "release"
 
 
 def _is_for_swift(request: Request) -> bool:
     """Whether ms-swift will load it, with its own names or with those common to all engines."""
-    return MCORE_BRIDGE in (request.dialect, request.options.engine)
+    chosen = request.options.engine
+    return MCORE_BRIDGE in ([chosen] if chosen else [request.dialect, request.engine])
 
 
 def below(request: Request) -> str:
@@ -141,6 +143,9 @@ def arguments(request: Request) -> dict[str, Any]:
         "bf16": main == "bfloat16",
         "fp16": main == "float16",
     }
+    # Engines build the model from the config, and expect the layers as they spell it, whatever the source's run said.
+    if isinstance(spelled := model.family.config.to_args(model.text).get("moe_layer_freq"), list):
+        args["moe_layer_freq"] = spelled
     args.pop(COMPUTED_BY, None)
     if request.dialect != MCORE:
         args[COMPUTED_BY] = request.dialect

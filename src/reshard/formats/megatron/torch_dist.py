@@ -34,6 +34,7 @@ from reshard.formats.dcp.metadata import (
     spans,
     write_metadata,
 )
+from reshard.formats.megatron import nemo
 from reshard.formats.megatron.common import READ, is_torch_dcp, read_common, respelled
 from reshard.formats.megatron.mcore import (
     BELOW,
@@ -58,6 +59,7 @@ from reshard.formats.megatron.optimizer import (
     NewOptimizer,
     portable_states,
     read_optimizer,
+    split_key,
     torch_file,
 )
 from reshard.formats.megatron.request import arguments, below, iteration_of, optimizer_of, run_config
@@ -67,6 +69,7 @@ from reshard.formats.sharding import shard_boxes
 from reshard.formats.target import Request
 from reshard.formats.torchfiles.read import ChunkReader
 from reshard.formats.torchfiles.write import image_bytes, layout_torch_file
+from reshard.formats.wrappers import prefix_of, split_front
 from reshard.transfer.plan import OutputFile, Planned
 
 NAME = "megatron"
@@ -107,7 +110,7 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
     common = read_common(folder, metadata)
     args = recorded_args(folder, common)
     torch_dcp = is_torch_dcp(metadata.objects)
-    stored = respelled(metadata.tensors) if torch_dcp else metadata.tensors
+    stored = respelled(metadata.tensors) if torch_dcp else unprefixed(metadata.tensors)
     weights, dropped = _weights_of(stored, metadata.objects)
     reader = _Reader(weights)
     tensors = reader.tensors()
@@ -118,8 +121,8 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
         format=NAME,
         dialect="mcore",
         tensors=tensors,
-        root=iterations.root_of(folder),
-        beside=tuple(each for each in [folder / "tokenizer"] if each.is_dir()),
+        root=iterations.described_in(folder),
+        beside=tuple(each for each in (folder / "tokenizer", nemo.tokenizer_of(folder)) if each.is_dir()),
         layout=layout_of(args or {}),
         iteration=step,
         args=args,
@@ -134,6 +137,26 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
         ],
         variant="torch_dcp" if torch_dcp else "one key for each layer" if reader.per_layer else "stacked",
     )
+
+
+_ANCHORS = ("embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers.")
+"""Beginnings of the keys of weights."""
+
+
+def unprefixed(stored: Mapping[str, DcpTensor]) -> dict[str, DcpTensor]:
+    """The tensors under Megatron-Core's keys, which are below `module.` in NeMo 2, and below `model.` in NeMo 1.
+
+    The keys of states contain those of their weights, with the same prefix.
+    """
+    prefix = prefix_of((key for key in stored if not _not_a_weight(key)), _ANCHORS).removesuffix(BELOW)
+    if not prefix:
+        return dict(stored)
+    found = {}
+    for key, tensor in stored.items():
+        state, weight = split_key(key)
+        front, rest = split_front(weight)
+        found[state + front + rest.removeprefix(prefix)] = tensor
+    return found
 
 
 def _weights_of(
@@ -170,28 +193,33 @@ _HALVES = {"_w": 0, "_v": 1}
 
 
 class _Key(NamedTuple):
-    """A key of the checkpoint: its tensor, the leading axes that it stacks, and which half it is."""
+    """A key of the checkpoint: its tensor, the leading axes that it stacks, which half it is, and what wraps it.
+
+    Names with `wrappers` in front are refused, or stripped.
+    """
 
     place: Place
     stacks_layers: bool
     stacks_experts: bool
     half: int | None
+    wrappers: str
 
 
 def _parse(key: str) -> _Key:
+    wrappers, key = split_front(key)
     key = key.removeprefix(BELOW)
     half = None if is_carried(key) else _HALVES.get(key[-2:])
     key = key if half is None else key[:-2]
     match = _KEY.fullmatch(key)
     if not match:
-        return _Key(Place(key), False, False, half)
+        return _Key(Place(key), False, False, half, wrappers)
     stack, layer, module = match.groups()
     expert = _EXPERT_KEY.fullmatch(module)
     index = int(expert[2]) if expert and expert[2] else None
     if expert:
         module = f"{expert[1]}.{expert[3]}"
     place = Place(unfused(module), stack, int(layer) if layer else None, index)
-    return _Key(place, layer is None, expert is not None and index is None, half)
+    return _Key(place, layer is None, expert is not None and index is None, half, wrappers)
 
 
 class _Reader:
@@ -229,7 +257,7 @@ class _Reader:
                     place = place._replace(expert=at[-1])
                 if parsed.stacks_layers:
                     place = place._replace(layer=at[0])
-                name = name_of(place)
+                name = parsed.wrappers + name_of(place)
                 self._shapes[name] = tensor.dtype, shape
                 self._parts.setdefault(name, []).append(
                     (tuple(low), view.reshape(*chunk.sizes[lead:]) if alone else view[index])
@@ -430,18 +458,24 @@ def lay_out(request: Request) -> list[OutputFile]:
         *files,
         OutputFile.of_bytes(f"{folder}/.metadata", write_metadata(writer.metadata)),
         OutputFile.of_bytes(f"{folder}/metadata.json", json.dumps(metadata).encode()),
-        torch_file(f"{folder}/common.pt", _common_content(args, layout, iteration, optimizer)),
+        torch_file(f"{folder}/common.pt", _common_content(args, layout, iteration, optimizer, stacked)),
         OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode()),
         *([] if request.adapter is None else [run_config(request, request.adapter)]),
     ]
 
 
 def _common_content(
-    args: Mapping[str, Any], layout: Layout, iteration: Iteration, optimizer: NewOptimizer | None
+    args: Mapping[str, Any],
+    layout: Layout,
+    iteration: Iteration,
+    optimizer: NewOptimizer | None,
+    stacked: bool,
 ) -> dict[str, Any]:
     """The content of `common.pt`: all data that do not belong to a tensor."""
     stored = stored_args(args, layout, "torch_dist")
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if not stacked:  # a reader whose config would stack the layers then looks for one key per layer too
+        content["non_homogeneous_layers"] = True
     if optimizer:
         stored["no_save_optim"] = False
         content |= optimizer.content_metadata

@@ -3,7 +3,7 @@
 - Megatron-LM keeps all its arguments in `common.pt['args']`.
 - ms-swift 4 keeps its own there: the fields of its `MegatronArguments`, which describe the run, including the layout,
   and leave the model to config.json. Source: `save_mcore_checkpoint` in ms-swift 4.6, `megatron/utils`.
-- Megatron-Bridge, and NeMo on top of it, keep none: `run_config.yaml` has the fields of the model provider.
+- Megatron-Bridge and NeMo 2 keep none: `run_config.yaml` and `context/model.yaml` have the fields of their models.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard.formats.megatron import nemo
 from reshard.formats.provenance import RUN_CONFIG, read_run_config
 
 LAYOUT = (
@@ -57,10 +58,15 @@ def recorded_args(folder: Path, common: Mapping[str, Any]) -> dict[str, Any] | N
             return args
         return {name: args[name] for name in LAYOUT if name in args}
     try:
-        run_config = read_run_config(folder)
+        run_config, of_nemo = read_run_config(folder), nemo.read_model(folder)
     except ValueError:
         return None  # `inspect` reports that the file cannot be read
-    return args_of_run_config(run_config) if run_config else None
+    if run_config:
+        return args_of_run_config(run_config)
+    if of_nemo is None:
+        return None
+    fields, family = of_nemo
+    return args_of_run_config({"model": fields}) | ({MODEL_TYPE: family} if family else {})
 
 
 def arguments_of(stored: Namespace) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.untrusted import element_type, shape_of, sizes
+from reshard.formats.torchfiles.untrusted import element_type, shape_of, sizes, text
 
 MAX_RANKS = 1 << 16
 """More ranks than any run has; a pickle could contain any number."""
@@ -121,7 +121,7 @@ class PartReader:
         if len(placements) != len(mesh.shape):
             raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh.shape)} axes")
         spread = f"{', '.join(map(str, placements))} on a mesh of {mesh}"
-        shape, local = shape_of(shape), state["_local_tensor"]
+        dtype, shape, local = element_type(dtype), shape_of(shape), state["_local_tensor"]
         axes = _owned(shape, placements, mesh, _order(spec, placements))
         _check_local(name, local, dtype, axes, spread, self._file)
         boxes = tuple(_boxes(Tensor.stored(local).view, axes)) if local.numel else ()
@@ -173,7 +173,7 @@ def _read_mesh(state: dict[str, Any]) -> Mesh:
     rank = state.get("_rank")
     if rank is None and len(ranks) == prod(shape):
         rank = ranks[_number(coordinate, shape)]
-    return Mesh(tuple(map(str, names)), shape, coordinate, rank, frozenset(ranks))
+    return Mesh(tuple(map(text, names)), shape, coordinate, rank, frozenset(ranks))
 
 
 def _number(coordinate: Sequence[int], shape: Sequence[int]) -> int:
@@ -207,9 +207,7 @@ def _check_placements(name: str, placements: Sequence[Placement], file: str) -> 
             partial = "Partial" in placement.kind
             raise ReshardError(
                 "tensor-partial-sum" if partial else "placement-unknown",
-                "a tensor is a sum that was not added up"
-                if partial
-                else "a placement that reshard does not know",
+                "a tensor is a partial sum that was not reduced" if partial else "unknown placement",
                 tensor=name,
                 file=file,
                 rule="each element of a DTensor is stored on some rank",

@@ -294,7 +294,7 @@ class _Rebuilder:
         return damaged_file(
             self._file,
             "torch-dtype-unknown",
-            "a tensor has an element type that reshard does not know",
+            "a tensor has unknown element type",
             expected=f"one of {', '.join(BY_NAME)}",
             found=name,
             remedy="convert the tensor, or remove it from the checkpoint",

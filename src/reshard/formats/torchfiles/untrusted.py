@@ -1,4 +1,8 @@
-"""Validate values from a pickle, which could be anything, before computing with them; show them shortened."""
+"""Validate values from a pickle, which could be anything, before computing with them; show them shortened.
+
+A pair of a pair of a pair …, each twice the same object, takes years to hash, to compare and to print, and no signal
+interrupts that. So a value is checked before it becomes a key, and `reprlib` shows it.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,13 @@ def shape_of(values: Any) -> tuple[int, ...]:
     if isinstance(values, tuple | list) and len(values) > DIMENSIONS:
         raise TypeError(f"{len(values)} axes where a tensor has at most {DIMENSIONS}")
     return sizes(values)
+
+
+def text(value: Any) -> str:
+    """`value` as a text, such as a name that is looked up. Raises TypeError for anything else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{reprlib.repr(value)} where a text is expected")
+    return value
 
 
 def element_type(value: Any) -> DType:

@@ -33,10 +33,15 @@ SHOWN = 60
 
 @dataclass(frozen=True)
 class Template:
-    """What a chat template refuses: system messages, roles that do not alternate. See `tokens.probe`."""
+    """What a chat template refuses: system messages, roles that do not alternate. See `tokens.probe`.
+
+    `drops` are the roles whose messages it leaves out without a word, `folder` is that of the tokenizer.
+    """
 
     refuses_system: bool = False
     refuses_repeated: bool = False
+    drops: tuple[str, ...] = ()
+    folder: str = ""
 
 
 def faults(
@@ -302,7 +307,7 @@ def _of_content(message: Row, name: str) -> Iterator[Problem]:
     elif content is not None or not message.get("tool_calls"):
         yield Problem(
             "message-without-text" if content is None else "message-content-not-text",
-            f"{name} has no text" if content is None else f"the content of {name} is no text",
+            f"{name} has no text" if content is None else f"the content of {name} is not a string",
             expected="a string",
             found=show(content),
             remedy="leave the record out" if content is None else "join its parts into one string",
@@ -318,6 +323,15 @@ def _of_turns(messages: list[Row], column: str, template: Template) -> Iterator[
             expected="an answer to learn",
             found=", ".join(roles),
             remedy="leave the record out, or check its roles",
+        )
+    if dropped := [role for role in template.drops if role in roles]:
+        yield Problem(
+            "chat-template-drops-messages",
+            f"the chat template leaves out messages of {' and '.join(dropped)}",
+            rule=f"the model sees only what the template in {template.folder} renders",
+            found=", ".join(roles),
+            remedy="replace chat_template.jinja by that of the instruct model of the same family, or leave these "
+            "messages out of the data",
         )
     if template.refuses_system and "system" in roles:
         yield Problem(

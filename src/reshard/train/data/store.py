@@ -154,7 +154,7 @@ class Tokens(Sequence[Sample]):
 
     def __init__(self, table: Any) -> None:
         self._chunks = [
-            [(each.offsets.to_numpy(), each.values.to_numpy()) for each in column.chunks]
+            [(_mapped(each.offsets), _mapped(each.values)) for each in column.chunks]
             for column in table.columns
         ]
         self._starts = np.cumsum([0, *(len(each) for each in table.column(0).chunks)]).tolist()
@@ -171,6 +171,13 @@ class Tokens(Sequence[Sample]):
             parts.append(values[offsets[place] : offsets[place + 1]])
         ids, labels = parts
         return Sample(ids, labels != IGNORED)
+
+
+def _mapped(array: Any) -> Any:
+    """An Arrow array of int32 as numpy's, in the same memory. Its own `to_numpy` imports pandas, for a second."""
+    if not len(array):
+        return np.zeros(0, np.int32)
+    return np.frombuffer(array.buffers()[1], np.int32, len(array), array.offset * 4)
 
 
 def open_tokens(*files: Path) -> Tokens:

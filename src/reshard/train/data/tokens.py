@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.errors import ReshardError
-from reshard.train.data.faults import Template
+from reshard.train.data.faults import Template, show
 from reshard.train.data.records import Row, tools_of
 
 LOOKED_AT = 2000
@@ -80,6 +80,21 @@ def load_tokenizer(folder: Path) -> Any:
 
 def samples(row: Row, tokenizer: Any, learning: Learning = EVERYTHING) -> list[Sample]:
     """The sequences of a record in standard shape: one, or two for a preference pair. Raises ReshardError."""
+    found = _samples(row, tokenizer, learning)
+    if not all(each.ids for each in found):
+        raise ReshardError(
+            "record-without-tokens",
+            "a record has no tokens",
+            file=str(tokenizer.name_or_path),
+            rule="the chat template renders nothing, or the tokenizer knows none of the characters",
+            found=show(row),
+            remedy="replace chat_template.jinja or the tokenizer by that of the instruct model of the same family, or "
+            "leave the record out",
+        )
+    return found
+
+
+def _samples(row: Row, tokenizer: Any, learning: Learning) -> list[Sample]:
     extra = options_of(row)
     if "messages" in row:
         return [_chat(row["messages"], tokenizer, extra, learning)]
@@ -246,15 +261,30 @@ def probe(tokenizer: Any) -> Template:
     return Template(
         refuses_system=not _renders([system, user], tokenizer) and _renders([user], tokenizer),
         refuses_repeated=not _renders([user, user], tokenizer) and _renders([user], tokenizer),
+        drops=_dropped(tokenizer),
+        folder=str(tokenizer.name_or_path),
     )
 
 
 def _renders(messages: list[Row], tokenizer: Any) -> bool:
+    return _rendered(messages, tokenizer) is not None
+
+
+def _rendered(messages: list[Row], tokenizer: Any) -> str | None:
     try:
-        render(messages, tokenizer, {})
+        return render(messages, tokenizer, {})
     except ReshardError:
-        return False
-    return True
+        return None
+
+
+def _dropped(tokenizer: Any) -> tuple[str, ...]:
+    """The roles whose words do not appear in a rendered chat."""
+    words = {role: f"words of the {role}" for role in ("system", "user", "assistant")}
+    chat: list[Row] = [{"role": role, "content": text} for role, text in words.items()]
+    for each in (chat, chat[1:], chat[1:2]):
+        if (text := _rendered(each, tokenizer)) is not None:
+            return tuple(message["role"] for message in each if message["content"] not in text)
+    return ()
 
 
 def draw(rows: Iterable[Row], limit: int = LOOKED_AT) -> tuple[int, list[Row]]:

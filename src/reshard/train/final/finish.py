@@ -17,10 +17,11 @@ from typing import Any
 from reshard.arguments import OnBytes
 from reshard.conversion import Conversion, How, convert
 from reshard.errors import Problem, ReshardError, listed
-from reshard.formats import open_checkpoint
+from reshard.formats import huggingface, open_checkpoint
 from reshard.formats.companions import CONFIG, find_companions
 from reshard.hub.pull import here
 from reshard.planning import Options
+from reshard.train.base import damaged, nonfinite
 from reshard.train.engine import Trained
 from reshard.train.engines import engine_of
 from reshard.train.final import acceptance
@@ -128,8 +129,11 @@ def _final(run: Run, trained: Trained, draft: Path, on_bytes: OnBytes) -> Iterat
 
 def _made(checkpoint: Path, folder: Path, on_bytes: OnBytes, *, merge: bool = False) -> str:
     made = export(checkpoint, folder, merge=merge, on_bytes=on_bytes)
-    if made.report and made.report.nonfinite:
-        raise ReshardError([_nonfinite(name, folder) for name in made.report.nonfinite])
+    if made.report and (wrong := made.report.nonfinite):
+        base = Run.read(checkpoint).model
+        before = sorted(set(wrong) & set(nonfinite(here(base))))
+        blamed = [damaged(base, before)] if before else []
+        raise ReshardError([*blamed, *(_nonfinite(name, folder) for name in wrong if name not in before)])
     plan, source = made.plan, checkpoint.name.removesuffix(UNCHECKED)
     return f"{plan.tensors} tensors, {plan.parameters:,} parameters, from {source}"
 
@@ -186,6 +190,13 @@ def export(
             file=str(checkpoint),
             found="a run that trained all weights",
             remedy="leave out --merge",
+        )
+    if run.lora and open_checkpoint(checkpoint).format == huggingface.NAME:
+        raise ReshardError(
+            "adapter-already-merged",
+            "the adapter is already merged into this model",
+            file=str(checkpoint),
+            remedy="use the folder as it is; to export the adapter, pass a checkpoint of the run or its final folder",
         )
     options = Options(
         to="peft" if run.lora and not merge else "huggingface",

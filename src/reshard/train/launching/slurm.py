@@ -18,12 +18,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from reshard.errors import ReshardError
+from reshard.installing import install_command
 from reshard.train.engines import engine_of
 from reshard.train.launching.places import port_of
 from reshard.train.launching.provenance import words_of
 from reshard.train.outputs import JOBS
 from reshard.train.run import Run
-from reshard.transfer.executors import nodes_of, parameters_of, settings_error, submitit_executor
+from reshard.transfer.slurm import (
+    accepted,
+    check_texts,
+    nodes_of,
+    parameters_of,
+    settings_error,
+    submitit_executor,
+)
 
 SIGNAL = signal.SIGUSR1
 PREEMPT = "SUBMITIT_PREEMPT_SIGNAL"
@@ -66,7 +74,7 @@ def submission_of(run: Run, settings: str) -> tuple[Run, Submission]:
             "slurm-package-not-installed",
             "--slurm needs a package that is not installed",
             found="there is no package 'submitit'",
-            remedy="pip install 'reshard[slurm]', here and on all nodes",
+            remedy=f"{install_command('submitit')}, here and on all nodes",
         )
     pairs = [each.partition("=") for each in settings.split(",") if each]
     wrong = [f"{name}{equals}{value}" for name, equals, value in pairs if not (name and equals and value)]
@@ -89,6 +97,7 @@ def submission_of(run: Run, settings: str) -> tuple[Run, Submission]:
             "requeue": True,
         }
         found["slurm_additional_parameters"] = more
+    check_texts(run.output)
     with TemporaryDirectory() as folder:
         submitit_executor(Path(folder), cluster, found)
     nproc = run.ranks.nproc
@@ -103,7 +112,7 @@ def _agreed(name: str, asked: int, unsaid: int, given: int) -> None:
     if asked not in (unsaid, given):
         raise ReshardError(
             "slurm-disagrees",
-            f"--slurm asks for another number than --{name}",
+            f"--slurm and --{name} disagree",
             expected=f"--{name} {asked}",
             found=f"{given} in --slurm",
             remedy=f"leave out --{name}",
@@ -118,15 +127,8 @@ def submit(run: Run, submission: Submission, *, overwrite: bool = False) -> Subm
     job = Job(replace(run, save_on_signal=seconds), overwrite=overwrite)
     timeouts = {f"{submission.cluster}_max_num_timeout": TIMEOUTS}
     executor = submitit_executor(folder, submission.cluster, submission.parameters, **timeouts)
-    try:
+    with accepted():
         submitted = executor.submit(job)
-    except Exception as error:  # from submitit or sbatch
-        raise ReshardError(
-            "slurm-submission-failed",
-            "Slurm refused the job",
-            found=" ".join(str(error).split())[-300:],
-            remedy="correct the settings of --slurm; `sinfo` lists partitions, their times and their nodes",
-        ) from None
     return Submitted(str(submitted.job_id), Path(submitted.paths.stdout))
 
 

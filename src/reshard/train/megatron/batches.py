@@ -42,7 +42,7 @@ def steps_of(options: Options, layout: Layout, world_size: int, sequences: int) 
         below = size // unit * unit
         raise ReshardError(
             "batch-not-divisible",
-            "the sequences of a step do not divide over the ranks",
+            "the batch is not divisible by the ranks",
             rule="micro_batch_size × data parallel ranks" + (" × pp, with virtual stages" * (layout.vpp > 1)),
             expected=f"a multiple of {unit}",
             found=f"global_batch_size {size}",
@@ -70,14 +70,14 @@ def schedule(options: Options, steps: Steps) -> tuple[int, int]:
 
 
 def check_ranks(options: Options, layout: Layout, world_size: int) -> None:
-    """Raise ReshardError if ranks or sequence length do not divide over the layout."""
+    """Raise ReshardError if ranks or sequence length are not divisible by the layout."""
     problems = []
     model_ranks = layout.tp * layout.pp * layout.cp
     if world_size % model_ranks:
         problems.append(
             Problem(
                 "ranks-not-divisible",
-                "the ranks do not divide over the layout",
+                "the ranks are not divisible by the layout",
                 rule="tp × pp × cp ranks form one copy of the model",
                 expected=f"a multiple of {model_ranks} processes",
                 found=f"{world_size} process{'es' * (world_size > 1)} for {_sizes(layout)}",
@@ -89,7 +89,7 @@ def check_ranks(options: Options, layout: Layout, world_size: int) -> None:
         problems.append(
             Problem(
                 "ranks-not-divisible-by-experts",
-                "the ranks of a stage do not divide over the experts",
+                "the ranks of a stage are not divisible by those of the experts",
                 rule="ep × expert_tensor_parallel_size ranks form one copy of all experts",
                 expected=f"a multiple of {layout.ep * etp} ranks of a stage",
                 found=f"{world_size // layout.pp} ranks of a stage, --ep {layout.ep}, experts on {etp} tensor ranks",
@@ -115,7 +115,7 @@ def _length_problems(options: Options, layout: Layout) -> list[Problem]:
     return [
         Problem(
             "sequence-not-divisible",
-            "the length of a sequence does not divide over its ranks",
+            "the sequence length is not divisible by the ranks that share a sequence",
             rule="sequence-parallel and context-parallel ranks take equal parts",
             expected=f"a multiple of {cut}",
             found=f"seq_length {length}",

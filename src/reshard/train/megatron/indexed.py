@@ -77,7 +77,7 @@ def prefixes_of(mix: Mix) -> list[Path]:
         raise ReshardError(
             "indexed-data-mixed",
             "indexed datasets and records cannot be blended",
-            found=f"no .idx beside: {', '.join(others)}",
+            found=f"no .idx file next to: {', '.join(others)}",
             remedy="train on one kind; Megatron-LM's tools/preprocess_data.py makes indexed datasets of records",
         )
     return [prefix_of(path) for path in mix.paths]

@@ -12,6 +12,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations, open_checkpoint
 from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
 from reshard.model.resolve import resolve
+from reshard.train.complete import SAVED
 from reshard.train.findings import in_training, lacking, without_bf16
 from reshard.train.megatron.options import read
 from reshard.train.megatron.weights import layout_of
@@ -40,7 +41,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
 
 
 def model(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """Problems if the model's sizes do not divide over the ranks, or the installed megatron-core cannot train it."""
+    """Problems if the model's sizes are not divisible by the ranks, or the installed megatron-core cannot train it."""
     try:
         model = resolve(open_checkpoint(run.model)).declared
         cure = "correct config.json, or train it with --engine trl"
@@ -76,10 +77,15 @@ def _known(folder: Path) -> None:
 
 
 def saved(output: Path) -> list[Path]:
-    """The checkpoints of an output that were saved completely, up to the one that the tracker file names."""
+    """The checkpoints of an output that were saved completely, the latest last.
+
+    They are those up to the one that the tracker file names; if it is missing, as in a copy, those that list their
+    files.
+    """
+    steps = {step: path for step, path in iterations.found_in(output).items() if isinstance(step, int)}
     try:
         tracked = int((output / iterations.TRACKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return []
-    steps = {step for step in iterations.found_in(output) if isinstance(step, int) and step < tracked}
-    return [output / iterations.name_of(step) for step in (*sorted(steps), tracked)]
+        return [path for path in steps.values() if (path / SAVED).is_file()]
+    before = [path for step, path in steps.items() if step < tracked]
+    return [*before, output / iterations.name_of(tracked)]

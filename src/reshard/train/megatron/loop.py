@@ -46,8 +46,6 @@ def train(run: Run, monitor: Monitor) -> Trained:
     done = store.resume(trainee) if run.resume else 0
     if run.resume and not done:
         monitor.note("no checkpoint to resume from: training starts at the beginning")
-    if torch.distributed.get_rank() == 0:
-        store.lay_beside(trainee)
     monitor.begin(steps.total, done)
     signals.hold()
     epoch = -(-len(data) // steps.sequences)
@@ -114,7 +112,7 @@ def _train(
     options, total = trainee.options, trainee.steps.total
     order = (InOrder if isinstance(data, IndexedRows) else rows.Order)(len(data), options.seed)
     change = proof.Change(trainee)
-    divergence = Divergence(trainee.run.nan_steps)
+    divergence = Divergence(trainee.run.nan_steps, trainee.run.model)
     applied = done
     for step in range(done, total):
         measured = run_step(trainee, data, order, step)
@@ -128,6 +126,7 @@ def _train(
         shown = {name: value for name, value in measured._asdict().items() if name in SHOWN}
         monitor.step(step + 1, **shown)
         divergence.add(finite=measured.is_finite(overflows=options.fp16))
+        divergence.check_base()
         if divergence.going:
             if divergence.stops or step + 1 == total:
                 took = records(trainee, data, order, step)
@@ -153,7 +152,7 @@ def _saved(trainee: Trainee, step: int, applied: int, monitor: Monitor) -> Path:
     """Save the checkpoint of a step."""
     if not applied:
         raise _nothing_applied(step)
-    assert_finite(step, _parameters(trainee))
+    assert_finite(step, _parameters(trainee), trainee.run.model)
     saved = store.save(trainee, step)
     monitor.saved(saved)
     return saved

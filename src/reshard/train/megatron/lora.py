@@ -48,7 +48,7 @@ def adapt(chunks: list[Any], weights: Weights, at: Coordinates, options: Options
         problems.append(
             Problem(
                 "lora-rank-not-divisible",
-                "the rank of the adapters does not divide over the tensor parallel ranks",
+                "the rank of the adapters is not divisible by the tensor-parallel ranks",
                 expected=f"a multiple of {tp}",
                 found=f"lora_r {options.lora_r}",
                 remedy=f"choose --lora_r {-(-options.lora_r // tp) * tp}",

@@ -307,7 +307,7 @@ def _contradictions(options: Options) -> Any:
     if sum(bool(flag) for flag in (options.bf16, options.fp16, options.fp32)) > 1:
         yield Problem(
             "precisions-conflict",
-            "a run has one precision",
+            "more than one precision is set",
             found="several of bf16, fp16, fp32",
             remedy="choose one",
         )

@@ -1,8 +1,8 @@
 """Checkpoints of a run: torch_dist as Megatron-LM writes it, each complete or absent.
 
     OUT/latest_checkpointed_iteration.txt    names the last one
-    OUT/config.json, tokenizer, template     so that each loads with no other folder
     OUT/iter_0000100/                        weights, optimizer, schedule, random states; run.json
+    OUT/iter_0000100/config.json …           config, tokenizer and template, so that it loads with no other folder
 
 The optimizer is saved as `fully_reshardable`, with a tensor of each state for each weight, so that a run can continue
 in another layout. With LoRA only the adapters are saved, and `run_config.yaml` with their settings, as in
@@ -47,15 +47,6 @@ _SIZES = (
 )
 
 
-def lay_beside(trainee: Trainee) -> None:
-    """Copy config, tokenizer and template to the output; on rank 0 only."""
-    output = trainee.run.output
-    for name, file in find_companions(trainee.run.model).files.items():
-        (output / name).parent.mkdir(parents=True, exist_ok=True)
-        if file.absolute() != (output / name).absolute():
-            shutil.copyfile(file, output / name)
-
-
 def save(trainee: Trainee, step: int) -> Path:
     """Write `iter_<step>` and update the tracker; collective. Until then, the previous checkpoint is the last one."""
     import torch
@@ -93,6 +84,9 @@ def save(trainee: Trainee, step: int) -> Path:
 
 def _note(trainee: Trainee, folder: Path) -> None:
     """Write the files of a checkpoint that are not tensors."""
+    for name, file in find_companions(trainee.run.model).files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / name)
     record = trainee.run.output / RECORD
     if record.is_file():
         shutil.copyfile(record, folder / RECORD)

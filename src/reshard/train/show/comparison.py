@@ -10,6 +10,7 @@ from pathlib import Path
 from reshard.errors import Problem, ReshardError
 from reshard.pages.writing import in_the_way, write_page
 from reshard.plain import json_of
+from reshard.stores import realpath
 from reshard.train.run import RECORD
 from reshard.train.show.monitor import METRICS
 from reshard.train.show.report import REPORT, Shown, page, shown_of
@@ -22,7 +23,7 @@ def _written_for(folder: Path) -> Path | None:
     except (OSError, ValueError):
         return None
     output = record.get("output") if isinstance(record, dict) else None
-    return Path(output).resolve() if isinstance(output, str) else folder.resolve()
+    return realpath(Path(output)) if isinstance(output, str) else realpath(folder)
 
 
 SEVERAL = "runs.html"
@@ -41,10 +42,10 @@ def draw(outputs: Sequence[Path], path: Path | None = None) -> tuple[Path, list[
         problems += in_the_way(where, "--output")
     if problems:
         raise ReshardError(problems)
-    names = Counter(output.resolve().name for output in outputs)
+    names = Counter(realpath(output).name for output in outputs)
     shown = []
     for output in outputs:
-        name = output.resolve().name
+        name = realpath(output).name
         shown.append(replace(shown_of(output), name=name if names[name] == 1 else str(output)))
     return write_page(where, page(shown), "--output"), shown
 
@@ -53,7 +54,7 @@ def _no_runs(outputs: Sequence[Path]) -> Iterator[Problem]:
     for output in outputs:
         if (output / METRICS).is_file():
             continue
-        if (run := _written_for(output)) not in (None, output.resolve()):
+        if (run := _written_for(output)) not in (None, realpath(output)):
             yield Problem(
                 "report-part-of-run",
                 "this folder is part of a training run",

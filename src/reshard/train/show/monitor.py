@@ -11,6 +11,7 @@ A row has an `event` and its `time` (seconds since 1970):
 - `end`: outcome; `failure`, if it failed or was interrupted; `checks` of the final folder; `resume`, the command that
   continues it
 
+Each step has one row of a kind, that of the attempt from which the run went on.
 JSON has no NaN: such a number is a string, "nan" or "inf".
 """
 
@@ -37,6 +38,8 @@ METRICS = "metrics.jsonl"
 WINDOW = 20
 """Steps over which speed is measured."""
 
+OF_STEPS = ("step", "first", "eval", "samples")
+"""Events that belong to a step."""
 SAMPLES, LONGEST = 4, 2000
 """How many answers of a step are kept, and how many characters of each text."""
 
@@ -54,7 +57,12 @@ class Metrics:
         self._listeners = list(listeners)
 
     def begin(self, steps: int, done: int = 0) -> None:
-        """Record that training starts after step `done` and ends with step `steps`."""
+        """Record that training starts after step `done` and ends with step `steps`.
+
+        What an earlier attempt recorded of later steps is dropped: they are trained again.
+        """
+        if self._output is not None:
+            drop_repeated(self._output, done)
         names = [measure.name for measure in headline(self._method)]
         self._write(
             {"event": "begin", "steps": steps, "done": done, "method": self._method, "headline": names}
@@ -121,6 +129,39 @@ def append(output: Path, row: Row) -> Row:
     return written
 
 
+def drop_repeated(output: Path, done: int) -> None:
+    """Remove rows of steps after `done` from the metrics, and all but the last row of the others."""
+    path = output / METRICS
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    kept: list[bytes] = []
+    seen = set()
+    for line in reversed(lines):
+        row = _row_of(line)
+        if row is None or row["event"] not in OF_STEPS:
+            kept += [line] * (row is not None)
+            continue
+        key = row["event"], int(row["step"])
+        if key[1] <= done and key not in seen:
+            kept.append(line)
+        seen.add(key)
+    if len(kept) < len(lines):
+        partial = path.with_name(f".{METRICS}.{os.getpid()}")
+        partial.write_bytes(b"".join(reversed(kept)))
+        partial.replace(path)
+
+
+def _row_of(line: bytes) -> Row | None:
+    """The row in a line; None if a killed process left it incomplete."""
+    try:
+        row = json_of(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "event" in row else None
+
+
 def _cut(value: Any) -> Any:
     text = isinstance(value, str) and len(value) > LONGEST
     return f"{value[:LONGEST]} …" if text else value
@@ -143,24 +184,25 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._file = self._offset = 0
+        self._seen: set[int] = set()
 
     def rows(self) -> Iterator[Row]:
-        """The new rows. Incomplete lines of a killed process are skipped."""
+        """The new rows, also if a resumed run has replaced the file. Incomplete lines are skipped."""
         try:
             with self._path.open("rb") as file:
+                if (number := os.fstat(file.fileno()).st_ino) != self._file:
+                    self._file, self._offset = number, 0
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
             return
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        for line in whole.splitlines():
-            try:
-                row = json_of(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and "event" in row:
+        for line in whole.splitlines(keepends=True):
+            is_new = hash(line) not in self._seen
+            self._seen.add(hash(line))
+            if is_new and (row := _row_of(line)):
                 yield row
 
 

@@ -72,9 +72,17 @@ def listeners(run: Run) -> list[Callable[[Row], None]]:
 def _tensorboard(run: Run) -> Callable[[Row], None]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run.output / FOLDER))
+    writer: SummaryWriter | None = None
 
     def take(row: Row) -> None:
+        nonlocal writer
+        if (
+            row["event"] == "begin"
+        ):  # TensorBoard hides what an earlier attempt wrote of the steps after `done`
+            first = row["done"] + 1 if row["done"] else None
+            writer = SummaryWriter(str(run.output / FOLDER), purge_step=first)
+        if writer is None:
+            return
         for name, value in values(row).items():
             where = name.replace("eval_", "eval/", 1) if row["event"] == "eval" else f"train/{name}"
             writer.add_scalar(where, value, row["step"])

@@ -64,9 +64,7 @@ def known(method: str) -> list[Option]:
     taken = {name: _default(field) for name, field in found.items()} | defaults.ALWAYS
     taken |= defaults.OF_SFT if method == "sft" else {}
     return [
-        Option(
-            name, _kind(hints[name]), str(taken[name]), " ".join(str(field.metadata.get("help", "")).split())
-        )
+        Option(name, _kind(hints[name]), str(taken[name]), _help(field.metadata.get("help", "")))
         for name, field in sorted(found.items())
     ]
 
@@ -82,6 +80,11 @@ def _default(field: Field[Any]) -> Any:
     if field.default is not MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not MISSING else None
+
+
+def _help(text: object) -> str:
+    """A field's help, in which argparse has percent signs twice."""
+    return " ".join(str(text).split()).replace("%%", "%")
 
 
 def _kind(hint: Any) -> str:

@@ -86,7 +86,7 @@ def _attention(chosen: Any) -> Iterator[Problem]:
             "transformers has no such attention",
             expected=", ".join(dict.fromkeys(known)),
             found=f"--attn_implementation {chosen}",
-            remedy=did_you_mean(chosen, known, "leave it out: sdpa is taken"),
+            remedy=did_you_mean(chosen, known, "leave it out: sdpa is the default"),
         )
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from reshard.doctor.checkpoints import remote_code
 from reshard.doctor.environment import Environment, diagnose_environment
 from reshard.doctor.finding import Text
 from reshard.errors import Problem
@@ -87,6 +86,8 @@ def _is_installed(package: str) -> bool:
 
 def model(run: Run) -> Iterator[Problem]:
     """Problems of the model's own code that would fail at the first step. Untrusted code is not run."""
+    from reshard.doctor.checkpoints import remote_code  # with all that diagnoses a checkpoint
+
     options = options_of(run)
     if options["trust_remote_code"] and options["gradient_checkpointing"]:
         for finding in remote_code(run.model):

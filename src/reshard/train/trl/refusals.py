@@ -34,6 +34,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "`final` always has the last weights",
         "convert the checkpoint that you prefer",
     ),
+    "push_to_hub": (
+        "it uploads each checkpoint before its weights are checked",
+        "leave it out (--push_to_hub false), and upload the checked folder at the end: hf upload ORG/NAME OUT/final",
+    ),
     "enable_jit_checkpoint": (
         "its ranks save at different steps, and the run is marked as finished",
         "leave it out: a signal lets all ranks finish and save their step (--save-on-signal)",
@@ -173,7 +177,7 @@ def _divided(run: Run) -> Iterator[Problem]:
             fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
             yield Problem(
                 "model-size-not-divisible",
-                f"{name} of the model does not divide over --{flag} {ranks}",
+                f"{name} of the model is not divisible by --{flag} {ranks}",
                 rule="each tensor-parallel rank computes an equal share",
                 expected=f"a divisor of {size}",
                 found=f"--{flag} {ranks}",

@@ -69,7 +69,9 @@ def load(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ReshardError(
             "reward-function-missing" if found is None else "reward-not-a-function",
-            "the module of --reward has no such function" if found is None else "the reward is no function",
+            "the module of --reward has no such function"
+            if found is None
+            else "the reward is not a function",
             found=name,
             expected=f"def {function}(completions, **columns) -> list of float, in {module}",
             remedy="check the name after the colon",

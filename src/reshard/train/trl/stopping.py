@@ -38,7 +38,7 @@ class Stopping(Base):  # type: ignore[misc]
     @cached_property
     def divergence(self) -> Divergence:
         """Counts the steps that were not finite."""
-        return Divergence(self.asked.nan_steps)
+        return Divergence(self.asked.nan_steps, self.asked.model)
 
     def training_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """TRL's step; its inputs and loss are kept until the optimizer step."""
@@ -72,6 +72,7 @@ class Stopping(Base):  # type: ignore[misc]
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *given, **named)
         if stops:
             self.stopped = self._stopped()
+        self.divergence.check_base()
         is_last = self._looked >= self.state.max_steps
         if self.divergence.going and (self.divergence.stops or is_last):
             rate = float(named.get("learning_rate") or self._get_learning_rate())
@@ -120,5 +121,5 @@ class Stopping(Base):  # type: ignore[misc]
         if self.divergence.going:  # as at the end of an epoch
             return
         trained = ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
-        assert_finite(self.state.global_step, trained)
+        assert_finite(self.state.global_step, trained, self.asked.model)
         super()._save_checkpoint(model, trial)

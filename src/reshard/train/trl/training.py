@@ -27,6 +27,8 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
         cpu.prepare()
     checkpoint = _checkpoint(run, monitor)
     arguments = arguments_of(run, options)  # before any model: ZeRO-3 partitions what is loaded after it
+    if checkpoint:  # the run that saved it has evaluated before its first step
+        arguments.eval_on_start = False
     tokenizer = loading.tokenizer_of(run, options)
     with rows_of(run, options, tokenizer, monitor) as data:
         arithmetic.batches_of(run, options, devices.world_size(), len(data.train))

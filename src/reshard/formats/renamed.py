@@ -1,0 +1,146 @@
+"""Weights of the Hub as a model has them in memory, and back, by the rules of transformers.
+
+A rule that only renames applies to every name that it matches, and at most one that converts: on the way to memory
+after all renamings, on the way to the Hub before them. The names in memory are not those of all releases alike, so
+weights are first loaded as transformers would load them, and then saved as the Hub has them; which one they are already
+is told by all names together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from reshard.errors import Problem, ReshardError
+from reshard.families.renaming import GUARDED, Renamed, Renaming, saved
+from reshard.formats.operations import Context, Tensors, UnfitError, convert
+from reshard.transfer.plan import Planned
+
+Rules = Sequence[Renaming]
+
+
+def to_hub(tensors: Iterable[Planned], rules: Rules, config: Mapping[str, Any]) -> list[Planned]:
+    """The tensors under the Hub's names, whether they have these, or those of some release in memory.
+
+    Raises ReshardError if the tensors do not fit the rules.
+    """
+    given, saving = list(tensors), saved(rules)
+    as_hub = _tried(given, saving, config, to_memory=False)
+    if as_hub is not None and _names(as_hub) == _names(given):
+        return given
+    if as_hub is not None and _are(_tried(as_hub, rules, config), given):
+        return as_hub
+    loaded = applied(given, rules, config)
+    again = applied(loaded, saving, config, to_memory=False)
+    return given if _are(again, given) else again
+
+
+def _tried(
+    tensors: Iterable[Planned], rules: Rules, config: Mapping[str, Any], *, to_memory: bool = True
+) -> list[Planned] | None:
+    """`applied`; None if the tensors do not fit, because they are those of the other side."""
+    try:
+        return applied(tensors, rules, config, to_memory=to_memory)
+    except ReshardError:
+        return None
+
+
+def _names(tensors: Iterable[Planned]) -> set[str]:
+    return {tensor.name for tensor in tensors}
+
+
+def _are(tensors: Iterable[Planned] | None, others: Iterable[Planned]) -> bool:
+    return tensors is not None and {(each.name, each.shape) for each in tensors} == {
+        (each.name, each.shape) for each in others
+    }
+
+
+def applied(
+    tensors: Iterable[Planned], rules: Rules, config: Mapping[str, Any], *, to_memory: bool = True
+) -> list[Planned]:
+    """The tensors after all rules, in one direction. Raises ReshardError if they do not fit an operation."""
+    ordered = sorted(tensors, key=lambda tensor: _natural(tensor.name))
+    names = [tensor.name for tensor in ordered]
+    renames = [rule for rule in rules if not rule.operations]
+    converters = [rule for rule in rules if rule.operations]
+    guards = {id(rule): any(map(rule.matches_first, names)) for rule in renames if rule.kind == GUARDED}
+
+    def renamed(name: str) -> str:
+        for rule in renames:
+            name = rule.applied(name, guard=guards.get(id(rule), True)).name
+        return name
+
+    found: list[tuple[int, str, Planned]] = []
+    groups: dict[tuple[str, int], _Group] = {}
+    for position, tensor in enumerate(ordered):
+        name = renamed(tensor.name) if to_memory else tensor.name
+        at, hit = _converted(name, converters)
+        if hit.matched is None:
+            found.append((position, name if to_memory else renamed(name), tensor))
+            continue
+        group = groups.setdefault((hit.name, at), _Group(position, {}))
+        group.tensors.setdefault(converters[at].patterns[hit.matched], []).append(tensor)
+    problems: list[Problem] = []
+    for (name, at), group in groups.items():
+        rule = converters[at]
+        try:
+            made = convert(group.tensors, rule.operations, Context(rule.patterns, rule.replacements, config))
+        except UnfitError as why:
+            problems.append(why.problem(name))
+            continue
+        found += [
+            (group.position, new if to_memory else renamed(new), tensor)
+            for new, tensor in _expanded(name, made)
+        ]
+    if problems:
+        raise ReshardError(problems)
+    return _unique(tensor._replace(name=name) for _, name, tensor in sorted(found, key=lambda each: each[0]))
+
+
+class _Group(NamedTuple):
+    """The inputs of one conversion by pattern, and the position of the first of them."""
+
+    position: int
+    tensors: Tensors
+
+
+def _converted(name: str, converters: Rules) -> tuple[int, Renamed]:
+    """The first rule that converts a tensor, and what it finds; `matched` is None if there is none."""
+    for at, rule in enumerate(converters):
+        if (hit := rule.applied(name)).matched is not None:
+            return at, hit
+    return -1, Renamed(name, None)
+
+
+def _unique(tensors: Iterable[Planned]) -> list[Planned]:
+    """The tensors. Raises ReshardError if two have the same name."""
+    found = list(tensors)
+    twice = [name for name, count in Counter(tensor.name for tensor in found).items() if count > 1]
+    if twice:
+        raise ReshardError(
+            Problem(
+                "tensor-named-twice",
+                "a tensor is in the checkpoint under two names",
+                tensor=name,
+                rule="a checkpoint has either Hub names or the names of the model in memory",
+                remedy="the tensors of two saves were mixed: save the model again into an empty folder",
+            )
+            for name in twice
+        )
+    return found
+
+
+def _expanded(name: str, made: Tensors) -> Iterator[tuple[str, Planned]]:
+    """Names in full: of the patterns, the one that is part of `name` tells what is before and after it."""
+    full = name.replace("*.", "0.")
+    inner = next((key for key in made if key in full), None)
+    before, _, after = full.partition(inner) if inner is not None else ("", "", "")
+    for key, (tensor,) in made.items():
+        yield before + key + after, tensor
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Numbers in the order of their values."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"\.", name)]

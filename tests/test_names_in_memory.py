@@ -1,0 +1,196 @@
+"""Every model that transformers can build small: saved as it is in memory, it becomes what the Hub has, and back.
+
+The judge is transformers itself: the newest release loads the output with the bits of the model that was saved, and the
+oldest one finds every weight that it has.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging
+
+import reshard
+from reshard.algebra.dtypes import dtype
+from reshard.algebra.views import View
+from reshard.errors import ReshardError
+from reshard.families import in_memory
+from reshard.formats.renamed import applied, to_hub
+from reshard.transfer.plan import Planned
+from tests.environments import python
+from tests.genuine.every_type import CLASSES, NOT_SMALL, build
+from tests.judges import assert_same_tensors, tensors_of
+from tests.test_dcp_format import as_torch_reads, save
+
+USUAL = (
+    *("gemma3", "mistral3", "llama4"),  # declared, with names of transformers
+    *("gpt_neox", "llava", "fuyu", "shieldgemma2"),  # renamed
+    *("kimi_linear", "olmo_hybrid", "deepseek_v4", "hrm_text"),  # joined, split, stacked
+    *("bart", "bert", "gpt2", "blip-2"),  # tied under several names
+    *("kosmos-2", "modernbert-decoder"),  # a language model, or an embedding, below a prefix
+)
+"""Some of each kind; the others are slow."""
+
+REFUSED = {
+    "kimi_k25": "transformers 5.23 saves the layers of its language model as blocks, which no release loads",
+}
+AS_PUBLISHED = {
+    "qwen3_5_moe": "the Hub stacks the experts that save_pretrained takes apart",
+    "qwen3_vl_moe": "the Hub has the axes of the experts the other way",
+}
+"""Types whose names or values are not those of `save_pretrained`, but the Hub's."""
+OLDEST = "transformers-4.51"
+NOT_LOADED = {
+    "blip": "tied by the config of a part, which that release does not tie",
+    "cpmant": "another size of the vocabulary for the same config",
+    "fuyu": "it ignores the sizes in its config",
+    "mllama": "it does not read a config without rope_scaling",
+    "musicgen": "it has sinusoidal positions as weights, which follow from the config",
+    "musicgen_melody": "it has sinusoidal positions as weights, which follow from the config",
+    "qwen2_vl": "it does not read a config with text_config",
+    "qwen2_5_vl": "it does not read a config with text_config",
+    "udop": "it has a part of the embedding once",
+}
+"""Types that the oldest release does not load for reasons other than names."""
+
+TOWERS = "vision_model."
+"""Part of names on the Hub that `save_pretrained` leaves out of a model that was not loaded from there."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+def types(usual: tuple[str, ...]) -> list[Any]:
+    """All types that can be built and converted, those that are not usual as slow."""
+    every = [name for name in CLASSES if name not in NOT_SMALL and name not in REFUSED]
+    return [name if name in usual else pytest.param(name, marks=pytest.mark.slow) for name in every]
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def converted(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Save a model as it is in memory, convert that to `folder/hub`, and return the state that was saved."""
+    state = state_of(model)
+    save({"model": state}, folder / "live")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder / "live")
+    reshard.convert(folder / "live", folder / "hub", no_tokenizer=True)
+    return state
+
+
+@pytest.mark.parametrize("model_type", types(USUAL))
+def test_names_in_memory_become_the_hubs_and_come_back(model_type: str, tmp_path: Path) -> None:
+    model: Any = build(model_type)
+    state = converted(model, tmp_path)
+    loaded, found = type(model).from_pretrained(
+        tmp_path / "hub", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(found.values()), found
+    assert_same_tensors(state_of(loaded), state)
+    if model_type not in AS_PUBLISHED:
+        model.save_pretrained(tmp_path / "saved")
+        ours, saved = tensors_of(tmp_path / "hub"), tensors_of(tmp_path / "saved")
+        assert {name.replace(TOWERS, "") for name in ours} == {name.replace(TOWERS, "") for name in saved}
+    reshard.convert(tmp_path / "hub", tmp_path / "dcp", to="dcp", no_tokenizer=True)
+    assert_same_tensors(as_torch_reads(tmp_path / "dcp")["model"], state)
+
+
+@pytest.mark.slow
+def test_the_oldest_release_finds_every_weight(tmp_path: Path) -> None:
+    for model_type in (each for each in CLASSES if each not in {*NOT_SMALL, *REFUSED}):
+        converted(build(model_type), tmp_path / model_type)
+    script = Path(__file__).parent / "genuine" / "load_all.py"
+    told = subprocess.run([python(OLDEST), script, tmp_path], check=True, capture_output=True, text=True)
+    found = json.loads(told.stdout.splitlines()[-1])
+    assert len(found) > 100
+    assert {name: each for name, each in found.items() if each and name not in NOT_LOADED} == {}
+
+
+@pytest.mark.parametrize("model_type", ["kosmos-2.5", "gpt_neox"])
+def test_a_tied_head_that_differs_is_refused(model_type: str, tmp_path: Path) -> None:
+    model: Any = build(model_type)
+    again, name = next(iter(in_memory.tied(tying(model)).items()))
+    state = state_of(model)
+    state[again] = state[name] + 1
+    save({"model": state}, tmp_path / "live")
+    (tmp_path / "live" / "config.json").write_text(json.dumps(tying(model)))
+    with pytest.raises(ReshardError, match="tie_word_embeddings is true"):
+        reshard.convert(tmp_path / "live", tmp_path / "hub", no_tokenizer=True)
+
+
+def tying(model: Any) -> dict[str, Any]:
+    config: dict[str, Any] = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    for each in (config, config.get("text_config", {})):
+        each["tie_word_embeddings"] = True
+    return config
+
+
+# --------------------------------------------------------------------------------------- names of both kinds
+
+
+def planned(shapes: dict[str, tuple[int, ...]]) -> list[Planned]:
+    def source(name: str, shape: tuple[int, ...]) -> View:
+        return View.of(name, *shape)
+
+    return [
+        Planned(name, dtype("float32"), shape, lambda name=name, shape=shape: source(name, shape))
+        for name, shape in shapes.items()
+    ]
+
+
+LLAVA = {
+    "model_type": "llava",
+    "architectures": ["LlavaForConditionalGeneration"],
+    "vision_config": {"model_type": "clip_vision_model"},
+    "text_config": {"model_type": "llama"},
+}
+HUB = {
+    "language_model.model.embed_tokens.weight": (4, 2),
+    "language_model.lm_head.weight": (4, 2),
+    "vision_tower.vision_model.post_layernorm.weight": (2,),
+    "multi_modal_projector.linear_1.weight": (2, 2),
+}
+RELEASES = {
+    "the Hub's": HUB,
+    "in 4.52 to 4.57": {
+        "model.language_model.embed_tokens.weight": (4, 2),
+        "lm_head.weight": (4, 2),
+        "model.vision_tower.vision_model.post_layernorm.weight": (2,),
+        "model.multi_modal_projector.linear_1.weight": (2, 2),
+    },
+    "in the newest": {
+        "model.language_model.embed_tokens.weight": (4, 2),
+        "lm_head.weight": (4, 2),
+        "model.vision_tower.post_layernorm.weight": (2,),
+        "model.multi_modal_projector.linear_1.weight": (2, 2),
+    },
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_names_of_every_release_become_the_hubs(release: str) -> None:
+    rules = in_memory.renamings(LLAVA)
+    found = to_hub(planned(RELEASES[release]), rules, LLAVA)
+    assert {each.name: each.shape for each in found} == HUB
+    loaded = applied(found, rules, LLAVA)
+    assert {each.name: each.shape for each in loaded} == RELEASES["in the newest"]
+
+
+def test_experts_that_are_missing_are_named(tmp_path: Path) -> None:
+    config = {"model_type": "olmo_hybrid", "architectures": ["OlmoHybridForCausalLM"]}
+    names = {f"model.layers.0.linear_attn.{each}_conv1d.weight": (4, 1, 3) for each in "qk"}
+    with pytest.raises(ReshardError, match=r"cannot be converted(?s:.*)v_conv1d"):
+        applied(planned(names), in_memory.renamings(config), config)
