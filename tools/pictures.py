@@ -148,8 +148,8 @@ def recorded(name: str) -> str:
         for number, command in enumerate(typed):
             console.print("\n" * bool(number) + f"[bold][green]$[/] {command}[/]", highlight=False)
             shown = _settled(printed(command, folder))
-            for place, name in ((f"{folder}/", ""), (sys.executable, "python"), (str(Path.home()), "~")):
-                shown = shown.replace(place, name)
+            for place, written in ((f"{folder}/", ""), (sys.executable, "python"), (str(Path.home()), "~")):
+                shown = shown.replace(place, written)
             console.print(Text.from_ansi(shown))
     return _without_web_fonts(console.export_svg(title="reshard", theme=DIMMED_MONOKAI, unique_id=name))
 
