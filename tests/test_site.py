@@ -107,7 +107,13 @@ def test_the_reference_has_every_command_and_every_public_name(site: Path) -> No
 
     commands = (site / "reference/commands.html").read_text(encoding="utf-8")
     assert [name for name in COMMANDS if f'id="reshard-{name}"' not in commands] == []
-    assert "Sentinel" not in commands
+    assert "Sentinel" not in commands and r"\|" not in commands
+    code = re.sub(r"<[^>]+>", "", "".join(re.findall(r"(?s)<pre.*?</pre>", commands)))
+    examples = [line.strip() for line in unescape(code).splitlines() if line.startswith("reshard ")]
+    assert "reshard convert model ckpt --to megatron --tp 4     Hugging Face to Megatron" in examples
+    assert [
+        line for line in re.findall(r"reshard \w+ +[A-Z]+  [^<]*", unescape(commands)) if line not in code
+    ] == []
     python = (site / "reference/python.html").read_text(encoding="utf-8")
     public = [name for name in reshard.__all__ if not name.startswith("_")]
     assert [name for name in public if not re.search(rf'id="reshard\.[\w.]+\.{name}"', python)] == []

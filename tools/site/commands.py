@@ -36,7 +36,7 @@ def _command(ctx: click.Context) -> Iterator[str]:
     if rows:
         yield "| Option | Description |\n|---|---|"
     for option, text in rows:
-        yield f"| `{_cell(option)}` | {_cell(_code(text))} |"
+        yield f"| `{option}` | {_code(text)} |"
     yield ""
 
 
@@ -50,12 +50,8 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _code(text: str) -> str:
-    """Flags as code; a word in brackets or angles is text, not a link or a tag."""
+    """Flags as code; outside of code, a word in brackets or angles is text, and a bar does not end a cell."""
     marked = re.sub(r"(?<![\w`-])--?[a-zA-Z][\w-]*", lambda flag: f"`{flag[0]}`", text)
     parts = marked.split("`")
-    parts[::2] = [re.sub(r"([\[\]<>*_])", r"\\\1", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"([\[\]<>*_|])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
