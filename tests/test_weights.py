@@ -285,6 +285,26 @@ def test_a_model_of_transformers_loads_the_state_dict(run: Path, hf_model: Calla
     assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(("name", "changed"), [("qwen3_moe", {}), ("llama", {"tie_word_embeddings": True})])
+def test_a_model_with_other_names_in_memory_loads_the_state_dict(
+    name: str, changed: dict[str, Any], hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As docs/python.md says: experts are stacked in memory, and a tied head is not in the dictionary."""
+    from transformers import AutoModelForCausalLM
+
+    source = hf_model(name, **changed)
+    reshard.convert(source, tmp_path / "run", to="megatron", tp=2)
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with reshard.open(tmp_path / "run") as weights:
+        tensors = weights.state_dict()
+    assert {*tensors} != {*expected.state_dict()}
+    model, told = type(expected).from_pretrained(
+        None, config=expected.config, state_dict=tensors, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(told.values())
+    assert_same_tensors(model.state_dict(), expected.state_dict())
+
+
 def test_a_state_dict_takes_dtypes_and_devices(run: Path, hf_model: Callable[..., Path]) -> None:
     weights = reshard.open(run)
     assert_same_tensors(weights.state_dict(), tensors_of(hf_model("qwen3")))

@@ -355,7 +355,8 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
         Returns
         -------
         dict of str to torch.Tensor
-            One tensor for each name of this mapping. A head that is tied to the embedding is not in it.
+            One tensor for each name of this mapping. `from_pretrained(None, config=…, state_dict=…)` of a transformers
+            model takes them; in memory, a model may have other names, and a tied head in addition.
 
         Raises
         ------
