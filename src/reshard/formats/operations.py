@@ -152,7 +152,9 @@ def _cut(tensor: Planned, axis: int, parts: int) -> list[Planned]:
     """As many equal parts of an axis, which must divide."""
     size, rest = divmod(tensor.shape[axis] if axis < len(tensor.shape) else 1, parts)
     if rest or not size:
-        raise UnfitError(f"{tensor.name} {list(tensor.shape)} does not divide into {parts} along axis {axis}")
+        raise UnfitError(
+            f"{tensor.name} {list(tensor.shape)} cannot be divided into {parts} parts along axis {axis}"
+        )
     return [_piece(tensor, axis, index * size, size) for index in range(parts)]
 
 
@@ -177,7 +179,7 @@ def _concatenate(tensors: Tensors, operation: Operation, context: Context) -> Te
         return _chunk(tensors, {**operation, "inverse": False}, context)
     parts = [each for pattern in context.before for each in tensors.get(pattern, ())]
     if not set(context.before) <= tensors.keys():
-        raise UnfitError(f"nothing is named {next(each for each in context.before if each not in tensors)}")
+        raise UnfitError(f"no tensor is named {next(each for each in context.before if each not in tensors)}")
     return {context.after[0]: [_joined(parts, operation.get("dim", 0))]}
 
 
@@ -192,7 +194,7 @@ def _merge(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
     lengths = {len(parts) for parts in tensors.values()}
     if len(lengths) > 1 or not set(context.before) <= tensors.keys():
         raise UnfitError(
-            "there is not each projection of each expert", missing=[min(lengths)], count=max(lengths)
+            "some projections of experts are missing", missing=[min(lengths)], count=max(lengths)
         )
     return {
         (context.after[0] if is_last else pattern): [_joined(parts, axis, is_stack=True)]
@@ -291,7 +293,7 @@ def _permute_for_rope(tensors: Tensors, operation: Operation, context: Context) 
 def _rotated(tensor: Planned, heads: int, *, inverse: bool) -> Planned:
     half, rest = divmod(tensor.shape[0], 2 * heads)
     if rest:
-        raise UnfitError(f"{tensor.name} {list(tensor.shape)} does not divide into {heads} heads")
+        raise UnfitError(f"{tensor.name} {list(tensor.shape)} cannot be divided into {heads} heads")
     pair = (2, half) if inverse else (half, 2)
     inner = tensor.shape[1:]
 
@@ -324,7 +326,7 @@ def _experts_of_two_kinds(tensors: Tensors, operation: Operation, context: Conte
     """The experts of a layer, those for text before those for images, stacked by kind; or the reverse."""
     stack, join = operation.get("stack_dim", 0), operation.get("concat_dim", 1)
     if not set(context.before) <= tensors.keys():
-        raise UnfitError(f"nothing is named {next(each for each in context.before if each not in tensors)}")
+        raise UnfitError(f"no tensor is named {next(each for each in context.before if each not in tensors)}")
     result: Tensors = {}
     if operation.get("inverse"):
         cut = [_cut(tensors[pattern][0], join, len(context.after)) for pattern in context.before]

@@ -40,7 +40,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
             raise _broken(path, "weights", "a Git LFS pointer", "fetch the content with `git lfs pull`")
         if not 2 <= length <= min(HEADER_LIMIT, size - 8):
             if first[:1] == b"<" and first.isascii():  # any length whose last byte is 60 begins like this
-                remedy = "the server answered with a page, often for want of a login: download the file again"
+                remedy = "the server answered with a page, often because a login is required: download the file again"
                 raise _broken(path, "weights", "a web page", remedy)
             raise _broken(
                 path, "a header that fits in the file", f"{length} bytes of header in {size} bytes of file"

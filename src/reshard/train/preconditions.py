@@ -124,7 +124,7 @@ def unindexed(run: Run) -> Problem:
         f"the {engine_of(run).title} engine does not read Megatron's indexed datasets",
         file=str(run.data),
         expected="records: JSONL, JSON or Parquet",
-        found="tokens, of which nothing tells the text",
+        found="token ids, without the tokenizer that made them",
         remedy="use --engine megatron, or pass the records that the dataset was made from",
     )
 

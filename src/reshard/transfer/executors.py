@@ -208,7 +208,7 @@ class Mpi:
             raise ReshardError(
                 "mpi-without-ranks",
                 "--on mpi finds no worker ranks",
-                expected="to be started by mpiexec and mpi4py.futures",
+                expected="a command started with mpiexec and mpi4py.futures",
                 remedy="mpiexec -n 5 python -m mpi4py.futures -m reshard convert … --on mpi (one rank "
                 "distributes the work)",
             )

@@ -398,8 +398,8 @@ def notes(request: Request) -> list[str]:
 
 
 LOADS_STATES = (
-    'and its "optimizer" into get_optimizer_state_dict(model, optimizer, '
-    "options=StateDictOptions(flatten_optimizer_state_dict=True))"
+    'load the optimizer with dcp.load({"optimizer": states}, checkpoint_id=FOLDER), where states = '
+    "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))"
 )
 
 

@@ -37,86 +37,112 @@ def _option(default: Any, text: str, *choices: str) -> Any:
 class Options:
     """Options with the names of Megatron-LM. None means that the value is derived from others, as the help says."""
 
-    lr: float | None = _option(None, f"the highest learning rate; {FULL_LR:g}, or {LORA_LR:g} with --lora")
-    min_lr: float = _option(0.0, "where the decay ends")
+    lr: float | None = _option(None, f"peak learning rate [default: {FULL_LR:g}, or {LORA_LR:g} with --lora]")
+    min_lr: float = _option(0.0, "learning rate at the end of the decay")
     lr_decay_style: str = _option(
-        "cosine", "how the learning rate falls", "cosine", "linear", "constant", "inverse-square-root", "WSD"
+        "cosine",
+        "shape of the learning rate's decay",
+        "cosine",
+        "linear",
+        "constant",
+        "inverse-square-root",
+        "WSD",
     )
-    lr_decay_iters: int | None = _option(None, "steps of the decay; all of them")
-    lr_warmup_fraction: float = _option(0.03, "part of the decay's steps that rise to `lr`")
-    lr_warmup_iters: int | None = _option(None, "the same in steps; goes before lr_warmup_fraction")
-    lr_warmup_init: float = _option(0.0, "where the warm-up begins")
-    lr_wsd_decay_iters: int | None = _option(None, "with WSD: steps of the decay at the end")
+    lr_decay_iters: int | None = _option(None, "number of steps of the decay [default: all]")
+    lr_warmup_fraction: float = _option(0.03, "fraction of the decay's steps used for warm-up")
+    lr_warmup_iters: int | None = _option(None, "number of warm-up steps; overrides lr_warmup_fraction")
+    lr_warmup_init: float = _option(0.0, "learning rate at the start of the warm-up")
+    lr_wsd_decay_iters: int | None = _option(None, "number of decay steps at the end, with WSD")
     lr_wsd_decay_style: str = _option(
-        "exponential", "with WSD: how it falls", "exponential", "linear", "cosine", "minus_sqrt"
+        "exponential",
+        "shape of the decay at the end, with WSD",
+        "exponential",
+        "linear",
+        "cosine",
+        "minus_sqrt",
     )
-    train_iters: int | None = _option(None, "optimizer steps; goes before train_epochs")
-    train_epochs: float = _option(1.0, "how often all data is seen")
-    micro_batch_size: int = _option(1, "sequences that a rank computes at a time")
+    train_iters: int | None = _option(None, "number of optimizer steps; overrides train_epochs")
+    train_epochs: float = _option(1.0, "number of passes over the data")
+    micro_batch_size: int = _option(1, "sequences per rank in a forward pass")
     global_batch_size: int | None = _option(
-        None, "sequences of one optimizer step, over all ranks; the least multiple from 16 on"
+        None,
+        "sequences per optimizer step, over all ranks [default: the smallest multiple that is at least 16]",
     )
-    seq_length: int | None = _option(None, f"tokens of a sequence; {LENGTH}, or what the model knows")
-    weight_decay: float = _option(0.01, "decay of matrices; norms and biases never decay")
+    seq_length: int | None = _option(
+        None, f"tokens per sequence [default: {LENGTH}, or the model's maximum if that is less]"
+    )
+    weight_decay: float = _option(0.01, "weight decay of matrices; not applied to norms and biases")
     weight_decay_incr_style: str = _option(
-        "constant", "how the decay rises from start_weight_decay", "constant", "linear", "cosine"
+        "constant",
+        "how the weight decay increases from start_weight_decay to end_weight_decay",
+        "constant",
+        "linear",
+        "cosine",
     )
-    start_weight_decay: float | None = _option(None, "weight decay of the first step; weight_decay")
-    end_weight_decay: float | None = _option(None, "weight decay of the last step; weight_decay")
-    adam_beta1: float = _option(0.9, "Adam's first coefficient")
-    adam_beta2: float = _option(0.999, "Adam's second coefficient")
+    start_weight_decay: float | None = _option(None, "weight decay of the first step [default: weight_decay]")
+    end_weight_decay: float | None = _option(None, "weight decay of the last step [default: weight_decay]")
+    adam_beta1: float = _option(0.9, "Adam's beta1")
+    adam_beta2: float = _option(0.999, "Adam's beta2")
     adam_eps: float = _option(1e-8, "Adam's epsilon")
-    clip_grad: float = _option(1.0, "the greatest norm of the gradient; 0 for any")
-    seed: int = _option(1234, "of the order of the data, of dropout and of new adapters")
+    clip_grad: float = _option(1.0, "maximum gradient norm; 0 turns clipping off")
+    seed: int = _option(1234, "seed of the data order, dropout and new adapters")
     bf16: bool | None = _option(
-        None, "train in bfloat16 with main weights in float32; on where there is a GPU"
+        None, "train in bfloat16 with main weights in float32 [default: on with a GPU]"
     )
-    fp16: bool = _option(False, "train in float16 with a scaled loss")
+    fp16: bool = _option(False, "train in float16 with loss scaling")
     fp32: bool = _option(False, "train in float32")
-    assistant_only_loss: bool = _option(True, "of a chat, learn the turns of the assistant alone")
-    pack: bool = _option(True, "put several samples into a sequence; none attends to another")
+    assistant_only_loss: bool = _option(True, "in chats, the loss covers assistant turns only")
+    pack: bool = _option(True, "put several samples into a sequence, without attention between them")
     recompute_granularity: str | None = _option(
-        None, "compute activations again to save memory", "full", "selective"
+        None, "recompute activations to save memory", "full", "selective"
     )
     recompute_method: str | None = _option(
-        None, "with full: in groups of layers, or the first of a stage", "uniform", "block"
+        None, "with full: recompute groups of layers, or the first layers of a stage", "uniform", "block"
     )
-    recompute_num_layers: int | None = _option(None, "layers of a group, or of a stage; 1")
-    use_distributed_optimizer: bool = _option(True, "shard the optimizer's states over data parallel ranks")
-    sequence_parallel: bool | None = _option(None, "shard norms over tensor parallel ranks; on with --tp")
-    expert_tensor_parallel_size: int | None = _option(None, "tensor parallel ranks of an expert; as --tp")
-    overlap_grad_reduce: bool = _option(False, "reduce gradients while others are computed")
-    overlap_param_gather: bool = _option(False, "gather parameters while others compute")
-    grad_reduce_in_bf16: bool = _option(False, "reduce gradients in bfloat16 and not in float32")
+    recompute_num_layers: int | None = _option(
+        None, "layers in a group, or recomputed in a stage [default: 1]"
+    )
+    use_distributed_optimizer: bool = _option(True, "shard the optimizer's states over data-parallel ranks")
+    sequence_parallel: bool | None = _option(
+        None, "shard activations of norms over tensor-parallel ranks [default: on with --tp]"
+    )
+    expert_tensor_parallel_size: int | None = _option(None, "expert-tensor-parallel size [default: --tp]")
+    overlap_grad_reduce: bool = _option(False, "reduce gradients while others are being computed")
+    overlap_param_gather: bool = _option(False, "gather parameters while others are in use")
+    grad_reduce_in_bf16: bool = _option(False, "reduce gradients in bfloat16 instead of float32")
     transformer_impl: str | None = _option(
         None,
-        "whose layers are built; TransformerEngine's where it is installed and there is a GPU",
+        "implementation of the layers [default: TransformerEngine if it is installed and there is a GPU]",
         "transformer_engine",
         "local",
     )
     attention_backend: str = _option(
-        "auto", "kernels of TransformerEngine's attention", "auto", "flash", "fused", "unfused", "local"
+        "auto", "attention kernels of TransformerEngine", "auto", "flash", "fused", "unfused", "local"
     )
-    moe_aux_loss_coeff: float = _option(0.0, "weight of the loss that balances experts")
+    moe_aux_loss_coeff: float = _option(0.0, "weight of the load-balancing loss of experts")
     moe_router_bias_update_rate: float = _option(
-        0.0, "how far a step moves the biases that balance experts; 0 leaves them as they came"
+        0.0, "how much a step changes the biases that balance experts; 0 keeps them unchanged"
     )
-    mtp_loss_scaling_factor: float = _option(0.1, "weight of the losses of multi-token prediction layers")
-    moe_grouped_gemm: bool | None = _option(None, "compute experts together; on with TransformerEngine")
+    mtp_loss_scaling_factor: float = _option(0.1, "weight of the loss of multi-token prediction layers")
+    moe_grouped_gemm: bool | None = _option(
+        None, "compute experts with one grouped GEMM [default: on with TransformerEngine]"
+    )
     make_vocab_size_divisible_by: int = _option(
-        128, "rows of the embedding, by tensor parallel rank; rows of no token take no part in the softmax"
+        128,
+        "pad the vocabulary to a multiple of this per tensor-parallel rank; padding is not part of the softmax",
     )
-    save_interval: int | None = _option(None, "steps between checkpoints; one at the end is always saved")
+    save_interval: int | None = _option(None, "steps between checkpoints; the last step is always saved")
     eval_interval: int | None = _option(
-        None, "steps between evaluations on --eval-data; once an epoch. The last step is always evaluated"
+        None,
+        "steps between evaluations on --eval-data; the last step is always evaluated [default: once per epoch]",
     )
-    eval_iters: int | None = _option(None, "steps' worth of sequences that an evaluation takes; all data")
+    eval_iters: int | None = _option(None, "size of an evaluation, as a number of steps [default: all data]")
     lora_r: int = _option(16, "rank of the adapters")
-    lora_alpha: float = _option(32.0, "their strength is lora_alpha / lora_r")
+    lora_alpha: float = _option(32.0, "the adapters are scaled by lora_alpha / lora_r")
     lora_dropout: float = _option(0.0, "dropout before the adapters")
-    lora_target_modules: tuple[str, ...] = _option(LINEARS, "the linear layers that are adapted")
-    report_to: tuple[str, ...] | None = _option(None, "where metrics go as well: tensorboard, wandb")
-    distributed_timeout_minutes: int = _option(30, "how long a rank waits for another")
+    lora_target_modules: tuple[str, ...] = _option(LINEARS, "linear layers to adapt")
+    report_to: tuple[str, ...] | None = _option(None, "other programs to send metrics to: tensorboard, wandb")
+    distributed_timeout_minutes: int = _option(30, "minutes that a rank waits for another one")
 
     more: Mapping[str, Any] = field(default_factory=dict)
     """The given fields of megatron-core's configs by name."""

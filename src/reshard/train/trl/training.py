@@ -46,7 +46,7 @@ def _checkpoint(run: Run, monitor: Monitor) -> Path | None:
         return None
     checkpoint = engine_of(run).checkpoints.last(run.output)
     if checkpoint is None:
-        monitor.note("there is no complete checkpoint: training begins anew")
+        monitor.note("there is no complete checkpoint: training starts from the beginning")
     else:
         saving.resumable(run, checkpoint)
         monitor.note(f"continues from {checkpoint.name}")
