@@ -267,6 +267,45 @@ def test_both_readmes_say_the_same() -> None:
     assert links(ENGLISH) == links(CHINESE)
 
 
+PRIVATE_WORDS = (
+    *(
+        "and no idea which",
+        "to have the symptom in one explained",
+        "beside what people use",
+        "nothing at this path",
+    ),
+    *(
+        "do not divide over",
+        "judged by",
+        "not judged",
+        "the same under another name",
+        "every distributed-training",
+    ),
+    *(
+        "goes before",
+        "as they came",
+        "for want of",
+        "pip install 'reshard[",
+        "该输入什么",
+        "验证者",
+        "被杀死",
+    ),
+)
+"""Fragments and riddles that were in texts for users, and an install command that needs an index."""
+
+
+def test_texts_for_users_are_plain() -> None:
+    source = (REPOSITORY / "src").rglob("*")
+    files = [*PAGES, *(path for path in source if path.suffix in (".py", ".yaml", ".html"))]
+    texts = ((path, " ".join(path.read_text(encoding="utf-8").split()).lower()) for path in files)
+    assert [(name(path), word) for path, text in texts for word in PRIVATE_WORDS if word in text] == []
+
+
+def test_code_of_the_chinese_page_has_chinese_comments() -> None:
+    comments = [found for fence in fences(CHINESE) for found in re.findall(r"(?:^| )# .*", fence.text)]
+    assert comments and all(re.search(r"[\u4e00-\u9fff]|# s3://", each) for each in comments)
+
+
 def test_the_recorded_run_is_that_of_the_demo() -> None:
     recorded = fences(REPOSITORY / "docs" / "demo.md")[0].text.splitlines()
     titles = [line for line in recorded if re.match(r"\d+\. ", line)]

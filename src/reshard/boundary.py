@@ -118,7 +118,7 @@ def _too_long(error: OSError) -> Problem:
 
 
 def _closed_folder(error: OSError) -> str | None:
-    """The folder for want of whose permission a file could not even be looked for."""
+    """The folder whose permissions prevent looking for a file in it."""
     if not isinstance(error, PermissionError) or not isinstance(error.filename, str):
         return None
     folder = Path(error.filename).parent
