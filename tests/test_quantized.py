@@ -199,8 +199,9 @@ def test_values_that_nobody_here_computes_are_refused(
     assert str(problem.found).startswith("awq, 4 bits, groups of 16; ")
     assert flag in str(problem.found)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ReshardError, match="the weights are quantized"):
+    with pytest.raises(ReshardError, match="cannot be compared with plain ones") as refused:
         reshard.verify(source, plain)
+    assert "--" not in str(refused.value.problems[0].remedy)  # verify has no --to and no --dtype
     assert reshard.inspect(source).next == ""
 
 

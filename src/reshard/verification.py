@@ -20,6 +20,7 @@ from reshard.errors import ReshardError, size
 from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.quantization import Quantization
 from reshard.model.dequantization import BFLOAT16, FLOAT32, dequantized
 from reshard.model.heads import as_named
 from reshard.model.logical import Logical, LogicalTensors, logical_tensors
@@ -256,7 +257,19 @@ def _comparable(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
         if castable(tensor.dtype):
             counted[tensor.dtype] += tensor.nbytes
     dtype = max(counted, key=lambda each: counted[each], default=BFLOAT16)
-    return dequantized(checkpoint, dtype, "compared with plain weights")
+    return dequantized(checkpoint, dtype, _not_comparable)
+
+
+def _not_comparable(found: Quantization, path: Path) -> ReshardError:
+    return ReshardError(
+        "weights-not-comparable",
+        "quantized weights cannot be compared with plain ones",
+        file=str(path),
+        rule="reshard dequantizes the schemes marked in docs/formats.md",
+        found=str(found),
+        remedy="dequantize the model first, as its publisher describes, or compare it with a copy that is quantized in "
+        "the same way",
+    )
 
 
 def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources: Sources) -> Side:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from reshard.adapters import megatron, peft_names
 from reshard.adapters.adapter import Adapter, Pair, find
-from reshard.adapters.merge import merged
+from reshard.adapters.merge import merged, quantized_base
 from reshard.adapters.settings import find_settings
 from reshard.formats import peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import HUB, Kind
 
-__all__ = ["Adapter", "Pair", "find", "find_settings", "kind_of", "merged"]
+__all__ = ["Adapter", "Pair", "find", "find_settings", "kind_of", "merged", "quantized_base"]
 
 
 def kind_of(checkpoint: Checkpoint) -> Kind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from reshard.adapters.adapter import Adapter, Pair
@@ -66,17 +67,22 @@ def _refuse(adapter: Adapter, base: Mapping[str, Tensor]) -> None:
     problems = list(merge_problems(adapter.settings))
     quantized, _ = quantization.find(base, None, "the base")
     if quantized:
-        problems.append(
-            Problem(
-                "base-config-quantized",
-                "the base is quantized",
-                tensor=next(iter(quantized.weights), None),
-                rule="a merged weight is the sum of two numbers, and a quantized one is an index into a scale",
-                remedy="pass the base that it was quantized from, in bfloat16 or float32: --base DIR",
-            )
-        )
+        problems += quantized_base(quantized).problems
     if problems:
         raise ReshardError(problems)
+
+
+def quantized_base(found: quantization.Quantization, path: Path | None = None) -> ReshardError:
+    """The error for a base whose weights cannot be computed from what is stored."""
+    return ReshardError(
+        "base-config-quantized",
+        "the base is quantized",
+        tensor=next(iter(found.weights), None),
+        file=str(path) if path else None,
+        rule="a merged weight is the sum of two numbers, and a quantized one is an index into a scale",
+        found=str(found),
+        remedy="pass the base that it was quantized from, in bfloat16 or float32: --base DIR",
+    )
 
 
 def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Problem]:

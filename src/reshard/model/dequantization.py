@@ -8,10 +8,11 @@ the requested dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm, prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -237,19 +238,21 @@ def _floats(raw: Floats, stored: DType) -> Floats:
 
 
 def dequantized(
-    checkpoint: Checkpoint, wanted: DType | None = None, purpose: str | None = None
+    checkpoint: Checkpoint,
+    wanted: DType | None = None,
+    refused: Callable[[Quantization, Path], ReshardError] = refusal,
 ) -> Checkpoint:
     """`checkpoint` with plain weights of dtype `wanted` instead of quantized ones; other tensors are unchanged.
 
     The default dtype is bfloat16, or float16 if the scales have it. Raises ReshardError naming the method, or the
-    weights, with unknown arithmetic; `purpose` says why plain weights are needed.
+    weights, with unknown arithmetic; `refused` makes the error for an unknown method.
     """
     found = checkpoint.quantization
     if found is None:
         return checkpoint
     kinds = {(each.scheme, checkpoint.tensors[each.values].dtype): each for each in found.weights.values()}
     if not kinds or not all(_is_known(each, found, checkpoint.tensors) for each in kinds.values()):
-        raise refusal(found, checkpoint.path, purpose)
+        raise refused(found, checkpoint.path)
     wanted = wanted or _dtype_of_scales(checkpoint)
     plainly = _Plainly(found, checkpoint.tensors, wanted)
     made = {name: plainly.plain(name, weight) for name, weight in found.weights.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from reshard.families.family import MCORE
 from reshard.formats import companions, huggingface, open_checkpoint, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.provenance import BASE, find_hints
-from reshard.formats.quantization import UNTOLD, settings_of
+from reshard.formats.quantization import UNTOLD, refusal, settings_of
 from reshard.formats.target import HUB, MASTERS, Format, Kind, Options, Request, Target, main_dtype
 from reshard.model.dequantization import dequantized
 from reshard.model.heads import refuse_other_head, resolve_if_declared
@@ -104,7 +105,7 @@ def _prepared(checkpoint: Checkpoint, kind: Kind, format: Format, options: Optio
     if checkpoint.quantization and (options.dtype or options.quantize or not target.quantized):
         flags = {"--dtype": options.dtype, "--quantize": options.quantize, "--to": format.name}
         why = next(f"{flag} {value}" for flag, value in flags.items() if value)
-        checkpoint = dequantized(checkpoint, Types(options.dtype).wanted, why)
+        checkpoint = dequantized(checkpoint, Types(options.dtype).wanted, partial(refusal, wanted=why))
     if options.with_optimizer:
         optimizer.refuse_unable(checkpoint, format)
     if kind is Kind.ADAPTER:

@@ -41,7 +41,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     if base and base.problems:
         raise ReshardError(base.problems)
     types = Types(options.dtype)
-    base = base and dequantized(base, types.wanted, "the base of an adapter that is merged")
+    base = base and dequantized(base, types.wanted, adapters.quantized_base)
     weights, replicas, config, dropped = _hub_weights(base, options) if base else ({}, [], None, Counter())
     origin = base or checkpoint
     own = config_of(origin) or {}
