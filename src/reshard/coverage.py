@@ -199,11 +199,11 @@ def _of_another_format(
                 "the output was made from another checkpoint",
                 file=str(source),
                 rule=f"{output / RECORD} names the source by its files and their sizes",
-                expected=f"a {told['format']} checkpoint with {listed(sorted(told['files']), 3)}",
+                expected=f"a {told['format']} checkpoint with {listed(sorted(told['files']), 3)}"
+                + (f", as in `{record['command']}`" if record.get("command") else ""),
                 found=f"a {found} checkpoint",
-                remedy=f"pass the source of this conversion: {record['command']}"
-                if record.get("command")
-                else "pass the source that the output was made from",
+                remedy="pass the source that the output was made from: "
+                f"{shlex.join(['reshard', 'verify', 'SRC', str(output), '--proof'])}",
             )
 
 

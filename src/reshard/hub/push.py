@@ -192,8 +192,9 @@ def _refuse_others(push: Push, plan: Plan) -> None:
         raise ReshardError(
             "push-format-not-for-hub",
             "--push-to-hub is for checkpoints that transformers or PEFT load from the Hub",
+            expected=f"--to {' or --to '.join(able)}",
             found=f"--to {plan.target}",
-            remedy=f"pass --to {' or --to '.join(able)}, or leave out --push-to-hub",
+            remedy="pass --to huggingface, or leave out --push-to-hub",
         )
 
 

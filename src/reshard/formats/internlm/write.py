@@ -122,7 +122,9 @@ def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:
             rule="the chunks of InternEvo (--vpp) have the same number of layers, and each stage has some of each",
             expected=f"a multiple of {layout.vpp}, and at least {layout.vpp * layout.pp}",
             found=f"{layers} layers, --pp {layout.pp} --vpp {layout.vpp}",
-            remedy="choose another --pp or --vpp",
+            remedy=f"choose --pp from 1 to {layers}" + ", and leave out --vpp" * (layout.vpp > 1)
+            if layout.pp > layers
+            else "leave out --vpp",
         )
     counts = [
         each // layout.pp + (stage >= layout.pp - each % layout.pp) for stage in range(layout.pp)
