@@ -36,7 +36,7 @@ from reshard.formats.dcp.metadata import (
 )
 from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
-from reshard.formats.target import Request, stateless
+from reshard.formats.target import MOMENTS, Request, stateless
 from reshard.formats.torchfiles.read import ChunkReader
 from reshard.formats.wrappers import prefix_of
 from reshard.transfer.plan import OutputFile, Planned
@@ -349,12 +349,17 @@ def _optimizer_beside(path: Path, parts: _Parts) -> DcpMetadata | None:
 
 
 def _states(optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor]) -> States:
-    """The states that have the shape of a weight, under its name; read on first use."""
+    """The states that have the shape of a weight, under its name; read on first use.
+
+    Those of Adam are included whatever their shape, so that one that does not fit is not taken for a frozen weight's.
+    """
     kinds: dict[str, dict[str, DcpTensor]] = defaultdict(dict)
     for key, tensor in optimizer.items():
         match = _STATE.fullmatch(key)
         name = match["name"] if match else ""
-        if match and name in weights and tensor.shape == weights[name].shape:
+        if match is None or name not in weights:
+            continue
+        if tensor.shape == weights[name].shape or (tensor.shape and match["kind"] in MOMENTS):
             kinds[match["kind"]][name] = tensor
     return States({kind: partial(_read_states, found) for kind, found in kinds.items()})
 
