@@ -54,7 +54,17 @@ def _of_call(file: str, call: ast.Call, code: ast.expr, message: ast.expr) -> It
     pairs = zip(codes, texts, strict=True) if len(codes) > 1 < len(texts) else product(codes, [message])
     for each, text in pairs:
         if isinstance(each, ast.Constant):
-            yield Made(file, str(each.value), ast.unparse(text), named)
+            chosen = {str(word.arg): ast.unparse(_branch(word.value, code, each)) for word in call.keywords}
+            yield Made(file, str(each.value), ast.unparse(text), {**named, **chosen})
+
+
+def _branch(value: ast.expr, code: ast.expr, chosen: ast.expr) -> ast.expr:
+    """The branch of a value that belongs to one branch of the code, if the same condition chooses both."""
+    if not (isinstance(value, ast.IfExp) and isinstance(code, ast.IfExp)):
+        return value
+    if ast.unparse(value.test) != ast.unparse(code.test) or chosen not in (code.body, code.orelse):
+        return value
+    return value.body if chosen is code.body else value.orelse
 
 
 def _branches(node: ast.expr) -> list[ast.expr]:
