@@ -23,9 +23,15 @@ RANKS = {
     "vllm": "model-rank-{}-part-0.safetensors",
     "deepseek": "model{}-mp2.safetensors",
     "tensorrt": "rank{}.safetensors",
-    "mistral": "consolidated.safetensors",
 }
-"""The names that tools give to the files of ranks, and Mistral to its only one."""
+"""The names that tools give to the files of ranks."""
+LITGPT = {
+    "llama": ["attn.qkv", "mlp.fc_1"],
+    "neox": ["attn.qkv", "mlp.fc"],
+    "older": ["attn.attn", "mlp.fc"],
+    "experts": ["attn.q_a_proj", "mlp.experts.0.fc_1"],
+}
+"""Linears of a block of LitGPT: of its kinds of MLP, and of releases before 0.5.5."""
 STATE = {"model.norm.weight": torch.ones(4), "model.embed_tokens.weight": torch.ones(8, 4)}
 
 
@@ -53,10 +59,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(
         {"model.decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(8)}, folder / "nemo.ckpt"
     )
-    for name, ranks in {"vllm": 2, "deepseek": 2, "tensorrt": 2, "mistral": 1}.items():
+    (folder / "folder-of-litgpt").mkdir()
+    shutil.copy(folder / "lit_model.pth", folder / "folder-of-litgpt")
+    for name, file in RANKS.items():
         (folder / name).mkdir()
-        for rank in range(ranks):
-            save_file(STATE, folder / name / RANKS[name].format(rank))
+        for rank in range(2):
+            save_file(STATE, folder / name / file.format(rank))
+    (folder / "mistral").mkdir()
+    save_file(
+        {"layers.0.attention.wq.weight": torch.ones(8)}, folder / "mistral" / "consolidated.safetensors"
+    )
     blocks = {
         "model": {"blocks.0.attention.w_q.weight": torch.ones(4, 4), "embeddings.weight": torch.ones(8, 4)}
     }
@@ -81,6 +93,7 @@ KINDS = {
     "mlx": "foreign-mlx",
     "folder-of-plain": "foreign-torch-file",
     "lit_model.pth": "foreign-litgpt",
+    "folder-of-litgpt": "foreign-litgpt",
     "nemo.ckpt": "foreign-nemo-weights",
     "vllm": "foreign-vllm",
     "deepseek": "foreign-deepseek",
@@ -166,6 +179,20 @@ def test_a_state_dict_with_its_config_beside_it(files: Path, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text('{"model_type": "nobodys"}')
     assert reshard("convert", tmp_path / "plain.pt", tmp_path / "out", "--no-tokenizer").code == 0
     assert load_file(tmp_path / "out/model.safetensors").keys() == STATE.keys()
+
+
+@pytest.mark.parametrize("kind", LITGPT)
+def test_litgpt_is_known_whatever_its_blocks_are(kind: str, tmp_path: Path) -> None:
+    names = [f"transformer.h.0.{linear}.weight" for linear in LITGPT[kind]]
+    torch.save({"model": dict.fromkeys(names, torch.ones(4, 4))}, tmp_path / "step.pth")
+    (problem,) = reshard("inspect", tmp_path / "step.pth", "--json").json["problems"]
+    assert problem["code"] == "foreign-litgpt"
+
+
+def test_a_model_is_not_refused_for_the_name_of_its_file(tmp_path: Path) -> None:
+    """`consolidated.safetensors` is Mistral's, unless its tensors have the Hub's names."""
+    save_file(STATE, tmp_path / "consolidated.safetensors")
+    assert reshard("inspect", tmp_path, "--json").json["tensors"] == 2
 
 
 def test_a_model_s_own_files_are_read_beside_those_of_a_tool(files: Path, tmp_path: Path) -> None:

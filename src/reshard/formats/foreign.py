@@ -1,7 +1,7 @@
 """Weight files of other tools that are not in one of the formats: what they are, and how to convert them.
 
 They are recognized by their content; by their names only Flax's msgpack files, which have no magic, and ordinary files
-of torch (Meta's) and of safetensors (`NAMES`). Where neither tells, the names of their tensors do (`TENSORS`):
+of torch (`TORCH_NAMES`) and of safetensors (`NAMES`). Where neither tells, the names of their tensors do (`TENSORS`):
 
 - GGUF: the magic `GGUF` (ggml/docs/gguf.md).
 - NeMo 1: a tar archive, plain or gzipped, whose members are `model_config.yaml` and weights
@@ -176,15 +176,27 @@ TENSORRT = Kind(
     _OF_THE_HUB + "they were made from it",
 )
 NAMES = (
-    (re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors"), MISTRAL),
+    (re.compile(r"consolidated-\d+-of-\d+\.safetensors"), MISTRAL),
     (re.compile(r"model\d+-mp\d+\.safetensors"), DEEPSEEK),
     (re.compile(r"model-rank-\d+-part-\d+\.safetensors"), VLLM),
     (re.compile(r"rank\d+\.safetensors"), TENSORRT),
 )
 """Files of safetensors with the names that a tool gives them, beside a model's own (`model*.safetensors`)."""
+TORCH_NAMES = (
+    (re.compile(r"consolidated\.\d\d\.pth"), META),
+    (re.compile(r"lit_model\.pth"), LITGPT),
+)
+"""The same of torch.save. Meta's code saves one for each model-parallel rank (llama/generation.py)."""
 TENSORS = (
-    (re.compile(r"(_forward_module\.|model\.)*transformer\.h\.\d+\.mlp\.fc_1\.weight"), LITGPT),
-    (re.compile(r"(model\.)?blocks\.\d+\.attention\.w_q\.weight"), OLMO),
+    (
+        re.compile(
+            r"(_forward_module\.|model\.)*transformer\.h\.\d+\."
+            r"(attn\.(attn|qkv)|mlp\.(experts\.\d+\.|shared_experts\.)?fc_1)\.((linear\.)?weight|lora_A)"
+        ),
+        LITGPT,
+    ),
+    (re.compile(r"(model\.)?blocks\.\d+\.attention\.w_(q|qkv)\.weight"), OLMO),
+    (re.compile(r"layers\.\d+\.attention\.wq(_a)?\.weight"), MISTRAL),
     (re.compile(r"(model\.)?decoder\.layers\.\d+\.self_attention\.linear_qkv\.weight"), NEMO_RANK),
     (
         re.compile(r"model\.language_model\.encoder\.layers\.\d+\.self_attention\.query_key_value\.weight"),
@@ -236,8 +248,8 @@ def recognized(path: Path) -> Problem | None:
 
 
 def is_state_dict(path: Path) -> bool:
-    """Whether a file is one that torch.save wrote, and that no other tool is known by."""
-    return path.is_file() and _kind_of(path) is TORCH
+    """Whether a file is one that torch.save wrote, whose tensors have names: these tell LitGPT's."""
+    return path.is_file() and _kind_of(path) in (TORCH, LITGPT)
 
 
 def named_by_a_tool(path: Path) -> Problem | None:
@@ -293,10 +305,6 @@ def _end(path: Path) -> bytes:
     return b""
 
 
-_OF_META = re.compile(r"consolidated\.\d\d\.pth")
-"""One file for each model-parallel rank (llama/generation.py of meta-llama/llama)."""
-
-
 def _is_orbax(folder: Path) -> bool:
     names = [(folder / name).is_file() for name in ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")]
     return names[0] or (names[1] and names[2])
@@ -311,8 +319,9 @@ def _kind_of(path: Path) -> Kind | None:
     begin = _begin(path)
     if begin.startswith(b"GGUF"):
         return GGUF
-    if begin and _OF_META.fullmatch(path.name):
-        return META
+    named = (kind for name, kind in TORCH_NAMES if name.fullmatch(path.name))
+    if begin and (kind := next(named, None)):
+        return kind
     if begin.startswith(b"PK\x03\x04"):
         return _of_zip(begin, _end(path))
     if begin.startswith(
