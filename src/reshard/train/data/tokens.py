@@ -249,7 +249,8 @@ def asking_template(messages: list[Row]) -> Iterator[None]:
             "the chat template refuses a record",
             found=f"{type(error).__name__}: {error}",
             expected=", ".join(str(message.get("role")) for message in messages),
-            remedy="put the messages into the order that the model's template requires",
+            remedy="put the messages into the order that the model's template requires, or correct "
+            "chat_template.jinja if the error is its own",
         ) from None
 
 
