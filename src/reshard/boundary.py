@@ -87,7 +87,7 @@ def _refused(error: OSError) -> Problem:
             remedy="change to another one with `cd`",
         )
     if error.errno == errno.ENAMETOOLONG:
-        return _too_long(error)
+        return too_long(error)
     again = "and run the same command again"
     closed = _closed_folder(error)
     return Problem(
@@ -103,7 +103,8 @@ def _refused(error: OSError) -> Problem:
     )
 
 
-def _too_long(error: OSError) -> Problem:
+def too_long(error: OSError) -> Problem:
+    """The problem of a path or name that no file can have."""
     path = os.fsencode(error.filename) if isinstance(error.filename, (str, bytes)) else b""
     name = max(path.split(b"/"), key=len)
     found = f"a name of {len(name):,} bytes" if len(name) > LONGEST_NAME else f"a path of {len(path):,} bytes"

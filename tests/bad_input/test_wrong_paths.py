@@ -77,6 +77,7 @@ PATHS: dict[str, Callable[[Path], Path | str]] = {
     "a folder without permission": _closed,
     "inside a folder without permission": _inside_closed,
     "a name of 300 characters": lambda folder: folder / ("a" * 300),
+    "a long name in a new folder": lambda folder: folder / "new" / ("a" * 300) / "model",
     "a path of 6,000 characters": lambda folder: f"{folder}/{'a/' * 3000}",
     "a null character": lambda folder: f"{folder}/a\0b",
     "nothing": lambda folder: "",
@@ -140,6 +141,8 @@ def plain(result: Result) -> list[str]:
         wrong.append("another error is named")
     if not any(words in result.err for words in ("remedy: ", "expected: ", "Try '")):
         wrong.append("no remedy")
+    if "name too long" in result.err and "same command again" in result.err:
+        wrong.append("the same command is to be run again")
     if "\x1b" in result.err:
         wrong.append("a control character")
     return wrong

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from reshard.boundary import too_long
 from reshard.errors import ReshardError, listed, size
 from reshard.transfer import claims
 from reshard.transfer.beside import ASIDE, JOURNAL, OUTPUT, REPLACED, locked, partials
@@ -300,6 +301,8 @@ def _refused(error: OSError, target: Path, kept: int | None) -> ReshardError:
 
     `kept` bytes are not lost; None if their number is unknown.
     """
+    if error.errno == errno.ENAMETOOLONG:
+        return ReshardError(too_long(error))
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     first = "free some space" if is_full else "fix what the system reports"
     if kept:
