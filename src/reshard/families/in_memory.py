@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from packaging.version import InvalidVersion, Version
 
 from reshard.families.renaming import Renaming, renaming
 
@@ -30,6 +33,13 @@ def _table() -> Table:
 def release() -> str:
     """The release of transformers whose names in memory are written."""
     return str(_table()["release"])
+
+
+def is_newer(config: Mapping[str, Any]) -> bool:
+    """Whether a config was saved by a later release, whose names in memory may be others."""
+    with suppress(InvalidVersion):
+        return Version(str(config.get("transformers_version"))) > Version(release())
+    return False
 
 
 class _Part(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.errors import Problem, ReshardError
-from reshard.families import Family, declared, live_names
+from reshard.families import Family, declared, in_memory, live_names
 from reshard.formats import fused
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model import recognition, vocabulary
@@ -90,9 +90,16 @@ def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
         if family and (layers := _layers(checkpoint, family)) and layers.moved
         else recognition.not_known(model_type)
     )
-    note = f"{why}; names are taken as they are"
     renamed = fused.under_hub_names(checkpoint, live_names(config))
-    return Resolved(renamed, None, config, (note,) if config else ())
+    is_same = renamed.tensors.keys() == checkpoint.tensors.keys()
+    how = "names are taken as they are" if is_same else "names in memory become the Hub's, as in transformers"
+    notes = [f"{why}; {how}"] if config else []
+    if in_memory.is_newer(config):
+        notes.append(
+            f"config.json is of transformers {config['transformers_version']}, but names in memory are known "
+            f"up to {in_memory.release()}: load the output, and look for missing weights"
+        )
+    return Resolved(renamed, None, config, tuple(notes))
 
 
 def _named(config: Mapping[str, Any]) -> list[str]:
