@@ -21,6 +21,40 @@ Rules = dict[str, Any]
 """Lists of rules by the model type or the class that they are for; the name of another list, if they are the same."""
 
 
+CORRECTED: dict[str, list[tuple[Any, list[Any]]]] = {
+    "kimi_k25": [
+        (
+            {"hub": "vision_tower.encoder", "memory": "model.vision_tower"},
+            [
+                {
+                    "hub": "vision_tower.encoder.(blocks|final_layernorm)",
+                    "memory": r"model.vision_tower.\1",
+                },
+                {"hub": "^vision_tower.patch_embed.proj", "memory": "^model.vision_tower.patch_embed.proj"},
+                {"hub": "^mm_projector.pre_norm", "memory": "^model.mm_projector.pre_norm"},
+            ],
+        ),
+        (
+            {"hub": "blocks", "memory": "layers"},
+            [{"hub": "vision_tower.blocks", "memory": "vision_tower.layers"}],
+        ),
+    ]
+}
+"""Rules that do not undo themselves, by model type, and what is meant.
+
+Transformers 5.24 saves the layers of Kimi-K2.5's language model as blocks, and its patches below an encoder, which no
+other program knows.
+"""
+
+
+def _corrected(name: str, rules: list[Any]) -> list[Any]:
+    for wrong, meant in CORRECTED.get(name, ()):
+        if wrong in rules:
+            at = rules.index(wrong)
+            rules = [*rules[:at], *meant, *rules[at + 1 :]]
+    return rules
+
+
 class _Recorded:
     """An object of transformers as it was called: only its name and its arguments."""
 
@@ -37,6 +71,7 @@ class _Recorded:
         return {**dict(zip(PATTERNS, self.args, strict=False)), **self.kwargs}
 
     def __getattr__(self, name: str) -> Any:
+        name = name.removeprefix("_original_")  # as given, before a rule is prepared for use
         try:
             value = self.given[name]
         except KeyError:
@@ -58,7 +93,7 @@ def rules_in(source: bytes) -> Rules:
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": importing}
     exec(compile(text, MODULE, "exec"), module.__dict__)  # the package that pip's own index serves
     made = module.__dict__["_build_checkpoint_conversion_mapping"]()
-    found = {name: [as_data(each) for each in rules] for name, rules in made.items()}
+    found = {name: _corrected(name, [as_data(each) for each in rules]) for name, rules in made.items()}
     return _shared({name: rules for name, rules in found.items() if rules})
 
 
@@ -86,7 +121,7 @@ def as_data(rule: Any) -> dict[str, Any]:
     if rule.name == PREFIX:
         return {key: value for key, value in rule.kwargs.items() if value is not None}
     given = rule.given
-    data = {"hub": given["source_patterns"], "memory": given["target_patterns"]}
+    data = {"hub": given.get("source_patterns", ()), "memory": given.get("target_patterns", ())}
     if rule.name == CONVERTER:
         data["operations"] = [_operation(each) for each in given["operations"]]
     elif rule.name != RENAMING:

@@ -18,7 +18,7 @@ Operation = Mapping[str, Any]
 """One operation on tensors: its `name` in transformers, and its settings."""
 
 GUARDED = "GroupWeightRename"
-SHIFTED = "Inkling2IndexOffsetWeightRename"
+PAIRED = "LayerPairCollapse"
 
 
 class Renamed(NamedTuple):
@@ -117,6 +117,21 @@ class Renaming:
         return self.applied(name).matched == 0
 
 
+class Paired(Renaming):
+    """A layer that the Hub has as two: one of attention, and one of the MLP. Saving does not undo it."""
+
+    def applied(self, name: str, *, guard: bool = True) -> Renamed:
+        match = _HALF.search(name)
+        if match is None or (self.kept and self.kept.fullmatch(name)):
+            return Renamed(name, None)
+        layer, is_mlp = divmod(int(match[1]), 2)
+        module = _SCALES.get(match[2], "mlp" if is_mlp else "self_attn")
+        return Renamed(f"{name[: match.start()]}layers.{layer}.{module}{name[match.end() :]}", 0)
+
+
+_HALF = re.compile(r"layers\.(\d+)\.(mixer|attn_alpha|mlp_alpha)(?=\.|$)")
+_SCALES = {"attn_alpha": "lambda_1", "mlp_alpha": "lambda_2"}
+
 _GROUP = re.compile(r"\(.+?\)")
 _LOOK = re.compile(r"\(\?.+?\)?\)")
 _WORD = re.compile(r"[a-zA-Z0-9]$")
@@ -143,7 +158,9 @@ def renaming(
         return replace(_of_prefix(data, tuple(below)), kept=kept)
     hub, memory = (tuple([each] if isinstance(each, str) else each) for each in (data["hub"], data["memory"]))
     operations, kind, offset = tuple(data.get("operations", ())), data.get("kind", ""), data.get("offset", 0)
-    return Renaming(hub, memory, operations, tuple(below), kind, offset, kept=kept)
+    return (Paired if kind == PAIRED else Renaming)(
+        hub, memory, operations, tuple(below), kind, offset, kept=kept
+    )
 
 
 def _of_prefix(data: Mapping[str, Any], below: tuple[str, ...]) -> Renaming:
@@ -159,8 +176,10 @@ def _of_prefix(data: Mapping[str, Any], below: tuple[str, ...]) -> Renaming:
 def saved(rules: Sequence[Renaming]) -> tuple[Renaming, ...]:
     """The rules that save what `rules` load, in reverse order.
 
-    Without prefixes that a whole model may have or not.
+    Without prefixes that a whole model may have or not, and without what saving does not undo.
     """
     return tuple(
-        rule.reversed() for rule in reversed(rules) if not (rule.is_prefix and "" in (rule.below or ("",)))
+        rule.reversed()
+        for rule in reversed(rules)
+        if not (rule.is_prefix and "" in (rule.below or ("",))) and rule.kind != PAIRED
     )

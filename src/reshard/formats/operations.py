@@ -11,10 +11,11 @@ from functools import lru_cache, partial
 from math import ceil
 from typing import Any, NamedTuple
 
+from reshard.algebra.tensors import Cells
 from reshard.algebra.views import View, concat
 from reshard.errors import Problem
 from reshard.families.renaming import Operation
-from reshard.transfer.plan import Planned
+from reshard.transfer.plan import ZERO, Planned
 
 Tensors = dict[str, list[Planned]]
 """Tensors by pattern, in the order of their names."""
@@ -81,11 +82,12 @@ class Context(NamedTuple):
     after: Sequence[str]
     config: Mapping[str, Any]
 
-    def size(self, key: str, subconfig: str | None = None) -> int:
-        """A number in the config, or in a config within it."""
+    def size(self, key: str, subconfig: str | None = None, default: int | None = None) -> int:
+        """A number in the config, or in a config within it; `default` if it is not there."""
         inner = self.config.get(subconfig) if subconfig else None
         text = inner if isinstance(inner, dict) else self.config.get("text_config", self.config)
         value = text.get(key, self.config.get(key))
+        value = default if value is None else value
         if not isinstance(value, int) or value < 1:
             raise UnfitError(f"config.json has no usable {key}")
         return value
@@ -171,6 +173,36 @@ def _chunk(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
         names = _numbered(names[0], context.size(attribute))
     parts = _cut(_only(tensors), operation.get("dim", 0), len(names))
     return {name: [part] for name, part in zip(names, parts, strict=True)}
+
+
+def _split(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
+    """One tensor cut into parts of the sizes that their modules have, or the reverse."""
+    if operation.get("inverse"):
+        return _concatenate(tensors, {**operation, "inverse": False}, context)
+    tensor, axis, begin = _only(tensors), operation.get("dim", 0), 0
+    result: Tensors = {}
+    for target in context.after:
+        size = _rows_of(target, context)
+        result[target] = [_piece(tensor, axis, begin, size)]
+        begin += size
+    if begin != tensor.shape[axis]:
+        raise UnfitError(f"{tensor.name} {list(tensor.shape)} has not {begin} rows, as config.json says")
+    return result
+
+
+def _rows_of(module: str, context: Context) -> int:
+    """The rows of a projection by its name, from the sizes in the config."""
+    last = module.removesuffix(".weight").rpartition(".")[2]
+    if last in ("q_proj", "k_proj", "v_proj"):
+        heads = context.size("num_attention_heads")
+        head = context.size("head_dim", default=context.size("hidden_size") // heads)
+        return head * (heads if last == "q_proj" else context.size("num_key_value_heads", default=heads))
+    if last not in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"):
+        raise UnfitError(f"the rows of {module} are not known from config.json")
+    heads = context.size("linear_num_value_heads")
+    value = heads * context.size("linear_value_head_dim")
+    key = context.size("linear_num_key_heads") * context.size("linear_key_head_dim")
+    return {"in_proj_qkv": 2 * key + value, "in_proj_z": value}.get(last, heads)
 
 
 def _concatenate(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
@@ -347,6 +379,50 @@ def _experts_of_two_kinds(tensors: Tensors, operation: Operation, context: Conte
     return result
 
 
+def _unpad(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
+    """A head with a row for each token, filled up with zeros on the Hub to the rows of the embedding."""
+    tensor = _only(tensors)
+    rows = context.size("vocab_size" if operation.get("inverse") else "unpadded_vocab_size")
+    more = rows - tensor.shape[0]
+    if more < 0:
+        raise UnfitError(f"{tensor.name} {list(tensor.shape)} has more rows than the {rows} of the model")
+    if not more:
+        return {context.after[0]: [tensor]}
+    rest = tensor.shape[1:]
+
+    def filled(view: View) -> View:
+        zeros = View.of(Cells(ZERO, tensor.dtype), more * _product(rest))
+        return concat([view, zeros.reshape(more, *rest)], 0)
+
+    return {context.after[0]: [_changed(tensor, (rows, *rest), filled)]}
+
+
+def _merge_queries(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
+    """The queries [layers, 4, hidden] of query, key, value and MLP, which the Hub has in two tensors."""
+    if operation.get("inverse"):
+        tensor = _only(tensors)
+        parts = [_piece(tensor, 1, at, 1) for at in range(4)]
+        flat = (2 * tensor.shape[0], *tensor.shape[2:])
+        pairs = [_joined([parts[0], parts[3]], 1), _joined(parts[1:3], 1)]
+        names = zip(context.after, pairs, strict=True)
+        return {name: [_changed(pair, flat, _reshaped(flat))] for name, pair in names}
+    if set(context.before) != tensors.keys():
+        raise UnfitError(f"nothing is named {next(each for each in context.before if each not in tensors)}")
+    halves = []
+    for each in (tensors[pattern][0] for pattern in context.before):
+        shape = (each.shape[0] // 2, 2, *each.shape[1:])
+        halves.append(_changed(each, shape, _reshaped(shape)))
+    outer = [_piece(halves[0], 1, at, 1) for at in range(2)]
+    return {context.after[0]: [_joined([outer[0], halves[1], outer[1]], 1)]}
+
+
+def _plain_experts(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
+    """Experts that may be quantized on the Hub: those that are not, as they are."""
+    if len(tensors) > 1:
+        raise UnfitError("the experts are quantized in a format that reshard cannot read")
+    return {context.after[0]: [_only(tensors)]}
+
+
 OPERATIONS: dict[str, Callable[[Tensors, Operation, Context], Tensors]] = {
     "Chunk": _chunk,
     "Concatenate": _concatenate,
@@ -356,5 +432,9 @@ OPERATIONS: dict[str, Callable[[Tensors, Operation, Context], Tensors]] = {
     "PermuteForRope": _permute_for_rope,
     "Conv3dToLinear": _flatten,
     "ErnieFuseAndSplitTextVisionExperts": _experts_of_two_kinds,
+    "Split": _split,
+    "Inkling2UnpadVocab": _unpad,
+    "Inkling2LoopMergeMessageQueries": _merge_queries,
+    "Inkling2LoopDequantizeExperts": _plain_experts,
 }
 """By their names in transformers."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from reshard.families.architectures.deepseek_v3 import DEEPSEEK_V3
 from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.live import by_transformers
 from reshard.families.within import Carried, Within
 
 
@@ -27,4 +28,7 @@ def with_projector(name: str, architecture: str, projector: str) -> Family:
 
 
 KIMI_VL = with_projector("kimi_vl", "KimiVLForConditionalGeneration", "multi_modal_projector")
-KIMI_K25 = with_projector("kimi_k25", "KimiK25ForConditionalGeneration", "mm_projector")
+KIMI_K25 = replace(
+    with_projector("kimi_k25", "KimiK25ForConditionalGeneration", "mm_projector"),
+    live=by_transformers("kimi_k25", "Kimi_K25ForConditionalGeneration"),
+)
