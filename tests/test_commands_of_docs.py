@@ -141,7 +141,8 @@ def internevo(folder: Path, base: Path) -> None:
 
 
 def nemo(folder: Path, base: Path) -> None:
-    nemo2(make_model("llama", base, dtype="bfloat16", head_dim=8), folder)
+    run = folder / "llama--val_loss=1.2300-step=10-consumed_samples=80.0-last"
+    nemo2(make_model("llama", base, dtype="bfloat16", head_dim=8), run)
 
 
 BY_ROW: dict[str, Make] = {

@@ -46,6 +46,18 @@ def test_both_folders_can_be_passed(place: str, base: Path, tmp_path: Path) -> N
     assert reshard.verify(source / place, base).equal
 
 
+def test_the_last_of_several_checkpoints_of_a_run(base: Path, tmp_path: Path) -> None:
+    """With the names that NeMo's ModelCheckpoint gives them."""
+    runs = tmp_path / "results" / "checkpoints"
+    for step, end in ((5, ""), (10, ""), (10, "-last")):
+        nemo2(base, runs / f"llama--val_loss=1.2300-step={step}-consumed_samples={8 * step}.0{end}")
+    for place in (runs, runs.parent):
+        assert "step=10-consumed_samples=80.0-last" in str(reshard.inspect(place).notes)
+    done = reshard.convert(runs, tmp_path / "out", iteration=5)
+    assert any("step=5-" in note for note in done.plan.notes)
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(base))
+
+
 def test_nemo_1_with_a_base(base: Path, tmp_path: Path) -> None:
     source = nemo1(base, tmp_path / "unpacked")
     reshard.convert(source, tmp_path / "out", base=base)

@@ -22,6 +22,7 @@ STEPS = tuple(
     for pattern in (
         r"(?:global_)?step[_-]?(\d+)",  # DeepSpeed, torchtitan, verl
         r"checkpoint-(\d+)",  # Trainer
+        r"(?:.*-)?step=(\d+)(?:-.*)?",  # NeMo
         r"epoch[_-](\d+)",
         r"(\d+)",  # InternEvo
     )
