@@ -118,6 +118,7 @@ def test_names_in_memory_become_the_hubs_and_come_back(model_type: str, tmp_path
         assert names == expected or (model_type in SHARED and names > expected)
     reshard.convert(tmp_path / "hub", tmp_path / "dcp", to="dcp", no_tokenizer=True)
     assert_same_tensors(as_torch_reads(tmp_path / "dcp")["model"], state)
+    assert all(reshard.verify(tmp_path / each, tmp_path / "hub").equal for each in ("live", "dcp"))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError, size
+from reshard.families import declared
 from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
@@ -288,7 +289,9 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
         if checkpoint.dialect != "hf":
             raise
         # The names are the Hub's already: missing, extra or misshapen tensors are the differences.
-        found = replace(as_named(checkpoint, _config(checkpoint, base)), config={})
+        found = as_named(checkpoint, _config(checkpoint, base))
+        if declared(found.config.get("model_type")):
+            found = replace(found, config={})  # it is damaged, so that its config says nothing of its tensors
         return Side(found.checkpoint, None, logical_tensors(found), sources, notes, quantized)
 
 
