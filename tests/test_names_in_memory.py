@@ -21,6 +21,8 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.views import View
 from reshard.errors import ReshardError
 from reshard.families import in_memory
+from reshard.families.renaming import saved
+from reshard.formats.operations import OPERATIONS
 from reshard.formats.renamed import applied, to_hub
 from reshard.transfer.plan import Planned
 from tests.environments import python
@@ -216,6 +218,27 @@ def test_names_of_a_later_release_are_pointed_out(version: str, told: bool, tmp_
     notes = reshard.convert(tmp_path / "live", tmp_path / "out", no_tokenizer=True, dry_run=True).plan.notes
     assert any(f"transformers {version}, but" in note for note in notes) == told
     assert any("names in memory become the Hub's" in note for note in notes)
+
+
+def test_every_operation_of_transformers_is_known() -> None:
+    table = json.loads(in_memory.FILE.read_text())
+    lists = [rules for rules in table["rules"].values() if not isinstance(rules, str)]
+    named = {each["name"] for rules in lists for rule in rules for each in rule.get("operations", ())}
+    assert named <= OPERATIONS.keys()
+
+
+def test_padded_rows_of_a_head_that_has_none_in_memory_are_refused() -> None:
+    config = {
+        "model_type": "inkling2_text",
+        "architectures": ["Inkling2ForCausalLM"],
+        "vocab_size": 8,
+        "unpadded_vocab_size": 6,
+    }
+    rules = in_memory.renamings(config)
+    (hub,) = applied(planned({"lm_head.weight": (6, 2)}), saved(rules), config, to_memory=False)
+    assert (hub.name, hub.shape, hub.source().shape) == ("model.llm.unembed.weight", (8, 2), (8, 2))
+    with pytest.raises(ReshardError, match=r"more rows than the 6(?s:.*)from_pretrained"):
+        applied([hub], rules, config)
 
 
 def test_experts_that_are_missing_are_named(tmp_path: Path) -> None:

@@ -21,18 +21,27 @@ Tensors = dict[str, list[Planned]]
 """Tensors by pattern, in the order of their names."""
 
 
+_BY_TRANSFORMERS = "load it with from_pretrained of transformers, and save its state_dict with dcp.save"
+
+
 class UnfitError(Exception):
     """A rule of transformers that the tensors do not fit, in words.
 
     `missing` are the numbers that a list lacks, and `count` is its length; `kinds` are the dtypes and shapes of
-    tensors that would be joined.
+    tensors that would be joined. With a `remedy`, the tensors are as they should be, but cannot be converted.
     """
 
     def __init__(
-        self, why: str, *, missing: Sequence[int] = (), count: int = 0, kinds: Iterable[tuple[Any, ...]] = ()
+        self,
+        why: str,
+        *,
+        missing: Sequence[int] = (),
+        count: int = 0,
+        kinds: Iterable[tuple[Any, ...]] = (),
+        remedy: str = "the checkpoint is incomplete, or of another model than config.json describes (--base DIR)",
     ) -> None:
         super().__init__(why)
-        self.missing, self.count, self.kinds = missing, count, sorted(kinds)
+        self.missing, self.count, self.kinds, self.remedy = missing, count, sorted(kinds), remedy
 
     def problem(self, name: str) -> Problem:
         """The problem of the tensor called `name`, which cannot be made."""
@@ -46,7 +55,7 @@ class UnfitError(Exception):
             tensor=name,
             rule="transformers joins and splits tensors when it loads a model, and undoes it when it saves one",
             found=str(self),
-            remedy="the checkpoint is incomplete, or of another model than config.json describes (--base DIR)",
+            remedy=self.remedy,
         )
 
 
@@ -98,7 +107,8 @@ def convert(tensors: Tensors, operations: Sequence[Operation], context: Context)
     for operation in operations:
         known = OPERATIONS.get(operation["name"])
         if known is None:
-            raise UnfitError(f"the operation {operation['name']} of transformers is not known")
+            name = operation["name"]
+            raise UnfitError(f"the operation {name} of transformers is not known", remedy=_BY_TRANSFORMERS)
         tensors = known(tensors, operation, context)
     return tensors
 
@@ -385,7 +395,8 @@ def _unpad(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
     rows = context.size("vocab_size" if operation.get("inverse") else "unpadded_vocab_size")
     more = rows - tensor.shape[0]
     if more < 0:
-        raise UnfitError(f"{tensor.name} {list(tensor.shape)} has more rows than the {rows} of the model")
+        why = f"{tensor.name} {list(tensor.shape)} has more rows than the {rows} of the model in memory"
+        raise UnfitError(why, remedy=_BY_TRANSFORMERS)
     if not more:
         return {context.after[0]: [tensor]}
     rest = tensor.shape[1:]
@@ -419,7 +430,8 @@ def _merge_queries(tensors: Tensors, operation: Operation, context: Context) -> 
 def _plain_experts(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
     """Experts that may be quantized on the Hub: those that are not, as they are."""
     if len(tensors) > 1:
-        raise UnfitError("the experts are quantized in a format that reshard cannot read")
+        why = "the experts are quantized in a format that reshard cannot read"
+        raise UnfitError(why, remedy=_BY_TRANSFORMERS)
     return {context.after[0]: [_only(tensors)]}
 
 
