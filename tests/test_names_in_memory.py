@@ -7,6 +7,7 @@ oldest one finds every weight that it has.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,6 +226,9 @@ def test_every_operation_of_transformers_is_known() -> None:
     lists = [rules for rules in table["rules"].values() if not isinstance(rules, str)]
     named = {each["name"] for rules in lists for rule in rules for each in rule.get("operations", ())}
     assert named <= OPERATIONS.keys()
+    assert not re.search(
+        r"(layers|experts)[\\.]+\d", in_memory.FILE.read_text()
+    )  # names differing so are alike
 
 
 def test_padded_rows_of_a_head_that_has_none_in_memory_are_refused() -> None:

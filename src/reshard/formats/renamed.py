@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from reshard.errors import Problem, ReshardError
-from reshard.families.renaming import GUARDED, Renamed, Renaming, saved
+from reshard.families.renaming import GUARDED, Renaming, saved
 from reshard.formats.operations import Context, Tensors, UnfitError, convert
 from reshard.transfer.plan import Planned
 
@@ -67,21 +68,26 @@ def applied(
     converters = [rule for rule in rules if rule.operations]
     guards = {id(rule): any(map(rule.matches_first, names)) for rule in renames if rule.kind == GUARDED}
 
-    def renamed(name: str) -> str:
+    def rename(name: str) -> _Hit:
         for rule in renames:
             name = rule.applied(name, guard=guards.get(id(rule), True)).name
-        return name
+        return _Hit(name)
+
+    renaming, converting = _Alike(rename), _Alike(partial(_converted, converters))
+
+    def renamed(name: str) -> str:
+        return renaming(name).name
 
     found: list[tuple[int, str, Planned]] = []
     groups: dict[tuple[str, int], _Group] = {}
     for position, tensor in enumerate(ordered):
         name = renamed(tensor.name) if to_memory else tensor.name
-        at, hit = _converted(name, converters)
-        if hit.matched is None:
+        hit = converting(name)
+        if hit.rule is None:
             found.append((position, name if to_memory else renamed(name), tensor))
             continue
-        group = groups.setdefault((hit.name, at), _Group(position, {}))
-        group.tensors.setdefault(converters[at].patterns[hit.matched], []).append(tensor)
+        group = groups.setdefault((hit.name, hit.rule), _Group(position, {}))
+        group.tensors.setdefault(converters[hit.rule].patterns[hit.pattern], []).append(tensor)
     problems: list[Problem] = []
     for (name, at), group in groups.items():
         rule = converters[at]
@@ -106,12 +112,45 @@ class _Group(NamedTuple):
     tensors: Tensors
 
 
-def _converted(name: str, converters: Rules) -> tuple[int, Renamed]:
-    """The first rule that converts a tensor, and what it finds; `matched` is None if there is none."""
+class _Hit(NamedTuple):
+    """A new name, and the indices of the rule that converts the tensor, if there is one, and of its pattern."""
+
+    name: str
+    rule: int | None = None
+    pattern: int = 0
+
+
+def _converted(converters: Rules, name: str) -> _Hit:
+    """The first rule that converts a tensor."""
     for at, rule in enumerate(converters):
-        if (hit := rule.applied(name)).matched is not None:
-            return at, hit
-    return -1, Renamed(name, None)
+        new, matched = rule.applied(name)
+        if matched is not None:
+            return _Hit(new, at, matched)
+    return _Hit(name)
+
+
+class _Alike:
+    """A function of names that treats those alike that differ only in the number of the expert.
+
+    A model may have a hundred thousand names of experts, which no rule tells apart.
+    """
+
+    def __init__(self, function: Callable[[str], _Hit]) -> None:
+        self._function, self._known = function, dict[str, _Hit]()
+
+    def __call__(self, name: str) -> _Hit:
+        expert = _EXPERT.search(name)
+        if expert is None:
+            return self._function(name)
+        like = name[: expert.start()] + _ANY + name[expert.end() :]
+        found = self._known.get(like)
+        if found is None:
+            found = self._known[like] = self._function(like)
+        return found._replace(name=found.name.replace(_ANY, expert[0]))
+
+
+_EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
+_ANY = "7000000000"
 
 
 def _unique(tensors: Iterable[Planned]) -> list[Planned]:
