@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import reshard
 from tests.environments import python
+from tests.genuine.hub_names import rewritten, rounded_router
 from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, STAGES, TYPES, make_model_type
 
@@ -60,6 +61,7 @@ def judge(name: str, tmp_path: Path, **config: Any) -> None:
         make_model_type(name, base, **config)
     else:
         make_model(name, base, dtype="bfloat16", **config)
+    rewritten(base, rounded_router)
     jobs: list[str] = []
     for tp, pp, ep in NAMES[name]:
         theirs, ours, exported = folders(tmp_path, tp * pp)

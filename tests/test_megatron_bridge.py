@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.families.rope import both_spellings
 from reshard.formats.companions import portable_tokenizer_config
 from tests.environments import python
-from tests.genuine.hub_names import rounded_bias
+from tests.genuine.hub_names import rewritten, rounded_bias, rounded_router
 from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, TYPES, make_model_type
 from tests.test_mcore_bridge import assert_same, folders, tensors_of
@@ -58,10 +57,8 @@ def judge(name: str, tmp_path: Path, **config: Any) -> None:
         make_model_type(name, base, vocab=288, **config)
     else:
         make_model(name, base, dtype="bfloat16", vocab_size=288, **config)
-        file = base / "model.safetensors"
-        tensors = load_file(file)
-        rounded_bias({}, tensors)
-        save_file(tensors, file, metadata={"format": "pt"})
+        rewritten(base, rounded_bias)
+    rewritten(base, rounded_router)
     as_transformers_4_spells(base)
     jobs: list[str] = []
     for tp, pp, ep in NAMES[name]:

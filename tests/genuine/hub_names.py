@@ -8,9 +8,11 @@ model into them, or the output of transformers 5 into the Hub's form.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -40,6 +42,21 @@ def rounded_bias(config: Config, tensors: Tensors) -> None:
     """Megatron-Bridge 0.3.1 rounds the bias of a router to bfloat16, which it stores as float32."""
     for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
         tensors[name] = tensors[name].bfloat16().float()
+
+
+def rounded_router(config: Config, tensors: Tensors) -> None:
+    """The router's weights as they are on the Hub; transformers 5.24 saves those of most models as float32."""
+    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+        tensors[name] = tensors[name].bfloat16()
+
+
+def rewritten(folder: Path, *changes: Edit) -> None:
+    """Change the tensors of a folder with one file."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for change in changes:
+        change({}, tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def without_statics(config: Config, tensors: Tensors) -> None:
