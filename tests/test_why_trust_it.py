@@ -35,6 +35,16 @@ def test_what_the_judges_are_asked() -> None:
     assert f"| {judged(MCORE)}, relative difference at most 1e-5 |" in PAGE
 
 
+def test_the_types_with_names_in_memory() -> None:
+    pytest.importorskip("transformers")
+    from reshard.families import in_memory
+    from tests import test_names_in_memory
+
+    release = ".".join(in_memory.release().split(".")[:2])
+    assert f"| transformers 4.51 and {release} |" in PAGE
+    assert f"| {len(test_names_in_memory.EVERY)} model types," in PAGE
+
+
 def test_what_is_struck_and_fuzzed() -> None:
     security = " ".join((REPOSITORY / "SECURITY.md").read_text(encoding="utf-8").split())
     runs = f"{60 * len(ROADS):,} runs"
