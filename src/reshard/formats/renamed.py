@@ -63,14 +63,13 @@ def applied(
 ) -> list[Planned]:
     """The tensors after all rules, in one direction. Raises ReshardError if they do not fit an operation."""
     ordered = sorted(tensors, key=lambda tensor: _natural(tensor.name))
-    names = [tensor.name for tensor in ordered]
     renames = [rule for rule in rules if not rule.operations]
     converters = [rule for rule in rules if rule.operations]
-    guards = {id(rule): any(map(rule.matches_first, names)) for rule in renames if rule.kind == GUARDED}
+    guards = _guards(renames, {_like(tensor.name)[0] for tensor in ordered})
 
     def rename(name: str) -> _Hit:
-        for rule in renames:
-            name = rule.applied(name, guard=guards.get(id(rule), True)).name
+        for rule, guard in zip(renames, guards, strict=True):
+            name = rule.applied(name, guard=guard).name
         return _Hit(name)
 
     renaming, converting = _Alike(rename), _Alike(partial(_converted, converters))
@@ -129,6 +128,17 @@ def _converted(converters: Rules, name: str) -> _Hit:
     return _Hit(name)
 
 
+def _guards(renames: Rules, names: set[str]) -> list[bool]:
+    """For each rule, whether its later patterns apply: whether any name matches the first one when it is its turn."""
+    if not any(rule.kind == GUARDED for rule in renames):
+        return [True] * len(renames)
+    guards = []
+    for rule in renames:
+        guards.append(rule.kind != GUARDED or any(map(rule.matches_first, names)))
+        names = {rule.applied(name, guard=guards[-1]).name for name in names}
+    return guards
+
+
 class _Alike:
     """A function of names that treats those alike that differ only in the number of the expert.
 
@@ -139,14 +149,19 @@ class _Alike:
         self._function, self._known = function, dict[str, _Hit]()
 
     def __call__(self, name: str) -> _Hit:
-        expert = _EXPERT.search(name)
-        if expert is None:
+        like, expert = _like(name)
+        if not expert:
             return self._function(name)
-        like = name[: expert.start()] + _ANY + name[expert.end() :]
         found = self._known.get(like)
         if found is None:
             found = self._known[like] = self._function(like)
-        return found._replace(name=found.name.replace(_ANY, expert[0]))
+        return found._replace(name=found.name.replace(_ANY, expert))
+
+
+def _like(name: str) -> tuple[str, str]:
+    """A name with a number that no expert has, and the number that it had; "" if it is of no expert."""
+    expert = _EXPERT.search(name)
+    return (name[: expert.start()] + _ANY + name[expert.end() :], expert[0]) if expert else (name, "")
 
 
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
