@@ -153,6 +153,8 @@ def test_links_that_name_no_file_are_ignored(server: Web, root: Path) -> None:
         "x/%2e%2e/%2e%2e/y",
         "/elsewhere",
         "http://127.0.0.2/model/z",
+        "http://[x",
+        "//[",
         "?C=N",
         "",
     )

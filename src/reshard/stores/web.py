@@ -254,16 +254,8 @@ class WebStore(Store):
                 if status is None or status in PASSING:
                     raise
                 return set()  # the folder shows no links
-        host, _, path = folder.partition("://")[2].partition("/")
-        here, top = f"http://{host}/{quote(path)}/", f"/{path}/" if path else "/"
-        found = set()
-        for link in _LINK.finditer(text):
-            target = urlsplit(urljoin(here, html.unescape(link[1] or link[2] or link[3] or "")))
-            whole = unquote(target.path)
-            below = whole.removeprefix(top)
-            if target.netloc == host and whole.startswith(top) and _is_plain(below.removesuffix("/")):
-                found.add(f"{folder}/{below}")
-        return found
+        links = (html.unescape(link[1] or link[2] or link[3] or "") for link in _LINK.finditer(text))
+        return {f"{folder}/{below}" for link in links if (below := _below(folder, link))}
 
     async def _text(self, url: str) -> str:
         """The text of a page; empty if there is something else at its URL."""
@@ -317,6 +309,20 @@ def _too_long(url: str, found: str) -> ReshardError:
         found=found,
         remedy=f"pass the URL of the checkpoint itself, not of a folder above it; or {INSTEAD}",
     )
+
+
+def _below(folder: str, link: str) -> str:
+    """The path below a folder that a link on its page leads to; empty if it leads elsewhere, or nowhere."""
+    host, _, path = folder.partition("://")[2].partition("/")
+    top = f"/{path}/" if path else "/"
+    try:
+        target = urlsplit(urljoin(f"http://{host}/{quote(path)}/", link))
+    except ValueError:  # brackets that enclose no address
+        return ""
+    whole = unquote(target.path)
+    below = whole.removeprefix(top)
+    is_below = target.netloc == host and whole.startswith(top) and _is_plain(below.removesuffix("/"))
+    return below if is_below else ""
 
 
 def _is_plain(path: str) -> bool:
