@@ -192,6 +192,26 @@ def test_a_listing_that_does_not_end_is_refused(server: Web, parts: Callable[[],
     assert len(server.requests) == 1
 
 
+def test_pages_of_many_folders_are_limited_in_total(
+    server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "PAGES", 8 << 20)
+    server.folder, server.lists = tmp_path, True
+    folders = "".join(f'<a href="{number}/">x</a>' for number in range(100)).encode()
+
+    def lie(path: str, headers: dict[str, str], truth: bytes) -> Answer | None:
+        links = folders if path == "/model/" else b""
+        return {"Content-Type": "text/html"}, [links, bytes(1 << 20)]
+
+    server.lie = lie
+    for number in range(100):
+        (tmp_path / "model" / str(number)).mkdir(parents=True)
+    with within(60):
+        result = reshard("inspect", f"{server.address}/model", "--json")
+    assert result.code == 2 and result.json["problems"][0]["code"] == "listing-too-long"
+    assert server.sent < 50 << 20
+
+
 def slowly(parts: bytes) -> Iterator[bytes]:
     for each in parts:
         time.sleep(0.02)

@@ -71,6 +71,9 @@ FILES = 20_000
 PAGE = 8 << 20
 """Most bytes of a page of links."""
 
+PAGES = 64 << 20
+"""Most bytes of all pages below a URL."""
+
 _LINK = re.compile(r"""<a\s[^<>]*?\bhref\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"'<>]+))""", re.IGNORECASE)
 
 
@@ -231,31 +234,34 @@ class WebStore(Store):
 
     def _links(self, root: str, depth: int) -> set[str]:
         """The files that the pages of a folder link to; empty if it has none."""
-        pages, files, seen = [root], set[str](), set[str]()
+        pages, files, seen, received = [root], set[str](), set[str](), 0
         for _ in range(depth):
             seen.update(pages)
-            for shown in pool().map(self._page, pages):
+            for shown, nbytes in pool().map(self._page, pages):
                 files |= shown
+                received += nbytes
                 _check_count(root, len(files) + len(seen))
+                if received > PAGES:
+                    raise _too_long(root, f"pages of more than {PAGES:,} bytes in total")
             folders = {each for each in files if each.endswith("/")}
             files -= folders
             pages = sorted({each.rstrip("/") for each in folders} - seen)
         return files
 
-    def _page(self, folder: str) -> set[str]:
-        """The URLs below a folder that its page links to, those of folders with a final slash; empty without a page."""
+    def _page(self, folder: str) -> tuple[set[str], int]:
+        """The URLs below a folder that its page links to, those of folders with a final slash, and the page's bytes."""
         with translated(folder):
             try:
                 text = retried(lambda: self._in_loop(self._text, folder + "/"))
             except FileNotFoundError:
-                return set()
+                return set(), 0
             except Exception as error:
                 status = status_of(error)
                 if status is None or status in PASSING:
                     raise
-                return set()  # the folder shows no links
+                return set(), 0  # the folder shows no links
         links = (html.unescape(link[1] or link[2] or link[3] or "") for link in _LINK.finditer(text))
-        return {f"{folder}/{below}" for link in links if (below := _below(folder, link))}
+        return {f"{folder}/{below}" for link in links if (below := _below(folder, link))}, len(text)
 
     async def _text(self, url: str) -> str:
         """The text of a page; empty if there is something else at its URL."""
@@ -305,7 +311,7 @@ def _too_long(url: str, found: str) -> ReshardError:
         "listing-too-long",
         "the server lists too many files",
         file=url,
-        expected=f"pages of at most {PAGE:,} bytes, with at most {FILES:,} files below the URL",
+        expected=f"pages of at most {PAGE:,} bytes, {PAGES:,} in total, with at most {FILES:,} files below the URL",
         found=found,
         remedy=f"pass the URL of the checkpoint itself, not of a folder above it; or {INSTEAD}",
     )
