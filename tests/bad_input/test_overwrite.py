@@ -81,7 +81,10 @@ def test_overwrite_replaces_a_checkpoint_of_elsewhere(copy: Copy, tmp_path: Path
     for name in beside:
         (dst / name).parent.mkdir(parents=True, exist_ok=True)
         (dst / name).write_text(name)
-    for name in ("train.py", "other.safetensors", "checkpoint-7/model.safetensors", ".cache/pip"):
+    for name in (
+        *("train.py", "other.safetensors", "checkpoint-7/model.safetensors", ".cache/pip"),
+        *("data.pt", "sampler.pt", "optimizer_tp0_pp0.pt", "distrib_optim.pt", "train_state.pt", "latest"),
+    ):
         (dst / name).parent.mkdir(exist_ok=True)
         (dst / name).touch()
         assert refusal(*convert(src, *MEGATRON, "--overwrite"))["found"].rstrip("/") in name

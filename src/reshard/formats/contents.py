@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from reshard.errors import ReshardError
-from reshard.formats import open_checkpoint
+from reshard.formats import FORMATS, open_checkpoint
 from reshard.formats.companions import find_companions, read_object
 from reshard.stores import StorePath
 from reshard.transfer.sources import noted
@@ -16,16 +16,6 @@ from reshard.transfer.sources import noted
 RECORD = "reshard.json"
 FILES = "files"
 """The key under which `reshard.json` names the files written with it, as a list or as the keys of an object."""
-
-_PARTS = (
-    *("*.index.json", "latest", "latest_universal", "latest_checkpointed_iteration.txt"),
-    *("latest_wandb_artifact_path.txt", "train_state.pt", "latest_train_state.pt", "run_config.yaml"),
-    *("metadata.json", ".metadata", "*.distcp", "common.pt", "distrib_optim.pt", "model_optim_rng.pt"),
-    *("*_model_states.pt", "*_optim_states.pt", "exp_avg*.pt", "step.pt", "optim_world_size_*_rank_*.pt"),
-    *("extra_state_world_size_*_rank_*.pt", "fsdp_config.json", "data.pt", "optimizer_tp*.pt"),
-    *("optimizer_wp*.pt", "gating_*.pt", "context.pt", "sampler.pt", "schedulder.pt"),
-)
-"""Files that engines write as parts of a checkpoint. InternEvo spells `schedulder`."""
 
 _KEPT = (
     *("README.md", "LICENSE*", ".gitattributes", "training_args.bin", "trainer_state.json", "progress.txt"),
@@ -82,8 +72,7 @@ def foreign_among(names: Iterable[str], folder: Path) -> list[str]:
 def _own(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...]]:
     """The files of the checkpoint in a folder: paths, and patterns of names."""
     listed = _listed(folder)
-    own = _of_the_checkpoint(folder) if listed is None else listed
-    return own, _PARTS if listed is None and own else ()
+    return _of_the_checkpoint(folder) if listed is None else (listed, ())
 
 
 def _listed(folder: Path) -> set[PurePosixPath] | None:
@@ -97,18 +86,17 @@ def _listed(folder: Path) -> set[PurePosixPath] | None:
         return None
 
 
-def _of_the_checkpoint(folder: Path) -> set[PurePosixPath]:
-    """The files that are read to open the one checkpoint in a folder, and its companions."""
+def _of_the_checkpoint(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...]]:
+    """The files that are read to open the one checkpoint in a folder, its companions, and the parts of its format."""
     try:
         with noted() as sources:
-            root = open_checkpoint(folder).root
+            checkpoint = open_checkpoint(folder)
             found = [
                 *map(Path, sources.paths),
-                *find_companions(folder, root).files.values(),
+                *find_companions(folder, checkpoint.root).files.values(),
                 folder / RECORD,
             ]
     except (ReshardError, OSError):
-        return set()
-    return {
-        PurePosixPath(path.relative_to(folder).as_posix()) for path in found if path.is_relative_to(folder)
-    }
+        return set(), ()
+    below = (path.relative_to(folder) for path in found if path.is_relative_to(folder))
+    return {PurePosixPath(path.as_posix()) for path in below}, FORMATS[checkpoint.format].parts

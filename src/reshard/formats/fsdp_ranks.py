@@ -400,4 +400,8 @@ FORMAT = Format(
     open_checkpoint,
     aliases=("fsdp", "fsdp1", "fsdp2"),
     instead="dcp, which FSDP and FSDP2 load with torch.distributed.checkpoint",
+    parts=(
+        *("optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt"),
+        *("fsdp_config.json", "data.pt"),
+    ),
 )

@@ -272,4 +272,5 @@ FORMAT = Format(
     open_checkpoint,
     Target(lay_out, quantized=True),
     aliases=("hf", "transformers", "safetensors"),
+    parts=("*.index.json",),
 )

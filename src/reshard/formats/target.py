@@ -231,6 +231,7 @@ class Format:
     """One format. `what` describes the files in one line; `target` is None for a read-only format.
 
     `aliases` are other names that users may type for it; `instead` is what to write instead of a read-only format.
+    `parts` are patterns for the names of files that belong to a checkpoint but are not read to open it.
     `detect` checks by file names whether a path is in this format; it is quick and does not raise. `open` reads only
     headers and metadata, takes the requested iteration, or None, and raises ReshardError.
     """
@@ -242,6 +243,7 @@ class Format:
     target: Target | None = None
     aliases: tuple[str, ...] = ()
     instead: str = ""
+    parts: tuple[str, ...] = ()
 
     @property
     def all_names(self) -> tuple[str, ...]:

@@ -12,4 +12,5 @@ FORMAT = Format(
     open_checkpoint,
     Target(lay_out, names=(LIVE,), states=MOMENTS, notes=notes),
     aliases=("torch-dcp", "torchtitan"),
+    parts=(".metadata", "*.distcp"),
 )

@@ -13,4 +13,8 @@ FORMAT = Format(
     open_checkpoint,
     Target(lay_out, names=(LIVE,), states=MOMENTS, dtype="float32", notes=notes),
     aliases=("ds", "zero"),
+    parts=(
+        *("latest", "latest_universal"),
+        *("*_model_states.pt", "*_optim_states.pt", "exp_avg*.pt", "step.pt"),
+    ),
 )

@@ -13,4 +13,8 @@ FORMAT = Format(
     open_checkpoint,
     Target(lay_out, names=("internlm2", "internlm"), sharded=True, fit=fit, complete=complete, notes=notes),
     aliases=("internevo",),
+    parts=(
+        *("optimizer_tp*.pt", "optimizer_wp*.pt", "gating_*.pt", "context.pt", "sampler.pt"),
+        "schedulder.pt",  # as InternEvo spells it
+    ),
 )

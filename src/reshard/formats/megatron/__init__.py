@@ -19,6 +19,12 @@ def _open(path: Path, iteration: Iteration | None = None) -> Checkpoint:
     return opened(path, iteration)
 
 
+_OF_RUN = (
+    *("latest_checkpointed_iteration.txt", "latest_wandb_artifact_path.txt"),
+    *("train_state.pt", "latest_train_state.pt", "run_config.yaml"),
+)
+"""Files next to the weights in both formats, and next to all iterations."""
+
 TORCH_DIST = Format(
     torch_dist.NAME,
     "Megatron-Core distributed checkpoint (torch_dist)",
@@ -36,6 +42,7 @@ TORCH_DIST = Format(
         load_with=load_with,
     ),
     aliases=("mcore", "megatron-core", "torch-dist"),
+    parts=(*_OF_RUN, "metadata.json", ".metadata", "*.distcp", "common.pt"),
 )
 LEGACY = Format(
     legacy.NAME,
@@ -44,4 +51,5 @@ LEGACY = Format(
     legacy.open_checkpoint,
     Target(legacy.lay_out, names=("mcore",), sharded=True, fit=fit, notes=notes, load_with=load_with),
     aliases=("legacy", "mcore-legacy"),
+    parts=(*_OF_RUN, "distrib_optim.pt", "model_optim_rng.pt"),
 )
