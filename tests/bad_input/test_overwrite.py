@@ -83,12 +83,14 @@ def test_overwrite_replaces_a_checkpoint_of_elsewhere(copy: Copy, tmp_path: Path
         (dst / name).write_text(name)
     for name in (
         *("train.py", "other.safetensors", "checkpoint-7/model.safetensors", ".cache/pip"),
+        *("LICENSES/MIT.txt", "scaler.pt/x"),
         *("data.pt", "sampler.pt", "optimizer_tp0_pp0.pt", "distrib_optim.pt", "train_state.pt", "latest"),
     ):
         (dst / name).parent.mkdir(exist_ok=True)
         (dst / name).touch()
         assert refusal(*convert(src, *MEGATRON, "--overwrite"))["found"].rstrip("/") in name
-        shutil.rmtree(dst / "checkpoint-7", ignore_errors=True)
+        for folder in ("checkpoint-7", "LICENSES", "scaler.pt"):
+            shutil.rmtree(dst / folder, ignore_errors=True)
         (dst / name).unlink(missing_ok=True)
     for flags in (MEGATRON, MEGATRON, ("--to", "huggingface")):
         converted(src, dst, *flags, "--overwrite")

@@ -54,8 +54,8 @@ def foreign_in(folder: Path) -> list[str]:
 
 
 def stays(name: str) -> bool:
-    """Whether a file next to a checkpoint stays there when the checkpoint is replaced."""
-    return any(fnmatchcase(PurePosixPath(name).name, pattern) for pattern in _KEPT)
+    """Whether a file next to a checkpoint stays there when the checkpoint is replaced; no folder does."""
+    return not name.endswith("/") and any(fnmatchcase(PurePosixPath(name).name, pattern) for pattern in _KEPT)
 
 
 def foreign_among(names: Iterable[str], folder: Path) -> list[str]:
