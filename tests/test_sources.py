@@ -11,12 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import reshard as api
+from reshard import remote
 from reshard.algebra.tensors import cells_of
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.transfer.sources import noted
+from tests.bad_input.damage import flip
 from tests.commandline import reshard
 
 CHANGED = "a source changed while it was read"
@@ -158,6 +161,52 @@ def test_a_change_between_two_runs(model: Path, change: Change, checksum: bool) 
     continues = change is link_and_protect and checksum
     assert len(notes) == 1 and notes[0].startswith("continuing" if continues else "starting over"), notes
     assert api.verify(model, dst) and api.verify(dst)
+
+
+def test_a_changed_copy_is_compared_again_by_the_next_run(
+    hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A head that is stored although it is tied: only the comparison reads it."""
+    model, dst = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(hf_model("qwen3", tie_word_embeddings=True), model)
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+    left = [200_000]
+
+    def interrupt(count: int) -> None:
+        left[0] -= count
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    options = {"to": "huggingface", "max_shard_size": "50KB", "workers": 1}
+    with pytest.raises(KeyboardInterrupt):
+        api.convert(model, dst, on_bytes=interrupt, **options)
+    before, content = path.stat(), path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    begin, _ = json.loads(content[8:header])["lm_head.weight"]["data_offsets"]
+    flip(path, header + begin + head.nbytes // 2)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ReshardError, match="a tensor is stored twice, with different values"):
+        api.convert(model, dst, **options)
+    assert not dst.exists()
+
+
+@pytest.mark.parametrize("name", ["families/in_memory.json", "transfer/plan.py"])
+def test_another_table_of_names_is_another_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A run that was killed before an upgrade is not continued after it."""
+    package = Path(remote.__file__).parent
+    shutil.copytree(package, tmp_path / "reshard")
+    before = remote._program()
+    monkeypatch.setattr(remote, "__file__", str(tmp_path / "reshard" / "remote.py"))
+    assert remote._program() == before
+    with (tmp_path / "reshard" / name).open("a") as file:
+        file.write("\n")
+    assert remote._program() != before
 
 
 def test_a_change_between_plan_and_conversion(model: Path) -> None:

@@ -166,6 +166,7 @@ class Progress:
         if "uploaded" in entry:
             self.files[entry["uploaded"]].elsewhere = str(entry["state"])
         if "seals" in entry:
+            self.equal = False  # what was compared may have changed, and only what was used is checked again
             self.seals = {
                 real: (int(when), str(path), ranges) for real, (when, path, ranges) in entry["seals"].items()
             }
