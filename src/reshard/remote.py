@@ -40,8 +40,8 @@ def _program() -> str:
     """A digest of the code that determines the output: the version alone does not identify a checkout."""
     package, digest = Path(__file__).parent, sha256(f"{__version__} {np.__version__}".encode())
     for part in ("algebra", "families", "transfer", "formats", "model", "adapters", "planning"):
-        for path in sorted((package / part).rglob("*.py")):
-            digest.update(path.read_bytes())
+        for path in sorted((package / part).rglob("*.*")):  # tables of names, too
+            digest.update(b"" if path.suffix == ".pyc" else path.read_bytes())
     return digest.hexdigest()
 
 
