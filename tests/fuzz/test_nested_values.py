@@ -32,6 +32,18 @@ PICKLES = [
 ]
 
 
+BUILT = {
+    "BINPERSID": b"0",
+    "TUPLE1": b"0",
+    "TUPLE2": b"00",
+    "TUPLE3": b"000",
+    "TUPLE": b"1",
+    "REDUCE": b"00",
+    "NEWOBJ": b"00",
+}
+"""Opcodes that make one value of others, and what removes these from the stack."""
+
+
 def of_pairs(index: int) -> bytes:
     """A pair of a pair … of ones, each twice the same object."""
     return b"K\x01" + b"2\x86" * LEVELS
@@ -50,14 +62,15 @@ def nested(pickled: bytes) -> Iterator[tuple[str, bytes]]:
     seen, before = set(), ["", "", ""]
     for (opcode, value, begin), end in zip(opcodes, ends, strict=True):
         assert begin is not None and end is not None
-        if opcode.stack_before == [] and len(opcode.stack_after) == 1 and "GET" not in opcode.name:
-            place = " ".join(before)
+        is_pushed = opcode.stack_before == [] and len(opcode.stack_after) == 1 and "GET" not in opcode.name
+        if is_pushed or opcode.name in BUILT:
+            place = " ".join(before if is_pushed else [*before, opcode.name])
             if place not in seen and opcode.name != "MARK":
                 seen.add(place)
                 for nest in (of_pairs, of_lists):
                     yield (
                         f"{nest.__name__} after {place}",
-                        pickled[:begin] + nest(len(opcodes)) + pickled[end:],
+                        pickled[:begin] + BUILT.get(opcode.name, b"") + nest(len(opcodes)) + pickled[end:],
                     )
         if "PUT" not in opcode.name and opcode.name != "MEMOIZE":
             said = value if isinstance(value, str) else opcode.name

@@ -150,8 +150,11 @@ class _Reader:
 
     def read(self) -> tuple[DcpMetadata, list[Problem]]:
         """The metadata, and its problems."""
-        planner_data = self._state.get("planner_data")
-        metadata = DcpMetadata({}, {}, planner_data if isinstance(planner_data, dict) else None)
+        paths = self._state.get("planner_data")
+        known = (
+            {key: path for key, path in paths.items() if _is_path(path)} if isinstance(paths, dict) else None
+        )
+        metadata = DcpMetadata({}, {}, known)
         for key, entry in self._state["state_dict_metadata"].items():
             if entry.name == "TensorStorageMetadata":
                 metadata.tensors[key] = self._tensor(key, entry.state)
@@ -220,6 +223,11 @@ class _Reader:
         if relative not in self._files:
             self._files[relative] = str(below(self._path.parent, relative))
         return self._files[relative]
+
+
+def _is_path(value: Any) -> bool:
+    """Whether a value is a path in a nested state dict, as torch writes it: keys and indices."""
+    return isinstance(value, tuple) and all(isinstance(part, (str, int)) for part in value)
 
 
 def _chunks(metadata: DcpMetadata) -> Iterator[tuple[str, DcpChunk]]:
