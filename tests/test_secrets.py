@@ -13,14 +13,14 @@ from reshard import api
 from reshard.errors import Problem, ReshardError
 from reshard.shown import without_secrets
 from reshard.stores import errors
-from reshard.stores.address import PROTOCOLS
+from reshard.stores.registry import SCHEMES
 from tests.commandline import reshard, within
 
 SECRET = "5ec2e7Zq"
 QUERY = f"?X-Amz-Credential=a&sig={SECRET}"
 
 URLS = [
-    *(f"{scheme}://KEY:{SECRET}@bucket/model" for scheme in PROTOCOLS if not scheme.startswith("http")),
+    *(f"{scheme}://KEY:{SECRET}@bucket/model" for scheme in SCHEMES if not scheme.startswith("http")),
     f"s3://KEY:ab/{SECRET}+cd@bucket/model",
     f"s3://{SECRET}@bucket/model",
     f"https://user:{SECRET}@127.0.0.1:1/model{QUERY}",

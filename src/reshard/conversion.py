@@ -11,7 +11,8 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Problem, ReshardError, size
-from reshard.formats.contents import RECORD, foreign_among, foreign_in, stays
+from reshard.formats.companions import RECORD
+from reshard.formats.contents import foreign_among, foreign_in, stays
 from reshard.formats.record import (
     check_record,
     digests_of,

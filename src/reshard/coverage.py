@@ -26,7 +26,7 @@ from reshard.algebra.views import Piece, View
 from reshard.errors import Problem, ReshardError, listed
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contents import FILES, RECORD
+from reshard.formats.companions import FILES, RECORD
 from reshard.formats.record import options_of, read_unmodified, without_record
 from reshard.formats.target import MASTERS, Options
 from reshard.model.dequantization import UNUSED

@@ -13,7 +13,7 @@ from threading import Lock
 import numpy as np
 
 from reshard.errors import ReshardError, said
-from reshard.formats.contents import RECORD
+from reshard.formats.companions import RECORD
 from reshard.planning import Options, plan_conversion
 from reshard.transfer import claims
 from reshard.transfer.journal import Identity

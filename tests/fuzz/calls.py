@@ -19,7 +19,7 @@ from reshard.doctor import diagnose
 from reshard.errors import ReshardError
 from reshard.formats.safetensors import read_tensors
 from reshard.formats.torchfiles.read import read_torch_file
-from reshard.stores.address import is_url, parsed
+from reshard.stores.registry import is_url, parsed
 from reshard.train.data import load_dataset, read_records, tokens
 from reshard.train.data.mix import mix_of
 from reshard.train.data.records import METHODS, seen

@@ -13,7 +13,7 @@ import s3fs
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
-from reshard.stores import store
+from reshard.stores import registry
 from tests.serving import serving
 
 BUCKET = "bucket"
@@ -129,4 +129,4 @@ def s3_server() -> Iterator[S3]:
 def _forget() -> None:
     """Drop this process's connections to a server that is gone."""
     s3fs.S3FileSystem.clear_instance_cache()
-    store._stores.clear()
+    registry.forget()

@@ -28,6 +28,7 @@ from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.places import belongs, check_open
 from reshard.formats.target import Format, Target
 from reshard.plugins import Registry, leave_out
+from reshard.stores import names
 from reshard.suggest import did_you_mean
 from reshard.transfer.marker import MARKER, parsed_marker
 from reshard.transfer.memory import uncollected
@@ -49,6 +50,24 @@ FORMATS = Registry(
     names=lambda each: each.all_names,
 )
 """Formats by name, in the order of detection: the first match wins."""
+
+
+def _file_names() -> names.FileNames:
+    """What stores are told of the names of files."""
+    formats = FORMATS.values()
+    naming: dict[str, names.Named] = {companions.RECORD: lambda record: record[companions.FILES]}
+    for each in formats:
+        naming.update(each.naming)
+    return names.FileNames(
+        usual=tuple({*companions.USUAL, *naming, *(file for each in formats for file in each.files)}),
+        naming=naming,
+        weights=huggingface.WEIGHTS,
+        other=huggingface.OTHER,
+        twice=huggingface.TWICE,
+    )
+
+
+names.declare(_file_names)
 
 
 def written() -> dict[str, Target]:

@@ -21,6 +21,10 @@ from reshard.transfer.memory import fits
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.sources import open_source, read_source, windows
 
+RECORD = "reshard.json"
+FILES = "files"
+"""The key under which `reshard.json` names the files written with it, as a list or as the keys of an object."""
+
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATES = "additional_chat_templates"
@@ -49,6 +53,23 @@ BESIDES = (
     f"{TEMPLATES}/*.jinja",
     "*processor_config.json",  # preprocessor_config.json, processor_config.json, video_preprocessor_config.json
 )
+USUAL = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    TOKENIZER_CONFIG,
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+"""Those that are looked for by name where there is no listing."""
 # Each of these alone, or the two of BPE together, is a complete vocabulary.
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.txt", "*.model", "*.tiktoken")
 BPE = ("vocab.json", "merges.txt")

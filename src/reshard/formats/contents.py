@@ -9,13 +9,9 @@ from pathlib import Path, PurePosixPath
 
 from reshard.errors import ReshardError
 from reshard.formats import FORMATS, open_checkpoint
-from reshard.formats.companions import find_companions, read_object
+from reshard.formats.companions import FILES, RECORD, find_companions, read_object
 from reshard.stores import StorePath
 from reshard.transfer.sources import noted
-
-RECORD = "reshard.json"
-FILES = "files"
-"""The key under which `reshard.json` names the files written with it, as a list or as the keys of an object."""
 
 _KEPT = (
     *("README.md", "LICENSE*", ".gitattributes", "training_args.bin", "trainer_state.json", "progress.txt"),

@@ -265,6 +265,20 @@ def lay_out(request: Request) -> list[OutputFile]:
     return files
 
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+"""Suffixes of files of weights on the Hub."""
+OTHER = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.onnx_data")
+"""The same weights for other programs, not needed in addition to safetensors."""
+TWICE = ("original/*", "consolidated*")
+"""Where Llama and Mistral store the same weights again, under their makers' names."""
+
+
+def _shards_in(index: Any) -> Iterable[str]:
+    """The names of the shards in an index of weights."""
+    shards: Iterable[str] = index["weight_map"].values()
+    return shards
+
+
 FORMAT = Format(
     NAME,
     "safetensors in one file or in shards; pytorch_model*.bin is read",
@@ -273,4 +287,6 @@ FORMAT = Format(
     Target(lay_out, quantized=True),
     aliases=("hf", "transformers", "safetensors"),
     parts=("*.index.json",),
+    files=tuple(f"{stem}.{suffix}" for stem, suffix in KINDS),
+    naming={f"{stem}.{suffix}.index.json": _shards_in for stem, suffix in KINDS},
 )

@@ -14,7 +14,7 @@ from reshard.formats.checkpoint import Iteration
 from reshard.formats.places import can_list, folders_in
 from reshard.installing import install_command
 from reshard.stores import is_remote
-from reshard.stores.errors import PACKAGES
+from reshard.stores.hub import HubStore
 
 NOTHING_FOUND = "checkpoint-not-found"
 ANYWHERE = "pass the folder with the weights, or an iteration folder"
@@ -51,10 +51,12 @@ def download(path: Path, then: str) -> str | None:
     hub = None if is_remote(path) else _hub_id(path)
     if hub is None:
         return None
-    if find_spec(PACKAGES["hf"]) is None:  # without it, ids are not looked up, not even in the local cache
+    if (
+        find_spec(HubStore.kind.package) is None
+    ):  # without it, ids are not looked up, not even in the local cache
         return (
-            f"{hub} looks like a model id on the Hub, which reshard reads with {PACKAGES['hf']}: "
-            f"{install_command(PACKAGES['hf'])}; otherwise check the path"
+            f"{hub} looks like a model id on the Hub, which reshard reads with {HubStore.kind.package}: "
+            f"{install_command(HubStore.kind.package)}; otherwise check the path"
         )
     return (
         f"{hub} looks like a model id on the Hub that was not downloaded: run hf download {hub} "

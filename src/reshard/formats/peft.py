@@ -73,4 +73,5 @@ FORMAT = Format(
     open_checkpoint,
     Target(lay_out, holds=frozenset({Kind.ADAPTER})),
     aliases=("lora",),
+    files=("adapter_config.json", *FILES),
 )

@@ -13,8 +13,8 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from reshard.errors import ReshardError, size
-from reshard.formats.companions import read_object
-from reshard.formats.contents import FILES, RECORD, foreign_in, stays
+from reshard.formats.companions import FILES, RECORD, read_object
+from reshard.formats.contents import foreign_in, stays
 from reshard.formats.not_found import nothing_there
 from reshard.formats.target import Options
 from reshard.plain import json_of, to_json

@@ -7,7 +7,7 @@ format declares what it can store, and lays the request out in files.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from functools import cached_property
@@ -232,6 +232,8 @@ class Format:
 
     `aliases` are other names that users may type for it; `instead` is what to write instead of a read-only format.
     `parts` are patterns for the names of files that belong to a checkpoint but are not read to open it.
+    `files` are names in the folder of a checkpoint, for which a web server without listings is asked. `naming` are
+    those of JSON files that name others beside them, each with the function that finds these in its content.
     `detect` checks by file names whether a path is in this format; it is quick and does not raise. `open` reads only
     headers and metadata, takes the requested iteration, or None, and raises ReshardError.
     """
@@ -244,6 +246,8 @@ class Format:
     aliases: tuple[str, ...] = ()
     instead: str = ""
     parts: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    naming: Mapping[str, Callable[[Any], Iterable[str]]] = field(default_factory=dict)
 
     @property
     def all_names(self) -> tuple[str, ...]:

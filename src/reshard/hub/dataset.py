@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from reshard.errors import ReshardError, size
-from reshard.stores.address import parsed
 from reshard.stores.errors import translated
+from reshard.stores.hub import HubStore
 from reshard.suggest import did_you_mean
 
 PREFIX = "hf://datasets/"
@@ -43,7 +43,7 @@ def dataset_folder(typed: str, split: str, config: str | None = None, note: Note
     """
     from huggingface_hub import constants, snapshot_download
 
-    parsed(f"hf://{typed.removeprefix(PREFIX)}")
+    HubStore.address(f"hf://{typed.removeprefix(PREFIX)}")
     name, _, revision = typed.removeprefix(PREFIX).partition("@")
     url = f"{PREFIX}{name}"
     source = {"repo_id": name, "repo_type": "dataset", "revision": revision or None}
@@ -74,7 +74,7 @@ def _explained(url: str, name: str, revision: str) -> Iterator[None]:
     )
 
     at = f" --revision {revision}" if revision else ""
-    with translated(url):
+    with translated(url, HubStore.kind):
         try:
             yield
         except GatedRepoError:

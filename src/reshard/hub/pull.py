@@ -8,9 +8,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 from reshard.errors import ReshardError, size
-from reshard.stores.address import parsed
-from reshard.stores.errors import translated
-from reshard.stores.hub import OTHERS, TWICE, HubStore, cached, url_of
+from reshard.stores.hub import HubStore, cached, url_of
+from reshard.stores.names import declared
 
 SAFE = ".safetensors"
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -19,7 +18,7 @@ COMMIT = re.compile("[0-9a-f]{40}")
 def typed_url(typed: str, revision: str | None = None) -> str:
     """The URL of a model, `hf://Org/Model@revision`, from an id or a URL. Raises ReshardError for credentials in it."""
     name = typed.removeprefix("hf://")
-    parsed(f"hf://{name}")
+    HubStore.address(f"hf://{name}")
     return f"hf://{name}@{quote(revision, safe='')}" if revision else f"hf://{name}"
 
 
@@ -43,7 +42,7 @@ def _downloaded(store: HubStore, note: Callable[[str], None]) -> Path:
     """The folder of a revision, after downloading what it lacks. Asked by name, so the cache knows it by that too."""
     from huggingface_hub import snapshot_download
 
-    with translated(store.url):
+    with store.translated(store.url):
         wanted = {"revision": store.revision or None, "ignore_patterns": _skipped(store)}
         missing = [
             each for each in snapshot_download(store.name, dry_run=True, **wanted) if each.will_download
@@ -87,4 +86,4 @@ def _skipped(store: HubStore) -> list[str]:
     if not at_top:
         return []
     usual = [path for path in at_top if path.name.startswith("model")]
-    return [*OTHERS, *(TWICE if usual else ())]
+    return [*declared().other, *(declared().twice if usual else ())]

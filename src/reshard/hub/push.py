@@ -18,7 +18,7 @@ from typing import Any
 
 from reshard.errors import ReshardError, listed, said
 from reshard.formats import written
-from reshard.formats.contents import FILES, RECORD
+from reshard.formats.companions import FILES, RECORD
 from reshard.formats.target import HUB, Options
 from reshard.hub.card import README, SIGNED, model_card
 from reshard.installing import install_command

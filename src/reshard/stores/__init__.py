@@ -7,10 +7,21 @@ opens either for positioned reads. No module above this package needs to know wh
 
 from __future__ import annotations
 
-from reshard.stores.files import File, Stamp, open_file
-from reshard.stores.path import StorePath, as_path, at_home, is_remote, realpath, source_path, typed_path
-from reshard.stores.remote import CONNECTIONS, HEADS, REQUEST, fetch_ahead, fetch_heads
-from reshard.stores.store import refresh
+from reshard.stores.ahead import fetch_ahead, fetch_heads
+from reshard.stores.entry import Stamp
+from reshard.stores.files import File
+from reshard.stores.path import (
+    StorePath,
+    as_path,
+    at_home,
+    is_remote,
+    open_file,
+    realpath,
+    source_path,
+    typed_path,
+)
+from reshard.stores.registry import refresh
+from reshard.stores.remote import CONNECTIONS, HEADS, REQUEST
 
 __all__ = [
     "CONNECTIONS",

@@ -5,21 +5,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError, said
-from reshard.stores import store
-from reshard.stores.address import PROTOCOLS
-from reshard.stores.errors import DENIED, SIGN_IN, missing, retried, status_of
-from reshard.stores.kinds import ObjectStore, entry_of
+from reshard.stores import registry
+from reshard.stores.address import Kind
+from reshard.stores.entry import Entry
+from reshard.stores.errors import DENIED, missing, retried, status_of
+from reshard.stores.objects import ObjectStore, entry_of
 from reshard.stores.path import StorePath
-from reshard.stores.store import Entry
-
-WRITABLE = ("s3", "gs", "oss", "az")
-"""The kinds of stores that objects can be written to."""
 
 SMALLEST, LARGEST, PARTS = 5 << 20, 64 << 20, 9_000
 """Part sizes in bytes, and parts per file: S3 allows 10,000 of at least 5 MiB (the last one may be smaller)."""
@@ -41,33 +38,33 @@ class Bucket:
 
     def __init__(self, path: StorePath) -> None:
         self.url = str(path).rstrip("/")
-        there = store.at(self.url) if PROTOCOLS[self.url.partition("://")[0]] in WRITABLE else None
+        there = registry.at(self.url)
         if not isinstance(there, ObjectStore):
             raise read_only(self.url)
         self._store = there
 
     def listing(self) -> dict[str, Entry]:
         """All objects, by name."""
-        with asked(self.url, "list"):
+        with self._asked(self.url, "list"):
             found = self._store._find(self.url, deep=True)
         below = len(self.url) + 1
         return {url[below:]: entry for url, entry in found.items() if url.startswith(self.url + "/")}
 
     def look(self, name: str) -> Entry | None:
         """One object, or None."""
-        with asked(self.url, "read"), suppress(FileNotFoundError):
+        with self._asked(self.url, "read"), suppress(FileNotFoundError):
             return entry_of(retried(lambda: self._fs.info(self._key(name))))
         return None
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object; None if it does not exist."""
-        with asked(self.url, "read"), suppress(FileNotFoundError):
+        with self._asked(self.url, "read"), suppress(FileNotFoundError):
             return bytes(retried(lambda: self._fs.cat_file(self._key(name))))
         return None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object, and replace an existing one."""
-        with asked(self.url, "write"):
+        with self._asked(self.url, "write"):
             retried(lambda: self._fs.pipe_file(self._key(name), content))
 
     def create(self, name: str, content: bytes) -> bool:
@@ -76,7 +73,7 @@ class Bucket:
         if "mode" not in able and self.look(name):
             return False
         how = {"mode": "create"} if "mode" in able else {}
-        with asked(self.url, "write"), suppress(FileExistsError):
+        with self._asked(self.url, "write"), suppress(FileExistsError):
             self._fs.pipe_file(self._key(name), content, **how)
             return True
         return False
@@ -99,14 +96,14 @@ class Bucket:
             passed.rewind()
             self._fs.put_file(str(file), self._key(name), callback=passed, **how)
 
-        with asked(f"{self.url}/{name}", "write"):
+        with self._asked(f"{self.url}/{name}", "write"):
             retried(once)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove existing objects."""
         keys = [self._key(name) for name in names]
         for begin in range(0, len(keys), PAGE):
-            with asked(self.url, "remove"):
+            with self._asked(self.url, "remove"):
                 self._fs.rm(keys[begin : begin + PAGE])
 
     def forget(self) -> None:
@@ -119,10 +116,13 @@ class Bucket:
         if call is None:
             return
         bucket, prefix, _ = self._fs.split_path(self._key(""))
-        with suppress(ReshardError), asked(self.url, "list"):  # not every user may do this
+        with suppress(ReshardError), self._asked(self.url, "list"):  # not every user may do this
             for each in call("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads") or ():
                 if each["Key"].removeprefix(f"{prefix.rstrip('/')}/") in names:
                     call("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+
+    def _asked(self, url: str, what: str) -> AbstractContextManager[None]:
+        return asked(url, what, self._store.kind)
 
     @property
     def _fs(self) -> Any:
@@ -162,9 +162,8 @@ def _passed(on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> 
 
 
 @contextmanager
-def asked(url: str, what: str) -> Iterator[None]:
+def asked(url: str, what: str, kind: Kind) -> Iterator[None]:
     """Raise ReshardError for anything that a store, its package or the network refuses."""
-    kind = PROTOCOLS[url.partition("://")[0]]
     try:
         yield
     except (FileExistsError, MemoryError, StoppedError):
@@ -196,7 +195,7 @@ def asked(url: str, what: str) -> Iterator[None]:
                 f"the store does not let this user {what} here",
                 file=url,
                 found=found,
-                remedy=SIGN_IN[kind],
+                remedy=kind.sign_in,
             ) from None
         raise ReshardError(
             "bucket-answer-wrong",

@@ -11,28 +11,7 @@ from typing import TypeVar
 from reshard.errors import ReshardError
 from reshard.installing import install_command
 from reshard.shown import without_secrets
-from reshard.stores.address import PROTOCOLS
-
-PACKAGES = {
-    "s3": "s3fs",
-    "gs": "gcsfs",
-    "oss": "ossfs",
-    "az": "adlfs",
-    "hf": "huggingface_hub",
-    "http": "aiohttp",
-}
-"""The package that opens each kind of store."""
-
-SIGN_IN = {
-    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3_ANON=true; "
-    "`aws s3 ls URL` tells whether they work",
-    "gs": "run `gcloud auth application-default login`; for a public bucket set FSSPEC_GS_TOKEN=anon",
-    "oss": "set OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET and OSS_ENDPOINT",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or sign in with `az login`",
-    "hf": "run `hf auth login`, and accept the terms of the model on its page if it has any",
-    "http": "check that the URL works in a browser, and has not expired",
-}
-"""Where each package finds its credentials."""
+from reshard.stores.address import Kind
 
 TRIES = 5
 WAIT = 0.5
@@ -107,9 +86,8 @@ def _package(error: BaseException) -> str:
 
 
 @contextmanager
-def translated(url: str) -> Iterator[None]:
+def translated(url: str, kind: Kind) -> Iterator[None]:
     """Raise FileNotFoundError for a missing file, and ReshardError if a store fails to answer in another way."""
-    kind = PROTOCOLS[url.partition("://")[0]]
     try:
         yield
     except ReshardError:
@@ -131,7 +109,7 @@ def translated(url: str) -> Iterator[None]:
                 "the store does not let this user read here",
                 file=url,
                 found=found,
-                remedy=SIGN_IN[kind],
+                remedy=kind.sign_in,
             ) from error
         if not (isinstance(error, OSError) or status or _package(error) in _NETWORK):
             raise
@@ -156,13 +134,13 @@ def words_of(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:LONGEST]
 
 
-def missing(url: str, kind: str, error: ImportError) -> ReshardError:
+def missing(url: str, kind: Kind, error: ImportError) -> ReshardError:
     """The error for a package that is not installed."""
     return ReshardError(
         "store-package-not-installed",
         f"the package that opens {url.partition('://')[0]}:// is not installed",
         file=url,
-        expected=PACKAGES[kind],
+        expected=kind.package,
         found=str(error),
-        remedy=install_command(PACKAGES[kind]),
+        remedy=install_command(kind.package),
     )

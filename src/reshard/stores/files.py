@@ -1,17 +1,16 @@
-"""Files open for positioned reads, local or remote, and stamps that distinguish their states."""
+"""Files open for positioned reads, and those of a local disk."""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections.abc import Iterable
-from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from reshard.errors import ReshardError
-from reshard.stores.path import StorePath, as_path
+from reshard.stores.entry import Stamp
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -20,33 +19,6 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-
-
-class Stamp(NamedTuple):
-    """What distinguishes states of a file, as far as the system records it.
-
-    `modified` is in nanoseconds, 0 if unknown. `identity` is the inode of a local file; in a store it is the
-    version, ETag or commit. `changed` is the time of the last change of a local file's content or attributes, in
-    nanoseconds: unlike `modified`, no program can set it, but a new name or owner changes it, too.
-    """
-
-    size: int
-    modified: int
-    identity: int | str
-    changed: int = 0
-
-    def as_dict(self) -> dict[str, int | str]:
-        """The entry of a file in a record of what was read."""
-        modified = datetime.fromtimestamp(self.modified / 1e9, timezone.utc).isoformat()
-        known: dict[str, int | str] = {"modified": modified} if self.modified else {}
-        version = {"version": self.identity} if isinstance(self.identity, str) and self.identity else {}
-        return {"bytes": self.size, **known, **version}
-
-    def __str__(self) -> str:
-        modified = datetime.fromtimestamp(self.modified / 1e9).isoformat(" ", "milliseconds")
-        known = f", modified {modified}" if self.modified else ""
-        name = "inode" if isinstance(self.identity, int) else "version"
-        return f"{self.size:,} bytes{known}" + (f", {name} {self.identity}" if self.identity else "")
 
 
 class File(Protocol):
@@ -165,12 +137,6 @@ class LocalFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def open_file(path: str | Path) -> File:
-    """Open a file on a disk or in a store. Raises OSError, and ReshardError for anything but a regular file."""
-    place = as_path(path)
-    return place.opened() if isinstance(place, StorePath) else LocalFile(place)
 
 
 def _read_into(descriptor: int, out: memoryview, offset: int) -> int:

@@ -8,24 +8,40 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from reshard.errors import ReshardError
-from reshard.stores.errors import retried, translated
+from reshard.stores.address import Address, Kind, shown, with_password
+from reshard.stores.entry import Entry
+from reshard.stores.errors import retried
+from reshard.stores.names import declared
 from reshard.stores.ranges import PATIENCE, Body, Wanted
-from reshard.stores.store import Entry, Store
+from reshard.stores.store import Store
 
 ID = re.compile(r"[\w.-]+/[\w.-]+")
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
-OTHERS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.onnx_data")
-"""The same weights for other programs, not needed in addition to safetensors."""
-TWICE = ("original/*", "consolidated*")
-"""Where Llama and Mistral store the same weights again, under their makers' names."""
+_PAGE = re.compile(r"/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?")
+_PASSWORD = re.compile(r"[^@]*:.*@")
 _SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 
 
 class HubStore(Store):
     """A repository. A branch or tag is resolved once, so that all bytes belong to one commit."""
+
+    kind = Kind(
+        ("hf",),
+        "huggingface_hub",
+        "run `hf auth login`, and accept the terms of the model on its page if it has any",
+        "ORG/MODEL",
+    )
+    depth = 2
+
+    @classmethod
+    def address(cls, url: str) -> Address:
+        """A revision may be behind an @, so only a colon makes it a password."""
+        scheme, _, rest = url.partition("://")
+        if _PASSWORD.match(rest):
+            raise with_password(scheme, cls.kind)
+        return Address(scheme, shown(scheme, rest, cls.kind))
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -38,7 +54,7 @@ class HubStore(Store):
     @cached_property
     def commit(self) -> str:
         """The commit of the revision. Raises ReshardError if it does not exist."""
-        with translated(self.url):
+        with self.translated(self.url):
             from huggingface_hub import HfApi, constants
             from huggingface_hub.errors import (
                 GatedRepoError,
@@ -94,7 +110,7 @@ class HubStore(Store):
                 path.relative_to(folder).as_posix(): Entry(blob.stat().st_size, 0, blob.name)
                 for path, blob in blobs.items()
             }
-        with translated(self.url):
+        with self.translated(self.url):
             tree = retried(
                 lambda: list(HfApi().list_repo_tree(self.name, recursive=True, revision=self.commit))
             )
@@ -160,11 +176,11 @@ def cached(name: str, revision: str = "") -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    for left_out in (None, [*OTHERS, *TWICE]):
+    for left_out in (None, [*declared().other, *declared().twice]):
         with suppress(LocalEntryNotFoundError, ValueError):
             wanted: dict[str, Any] = {"revision": revision or None, "ignore_patterns": left_out}
             folder = Path(snapshot_download(name, local_files_only=True, **wanted))
-            return folder if any(path.suffix in WEIGHTS for path in folder.rglob("*")) else None
+            return folder if any(path.suffix in declared().weights for path in folder.rglob("*")) else None
     return None
 
 
@@ -178,6 +194,19 @@ def name_of(folder: Path) -> str:
     """The Hub id of such a model, with which others can load it too; the path of any other folder."""
     found = _SNAPSHOT.search(str(folder))
     return f"{found[1]}/{found[2]}" if found else str(folder)
+
+
+def url_of_page(url: str) -> str | None:
+    """The hf:// URL of the model whose page on the Hub is at an https:// URL; None for any other."""
+    try:
+        page = urlsplit(url)
+    except ValueError:
+        return None
+    hosts = {"huggingface.co", "hf.co", urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc} - {""}
+    named = _PAGE.fullmatch(page.path) if page.netloc in hosts else None
+    if named is None:
+        return None
+    return f"hf://{named[1]}" + (f"@{named[2]}" if named[2] else "")
 
 
 def may_have(typed: str) -> bool:

@@ -15,12 +15,12 @@ from errno import EINVAL, EISDIR, ENOENT, ENOTDIR
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path, PosixPath
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from reshard.stores import address, store
-
-if TYPE_CHECKING:
-    from reshard.stores.remote import RemoteFile
+from reshard.stores import hub, registry
+from reshard.stores.entry import Entry
+from reshard.stores.files import File, LocalFile
+from reshard.stores.remote import RemoteFile
 
 
 class StorePath(PosixPath):
@@ -32,14 +32,12 @@ class StorePath(PosixPath):
 
     def opened(self) -> RemoteFile:
         """The file, open for reading. Raises OSError if it does not exist."""
-        from reshard.stores.remote import RemoteFile
+        return RemoteFile(str(self), self._status(), registry.at(str(self)))
 
-        return RemoteFile(str(self), self._status())
+    def _entry(self) -> Entry | None:
+        return registry.at(str(self)).entry(str(self))
 
-    def _entry(self) -> store.Entry | None:
-        return store.at(str(self)).entry(str(self))
-
-    def _status(self) -> store.Entry:
+    def _status(self) -> Entry:
         found = self._entry()
         if found is None or found.is_folder:
             code = ENOENT if found is None else EISDIR
@@ -74,7 +72,7 @@ class StorePath(PosixPath):
     def iterdir(self) -> Generator[StorePath, None, None]:
         if not self.is_dir():
             raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(self))
-        return (self / name for name in store.at(str(self)).children(str(self)))
+        return (self / name for name in registry.at(str(self)).children(str(self)))
 
     def glob(self, pattern: str | PathLike[str], **how: Any) -> Iterator[StorePath]:  # type: ignore[override]
         return self._matching(Path(pattern).parts)
@@ -136,7 +134,8 @@ class StorePath(PosixPath):
         return tuple(type(self)(*self.parts[:end]) for end in range(len(self.parts) - 1, self._top() - 1, -1))
 
     def _top(self) -> int:
-        return 3 if self.parts[:1] == ("hf:",) else 2 if self.parts[0].endswith(":") else 1
+        is_whole = self.parts[0].endswith(":")
+        return 1 + registry.kind_of(str(self)).depth if is_whole else 1
 
 
 class _Raw(io.RawIOBase):
@@ -165,7 +164,7 @@ class _Raw(io.RawIOBase):
 
 def is_remote(path: str | PathLike[str]) -> bool:
     """Whether a path, or its text, is the URL of something in a store."""
-    return isinstance(path, StorePath) or address.is_url(os.fspath(path))
+    return isinstance(path, StorePath) or registry.is_url(os.fspath(path))
 
 
 def typed_path(typed: str | PathLike[str]) -> Path:
@@ -176,7 +175,7 @@ def typed_path(typed: str | PathLike[str]) -> Path:
     if isinstance(typed, Path):
         return typed
     text = os.fspath(typed)
-    return StorePath(store.connect(text)) if address.is_url(text) else at_home(text)
+    return StorePath(registry.connect(text)) if registry.is_url(text) else at_home(text)
 
 
 def at_home(text: str) -> Path:
@@ -184,7 +183,7 @@ def at_home(text: str) -> Path:
 
     Raises ReshardError for a URL.
     """
-    address.check_local(text)
+    registry.check_local(text)
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -193,9 +192,7 @@ def at_home(text: str) -> Path:
 
 def source_path(typed: str | PathLike[str]) -> Path:
     """The same for a source, which may also be a model id on the Hub if no such local path exists."""
-    if isinstance(typed, str) and not address.is_url(typed) and not typed_path(typed).exists():
-        from reshard.stores import hub
-
+    if isinstance(typed, str) and not registry.is_url(typed) and not typed_path(typed).exists():
         typed = f"hf://{typed}" if hub.may_have(typed) else typed
     return typed_path(typed)
 
@@ -205,6 +202,12 @@ def as_path(kept: str | PathLike[str]) -> Path:
     if isinstance(kept, Path):
         return kept
     return StorePath(kept) if is_remote(kept) else Path(kept)
+
+
+def open_file(path: str | Path) -> File:
+    """Open a file on a disk or in a store. Raises OSError, and ReshardError for anything but a regular file."""
+    place = as_path(path)
+    return place.opened() if isinstance(place, StorePath) else LocalFile(place)
 
 
 def realpath(path: Path) -> Path:

@@ -11,8 +11,7 @@ import time
 from typing import NamedTuple
 
 from reshard.errors import ReshardError
-from reshard.stores.files import Stamp
-from reshard.stores.store import Entry
+from reshard.stores.entry import Entry, Stamp
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 

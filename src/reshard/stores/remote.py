@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
-from reshard.stores import store
-from reshard.stores.errors import retried, translated
-from reshard.stores.files import Stamp
-from reshard.stores.path import is_remote
+from reshard.stores.entry import Entry, Stamp
+from reshard.stores.errors import retried
 from reshard.stores.ranges import Wanted
+from reshard.stores.store import Store
 
 GAP = 1 << 20
 """Two parts with more unused bytes than this between them are read in separate requests."""
@@ -46,9 +44,6 @@ T = TypeVar("T")
 Part = tuple[int, memoryview]
 """An offset in a file, and the memory to fill from there."""
 
-Range = tuple[str, int, int]
-"""A file, and the begin and end of a range of its bytes."""
-
 _pools: dict[int, ThreadPoolExecutor] = {}
 _lock = Lock()
 
@@ -56,9 +51,8 @@ _lock = Lock()
 class RemoteFile:
     """A file of a store."""
 
-    def __init__(self, url: str, entry: store.Entry) -> None:
-        self._url, self._entry = url, entry
-        self._store = store.at(url)
+    def __init__(self, url: str, entry: Entry, store: Store) -> None:
+        self._url, self._entry, self._store = url, entry, store
         self._kept = list(self._store.heads.get(url, ()))
         """Bytes received already, with their offsets: headers are read in several steps."""
 
@@ -89,7 +83,7 @@ class RemoteFile:
         reach = min(max(end, begin + AHEAD), self.size)
         if reach - begin > AHEAD:
             ranges = [(first, min(first + REQUEST, end)) for first in range(begin, end, REQUEST)]
-            return content + b"".join(_side_by_side([partial(self._fetch, *each) for each in ranges]))
+            return content + b"".join(side_by_side([partial(self._fetch, *each) for each in ranges]))
         more = self._fetch(begin, reach)
         self._kept = [*self._kept[-KEPT:], (begin, more)]
         if begin == 0 and len(self._store.heads) < HEADS // AHEAD:
@@ -100,7 +94,7 @@ class RemoteFile:
         parts = list(parts)
         if (end := max((offset + len(out) for offset, out in parts), default=0)) > self.size:
             return end
-        _side_by_side(self.filling(parts))
+        side_by_side(self.filling(parts))
         return None
 
     def filling(self, parts: Iterable[Part]) -> list[Callable[[], object]]:
@@ -113,7 +107,7 @@ class RemoteFile:
             out[:] = content[offset - group.begin : offset - group.begin + len(out)]
 
     def _fetch(self, begin: int, end: int) -> bytes:
-        with translated(self._url):
+        with self._store.translated(self._url):
             return retried(lambda: self._once(begin, end))
 
     def _once(self, begin: int, end: int) -> bytes:
@@ -164,49 +158,11 @@ def _cut(parts: Iterable[Part]) -> Iterator[Part]:
             yield offset + at, out[at : at + REQUEST]
 
 
-def fetch_heads(paths: Iterable[Path]) -> None:
-    """Fetch the beginning of each file that is in a store, many at a time, for when it is opened."""
-    urls = [str(path) for path in paths if is_remote(path)]
-
-    def fetch(url: str) -> None:
-        place = store.at(url)
-        entry = place.entry(url)
-        if entry and not entry.is_folder and url not in place.heads:
-            content = RemoteFile(url, entry).read(0, min(AHEAD, HEADS // len(urls)))
-            place.heads[url] = [(0, content)]
-
-    list(pool().map(fetch, urls))
-
-
-def _side_by_side(requests: Sequence[Callable[[], T]]) -> list[T]:
+def side_by_side(requests: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of requests, many of them made at a time."""
     if len(requests) == 1:
         return [requests[0]()]
     return list(pool().map(lambda request: request(), requests))
-
-
-def fetch_ahead(ranges: Iterable[Range]) -> None:
-    """Fetch many small ranges of files in stores at once. Each is then read once, with exactly these bounds.
-
-    A range outside of its file is left to its reader. Files on disks are ignored.
-    """
-    wanted: dict[str, set[Range]] = {}
-    for each in ranges:
-        if is_remote(each[0]):
-            wanted.setdefault(each[0], set()).add(each)
-    room: list[tuple[store.Store, Range, bytearray]] = []
-    requests: list[Callable[[], object]] = []
-    for url, those in wanted.items():
-        place = store.at(url)
-        entry = place.entry(url)
-        if entry is None or entry.is_folder:
-            continue
-        inside = [each for each in those - place.ahead.keys() if 0 <= each[1] < each[2] <= entry.size]
-        mine = [(place, each, bytearray(each[2] - each[1])) for each in inside]
-        requests += RemoteFile(url, entry).filling((each[1], memoryview(out)) for _, each, out in mine)
-        room += mine
-    _side_by_side(requests)
-    for place, each, out in room:
-        place.ahead[each] = bytes(out)
 
 
 def pool() -> ThreadPoolExecutor:

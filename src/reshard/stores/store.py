@@ -7,31 +7,35 @@ index, a `.metadata`. A listing is also one state of the store, so all answers a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from threading import RLock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import ClassVar
 
-from reshard.stores.address import Address, parsed
-
-if TYPE_CHECKING:
-    from reshard.stores.ranges import Wanted
-
-
-class Entry(NamedTuple):
-    """A file or folder as a store reports it; `modified` is in nanoseconds, 0 if unknown."""
-
-    size: int = 0
-    modified: int = 0
-    identity: str = ""
-    """The version, ETag or commit: it changes with the bytes."""
-    is_folder: bool = False
-
-
-FOLDER = Entry(is_folder=True)
+from reshard.stores.address import Address, Kind
+from reshard.stores.entry import FOLDER, Entry
+from reshard.stores.errors import translated
+from reshard.stores.ranges import Wanted
 
 
 class Store(ABC):
-    """One bucket, repository or web server. All paths in it begin with `url`."""
+    """One bucket, repository or web server. All paths in it begin with `url`: a scheme, and `depth` parts."""
+
+    kind: ClassVar[Kind]
+    depth: ClassVar[int] = 1
+
+    @classmethod
+    @abstractmethod
+    def address(cls, url: str) -> Address:
+        """The parts of a URL of this kind. Raises ReshardError if it names nothing."""
+
+    @classmethod
+    def holding(cls, place: Address) -> Store:
+        """The store that contains an address."""
+        return cls("/".join(place.shown.split("/")[: 2 + cls.depth]))
+
+    def translated(self, url: str) -> AbstractContextManager[None]:
+        """Turns the errors of the package that opens the store into those of reshard; see `errors.translated`."""
+        return translated(url, self.kind)
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -118,45 +122,3 @@ class Listing:
                 self.children.setdefault(folder, set()).add(name)
                 self.entries.setdefault(folder, FOLDER)
                 url = folder
-
-
-_stores: dict[str, Store] = {}
-_lock = RLock()
-
-
-def connect(typed: str) -> str:
-    """Have everything below a typed URL listed when it is next asked for. Returns the URL as it may be shown."""
-    from reshard.stores.kinds import make
-
-    place = parsed(typed)
-    made = make(place)
-    with _lock:
-        before = _stores.get(made.url)
-        if before is None or type(before) is not type(made):
-            before = _stores[made.url] = made
-        before.begin(place)
-    return place.shown
-
-
-def at(url: str) -> Store:
-    """The store that contains a path."""
-    with _lock:
-        found = _known(url)
-        if found is None:
-            from reshard.stores.kinds import make
-
-            made = make(parsed(url))
-            found = _stores[made.url] = made
-        return found
-
-
-def refresh(urls: Iterable[str]) -> None:
-    """Make the stores of some paths report their present state from now on."""
-    for each in {id(found): found for found in map(at, urls)}.values():
-        each.refresh()
-
-
-def _known(url: str) -> Store | None:
-    parts = url.split("/")
-    prefixes: Iterable[str] = ("/".join(parts[:end]) for end in range(len(parts), 2, -1))
-    return next((_stores[prefix] for prefix in prefixes if prefix in _stores), None)

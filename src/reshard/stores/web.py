@@ -20,44 +20,16 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from reshard.errors import ReshardError
 from reshard.plain import JSON_MOST, json_of
-from reshard.stores.address import Address
-from reshard.stores.errors import DENIED, PASSING, retried, status_of, translated
+from reshard.stores.address import Address, Kind, incomplete, shown
+from reshard.stores.entry import Entry
+from reshard.stores.errors import DENIED, PASSING, retried, status_of
+from reshard.stores.names import declared
 from reshard.stores.ranges import INSTEAD, PATIENCE, Body, Wanted
 from reshard.stores.remote import AHEAD, HEADS, RemoteFile, pool
-from reshard.stores.store import Entry, Store
+from reshard.stores.store import Store
 
 A = TypeVar("A")
 T = TypeVar("T")
-
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-KNOWN = (
-    "reshard.json",
-    "config.json",
-    *INDEXES,
-    "model.safetensors",
-    "pytorch_model.bin",
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    ".metadata",
-    "metadata.json",
-    "common.pt",
-    "latest_checkpointed_iteration.txt",
-)
-"""The files requested in a folder that shows no links and has none of the files that name others."""
 
 BEGUN = (".json", ".jinja", ".txt", ".safetensors")
 """Files that are read from their beginning once found: the first request for them fetches it too."""
@@ -80,6 +52,25 @@ _LINK = re.compile(r"""<a\s[^<>]*?\bhref\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"
 class WebStore(Store):
     """A web server. The user and query of a typed URL are sent only with requests at or below that URL."""
 
+    kind = Kind(
+        ("http", "https"),
+        "aiohttp",
+        "check that the URL works in a browser, and has not expired",
+        "HOST/FOLDER",
+    )
+
+    @classmethod
+    def address(cls, url: str) -> Address:
+        """The user and the query may give access, and are not shown."""
+        scheme = url.partition("://")[0]
+        try:
+            split = urlsplit(url)
+            _ = split.port  # raises ValueError, as for a password that contains a slash
+        except ValueError as error:
+            raise incomplete(scheme, cls.kind, str(error)) from None
+        userinfo, _, host = split.netloc.rpartition("@")
+        return Address(scheme, shown(scheme, host + unquote(split.path), cls.kind), userinfo, split.query)
+
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._typed: dict[str, Address] = {}
@@ -99,7 +90,7 @@ class WebStore(Store):
     @cached_property
     def fs(self) -> Any:
         """The file system of fsspec."""
-        with translated(self.url):
+        with self.translated(self.url):
             import aiohttp
             from fsspec.implementations.http import HTTPFileSystem
 
@@ -180,7 +171,7 @@ class WebStore(Store):
 
     def _look(self, url: str, most: int = 1) -> Entry | None:
         """The entry at a URL. Its first `most` bytes are fetched too, and kept if there is more than one."""
-        with translated(url):
+        with self.translated(url):
             try:
                 entry, content = retried(lambda: self._ask(Wanted(url, 0, most)))
             except FileNotFoundError:
@@ -202,33 +193,28 @@ class WebStore(Store):
             looked = zip(known, pool().map(self._look, known), strict=True)
             return {url: entry for url, entry in looked if entry}
         found = self._present([root]) if PurePosixPath(root.removeprefix(self.url)).suffix else {}
-        if root.endswith(INDEXES):
-            folder = root.rpartition("/")[0]
-            self._outside.update(self._present(f"{folder}/{name}" for name in {*self._named(root), *KNOWN}))
+        folder, _, typed = root.rpartition("/")
+        if typed in declared().naming:
+            beside = {*self._named(root), *declared().usual}
+            self._outside.update(self._present(f"{folder}/{name}" for name in beside))
         if found:
             return found
         links = self._links(root, DEPTH if deep else 1)
         if links:
             return self._present(links)
-        found = self._present(f"{root}/{name}" for name in KNOWN)
+        found = self._present(f"{root}/{name}" for name in declared().usual)
         more = {f"{root}/{name}" for url in found for name in self._named(url)}
         return {**found, **self._present(more - found.keys())}
 
     def _named(self, url: str) -> set[str]:
         """The sibling files that a file names: those of a record, or the shards of an index."""
-        name = url.rpartition("/")[2]
-        if name not in (*INDEXES, "reshard.json"):
-            return set()
-        entry = self._look(url)
-        if entry is None:
-            return set()
-        if entry.size > JSON_MOST:
+        names_in = declared().naming.get(url.rpartition("/")[2])
+        entry = self._look(url) if names_in else None
+        if names_in is None or entry is None or entry.size > JSON_MOST:
             return set()  # whoever reads it reports what is wrong, here and below
-        content = RemoteFile(url, entry).read(0, entry.size)
+        content = RemoteFile(url, entry, self).read(0, entry.size)
         try:
-            found = json_of(content)
-            files = found["files"] if name == "reshard.json" else found["weight_map"].values()
-            return {str(each) for each in files if _is_plain(str(each))}
+            return {str(each) for each in names_in(json_of(content)) if _is_plain(str(each))}
         except (AttributeError, LookupError, TypeError, ValueError):
             return set()
 
@@ -237,8 +223,8 @@ class WebStore(Store):
         pages, files, seen, received = [root], set[str](), set[str](), 0
         for _ in range(depth):
             seen.update(pages)
-            for shown, nbytes in pool().map(self._page, pages):
-                files |= shown
+            for links, nbytes in pool().map(self._page, pages):
+                files |= links
                 received += nbytes
                 _check_count(root, len(files) + len(seen))
                 if received > PAGES:
@@ -250,7 +236,7 @@ class WebStore(Store):
 
     def _page(self, folder: str) -> tuple[set[str], int]:
         """The URLs below a folder that its page links to, those of folders with a final slash, and the page's bytes."""
-        with translated(folder):
+        with self.translated(folder):
             try:
                 text = retried(lambda: self._in_loop(self._text, folder + "/"))
             except FileNotFoundError:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.errors import Problem, listed
-from reshard.formats.contents import RECORD as WRITTEN
+from reshard.formats.companions import RECORD as WRITTEN
 from reshard.formats.contents import foreign_in
 from reshard.train.engines import MODULES, engine_named
 from reshard.train.launching.lock import LOCK

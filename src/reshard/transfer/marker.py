@@ -22,7 +22,7 @@ from typing import Any
 from reshard.errors import ReshardError
 from reshard.plain import json_of
 from reshard.stores.bucket import Bucket
-from reshard.stores.store import Entry
+from reshard.stores.entry import Entry
 from reshard.transfer.journal import Identity, parsed_journal
 from reshard.version import __version__
 

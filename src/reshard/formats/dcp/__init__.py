@@ -13,4 +13,5 @@ FORMAT = Format(
     Target(lay_out, names=(LIVE,), states=MOMENTS, notes=notes),
     aliases=("torch-dcp", "torchtitan"),
     parts=(".metadata", "*.distcp"),
+    files=(".metadata",),
 )

@@ -43,6 +43,7 @@ TORCH_DIST = Format(
     ),
     aliases=("mcore", "megatron-core", "torch-dist"),
     parts=(*_OF_RUN, "metadata.json", ".metadata", "*.distcp", "common.pt"),
+    files=(".metadata", "metadata.json", "common.pt", iterations.TRACKER),
 )
 LEGACY = Format(
     legacy.NAME,

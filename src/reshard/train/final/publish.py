@@ -11,7 +11,8 @@ from itertools import count
 from pathlib import Path
 
 from reshard.errors import ReshardError
-from reshard.formats.contents import FILES, foreign_in
+from reshard.formats.companions import FILES
+from reshard.formats.contents import foreign_in
 from reshard.formats.record import digests_of, read_record
 
 UNCHECKED = ".unchecked"

@@ -1,0 +1,97 @@
+"""The kinds of stores, and the stores of this process by their URLs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from threading import RLock
+
+from reshard.errors import ReshardError
+from reshard.stores.address import Address
+from reshard.stores.hub import HubStore, url_of_page
+from reshard.stores.objects import AlibabaOss, AzureBlobs, GoogleCloud
+from reshard.stores.s3 import S3
+from reshard.stores.store import Store
+from reshard.stores.web import WebStore
+
+KINDS: tuple[type[Store], ...] = (S3, GoogleCloud, AlibabaOss, AzureBlobs, HubStore, WebStore)
+"""All kinds of stores."""
+
+SCHEMES = {scheme: each for each in KINDS for scheme in each.kind.schemes}
+"""The kind of store behind each scheme."""
+
+_URL = re.compile(rf"({'|'.join(SCHEMES)})://")
+_FOREIGN = re.compile(rf"[a-z][\w+.-]*://|({'|'.join(SCHEMES)})(:/|//)", re.IGNORECASE)
+
+_stores: dict[str, Store] = {}
+_lock = RLock()
+
+
+def is_url(text: str) -> bool:
+    """Whether a text begins like the URL of a store."""
+    return _URL.match(text) is not None
+
+
+def kind_of(url: str) -> type[Store]:
+    """The kind of store that a URL names."""
+    return SCHEMES[url.partition("://")[0]]
+
+
+def parsed(url: str) -> Address:
+    """The parts of a store's URL, or of a model's page on the Hub. Raises ReshardError if it names nothing."""
+    url = url_of_page(url) or url
+    return kind_of(url).address(url)
+
+
+def check_local(text: str) -> None:
+    """Raise ReshardError for a URL where a path on this machine is needed, and for one that no store has."""
+    if _FOREIGN.match(text):
+        known, stores = is_url(text), ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ReshardError(
+            "path-not-local" if known else "url-names-nothing",
+            "a path on this machine is needed here" if known else "reshard cannot read this URL",
+            file=text,
+            expected="a path" if known else f"a path, or one of {stores} and a name",
+            remedy="correct the URL, or download the files and pass the folder",
+        )
+
+
+def connect(typed: str) -> str:
+    """Have everything below a typed URL listed when it is next asked for. Returns the URL as it may be shown."""
+    place = parsed(typed)
+    made = SCHEMES[place.scheme].holding(place)
+    with _lock:
+        before = _stores.get(made.url)
+        if before is None or type(before) is not type(made):
+            before = _stores[made.url] = made
+        before.begin(place)
+    return place.shown
+
+
+def at(url: str) -> Store:
+    """The store that contains a path."""
+    with _lock:
+        found = _known(url)
+        if found is None:
+            place = parsed(url)
+            found = SCHEMES[place.scheme].holding(place)
+            _stores[found.url] = found
+        return found
+
+
+def refresh(urls: Iterable[str]) -> None:
+    """Make the stores of some paths report their present state from now on."""
+    for each in {id(found): found for found in map(at, urls)}.values():
+        each.refresh()
+
+
+def forget() -> None:
+    """Forget all stores, and what is known of them."""
+    with _lock:
+        _stores.clear()
+
+
+def _known(url: str) -> Store | None:
+    parts = url.split("/")
+    prefixes: Iterable[str] = ("/".join(parts[:end]) for end in range(len(parts), 2, -1))
+    return next((_stores[prefix] for prefix in prefixes if prefix in _stores), None)
