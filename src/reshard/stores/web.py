@@ -8,11 +8,9 @@ ranges. A HEAD would not do: the signature of a URL that was made for a GET is n
 
 from __future__ import annotations
 
-import asyncio
 import html
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from email.utils import parsedate_to_datetime
 from functools import cached_property, partial
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
@@ -147,6 +145,8 @@ class WebStore(Store):
 
     async def _opened(self, url: str, **headers: str) -> Any:
         """The answer to a request, its body not yet read. Raises FileNotFoundError, and aiohttp's errors."""
+        import asyncio  # only here, as most runs need no web server
+
         session = await self.fs.set_session()
         # If a server compresses its answers, their offsets are not those of the file.
         asked = session.get(
@@ -331,6 +331,8 @@ def _entry(headers: Mapping[str, str]) -> Entry:
 
 def _time(text: str) -> int:
     """A time in nanoseconds, 0 if the server's clock or words make no sense."""
+    from email.utils import parsedate_to_datetime
+
     try:
         return int(parsedate_to_datetime(text).timestamp() * 10**9)
     except (IndexError, OverflowError, TypeError, ValueError):
