@@ -22,9 +22,9 @@ from bench.race import Contender
 from bench.scale import COSTS, MODELS, Costs, Planning, Simulation, planned
 from bench.sync import DIRECT
 from reshard.algebra.layout import Layout
+from reshard.cluster.executors import GIB
 from reshard.planning import Options, plan_conversion
 from reshard.transfer import executors, sink
-from reshard.transfer.executors import GIB
 
 LAYERS = (1, 5)
 EXPERTS = (500, 4000)

@@ -17,16 +17,16 @@ from bench.models import DEEPSEEK_V3, FP8_BLOCKS, KIMI_K2, LLAMA_3_1_405B, make
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Cells, Computed
 from reshard.algebra.views import Piece
+from reshard.cluster.executors import GIB
+from reshard.cluster.parts import Part
+from reshard.cluster.spread import parts_for
 from reshard.planning import Options, plan_conversion
 from reshard.transfer.batch import batches
 from reshard.transfer.execute import Run
-from reshard.transfer.executors import GIB
 from reshard.transfer.gather import GAP, RUN, _packed, _run
 from reshard.transfer.journal import Journal
 from reshard.transfer.memory import shared
-from reshard.transfer.parts import Part
 from reshard.transfer.plan import Block, Plan
-from reshard.transfer.spread import parts_for
 
 NODES = (1, 4, 16, 64)
 STORAGE = (2, 10, 100)

@@ -18,7 +18,7 @@ from threading import Event, Thread
 from typing import Any
 
 import reshard
-from reshard.transfer import spread
+from reshard.cluster import spread
 
 
 def small_parts(shares: int = 12, least: int = 1 << 20) -> None:

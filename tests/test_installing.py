@@ -113,8 +113,8 @@ def test_the_command_is_of_the_python_that_runs(installed: Path, monkeypatch: py
 
 def test_every_package_that_is_asked_for_has_an_extra() -> None:
     """Compared with the metadata of this reshard."""
+    from reshard.cluster.executors import EXECUTORS
     from reshard.stores.registry import KINDS
-    from reshard.transfer.executors import EXECUTORS
 
     packages = {*(each.kind.package for each in KINDS), *(kind.package for kind in EXECUTORS.values())}
     assert [name for name in packages if "[" not in install_command(name)] == []

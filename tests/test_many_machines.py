@@ -25,16 +25,17 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from bench.models import QWEN2_5_3B, make
+from reshard.cluster import spread
+from reshard.cluster.parts import Part
+from reshard.cluster.worker import Worker, identity_of
 from reshard.errors import Problem, ReshardError
 from reshard.installing import install_command
 from reshard.planning import Options, plan_conversion
-from reshard.remote import Worker, identity_of
-from reshard.transfer import claims, spread
+from reshard.transfer import claims
 from reshard.transfer.digests import CELL, Digest
 from reshard.transfer.files import Files
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.leftovers import unfinished
-from reshard.transfer.parts import Part
 from tests import environments, spreading
 from tests.bad_input.damage import find, flip
 from tests.commandline import reshard as command
@@ -374,9 +375,9 @@ WRONG = {
 def test_what_cannot_run_is_refused(
     sources: dict[str, Path], tmp_path: Path, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.transfer.executors.CONNECT", 1)
+    monkeypatch.setattr("reshard.cluster.executors.CONNECT", 1)
     monkeypatch.setattr(
-        "reshard.transfer.executors.find_spec", lambda name: None if name in ("ray", "mpi4py") else name
+        "reshard.cluster.executors.find_spec", lambda name: None if name in ("ray", "mpi4py") else name
     )
     if on == "slurm":
         monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm

@@ -10,6 +10,9 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from reshard.cluster import executors
+from reshard.cluster.spread import spread
+from reshard.cluster.worker import Worker, absolute, identity_of
 from reshard.errors import Problem, ReshardError, size
 from reshard.formats.companions import RECORD
 from reshard.formats.contents import foreign_among, foreign_in, stays
@@ -22,14 +25,12 @@ from reshard.formats.record import (
     write_record,
 )
 from reshard.planning import Options, plan_conversion
-from reshard.remote import Worker, absolute, identity_of
 from reshard.stores import StorePath
 from reshard.stores.bucket import Bucket
-from reshard.transfer import executors
 from reshard.transfer.beside import put_aside
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.destination import bucket_problems, space_problems, target_problems
-from reshard.transfer.execute import Report, execute
+from reshard.transfer.execute import execute
 from reshard.transfer.journal import Journal
 from reshard.transfer.leftovers import recover, reusable
 from reshard.transfer.marker import marker_in
@@ -37,8 +38,8 @@ from reshard.transfer.memory import Meter, Share, shared
 from reshard.transfer.overflow import overflow_problem
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
-from reshard.transfer.spread import spread
 from reshard.transfer.staging import OnResume, staged
+from reshard.transfer.state import Report
 from reshard.transfer.uploading import Uploads, room, staging_folder, uploading
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from reshard.algebra.multisets import Multiset, total
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import Piece, View
+from reshard.cluster.worker import identity_of
 from reshard.errors import Problem, ReshardError, listed
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
@@ -36,7 +37,6 @@ from reshard.planning import plan_conversion
 from reshard.planning.adapters import BASE_WEIGHTS, OTHER_ADAPTERS, SHARED
 from reshard.planning.merge import REPLACED as REPLACED_BY_ADAPTER
 from reshard.planning.optimizer import REPLACED
-from reshard.remote import identity_of
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep, noted
 from reshard.transfer.usage import (

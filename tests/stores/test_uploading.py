@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import reshard as api
+from reshard.cluster import spread
 from reshard.stores import source_path
 from reshard.stores.bucket import Bucket
-from reshard.transfer import marker, spread, uploading
+from reshard.transfer import marker, uploading
 from reshard.transfer.marker import MARKER, parsed_marker
 from reshard.transfer.uploading import remove_unfinished_at, unfinished_at
 from tests.bad_input.damage import flip

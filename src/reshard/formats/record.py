@@ -19,11 +19,11 @@ from reshard.formats.not_found import nothing_there
 from reshard.formats.target import Options
 from reshard.plain import json_of, to_json
 from reshard.transfer.digests import NAME, NONE, digest_of
-from reshard.transfer.execute import Report
 from reshard.transfer.journal import Journal
 from reshard.transfer.ledger import Passed, Ranges
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.sources import read_source
+from reshard.transfer.state import Report
 from reshard.transfer.threads import together
 
 OWN = "record"

@@ -8,33 +8,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from threading import Event, Lock
+from pathlib import Path
+from threading import Event
+from types import TracebackType
 
-from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import cells_of
-from reshard.errors import ReshardError
 from reshard.transfer.batch import Batch, Stream
 from reshard.transfer.files import Files
-from reshard.transfer.gather import Gatherer, crc_problem
-from reshard.transfer.job import Found, Job
-from reshard.transfer.journal import EVERY, Journal, Written
-from reshard.transfer.kept import Kept, check_kept
-from reshard.transfer.ledger import Ledger, Passed
+from reshard.transfer.gather import Gatherer
+from reshard.transfer.job import Found, Job, continued
+from reshard.transfer.journal import Journal
 from reshard.transfer.memory import WINDOW, Share, shared
-from reshard.transfer.overflow import Overflow, total
 from reshard.transfer.plan import OutputFile, Plan
-from reshard.transfer.sink import Buffer, stays_cached
+from reshard.transfer.sink import Buffer
+from reshard.transfer.state import Report, State, opened
 from reshard.transfer.threads import together
-
-AT_RISK = 16
-"""All threads together lose at most 1/AT_RISK of an output when the run is killed, if that is at least `LEAST` each."""
-
-LEAST = 16 << 20
-"""Bytes of a file that are not worth a wait for the disk."""
 
 PATIENCE = 1.0
 """Seconds that an interrupted run may spend on flushing its progress to disk."""
@@ -45,28 +35,6 @@ OnFile = Callable[[str, Event], None]
 
 Long work in it must stop when the event is set.
 """
-
-
-@dataclass
-class Report:
-    """Totals: bytes of the output, bytes that an earlier run had written, tensors that contain NaN or Inf.
-
-    `digests` maps the path of each file to its digest. `passed` are the ranges of each source that were read, with
-    their CRC32s; None without checksums. `overflowed` are the finite values that a cast made infinite: for each file,
-    by tensor and offset of the block.
-    """
-
-    nbytes: int = 0
-    resumed: int = 0
-    nonfinite: list[str] = field(default_factory=list)
-    digests: dict[str, str] = field(default_factory=dict)
-    passed: Passed | None = None
-    overflowed: dict[str, dict[tuple[str, int], Overflow]] = field(default_factory=dict)
-
-    def overflows(self) -> dict[str, Overflow]:
-        """The finite values that a cast made infinite, by tensor."""
-        blocks = (each for found in self.overflowed.values() for each in found.items())
-        return total((name, overflow) for (name, _), overflow in blocks)
 
 
 def execute(
@@ -90,97 +58,77 @@ def execute(
     Raises ReshardError if a source is shorter than it was, or if bytes do not have the CRC32 that was recorded for them
     (`checksum` turns this check off). What was written until then stays in `folder` and in the journal.
     """
-    make_folders(plan, folder)
     share = share or shared(None, 1 << 30, plan.need)
-    journal = journal or Journal()
-    kept = check_kept(plan, folder, journal, share.threads)
-    if kept.lost:
-        on_lost(kept.lost)
-    ledger = Ledger(every=True, passed=journal.progress.passed, most=share.ranges) if checksum else None
-    plan.sources.ledger = ledger
-    run = Run(plan, folder, share, ledger, on_bytes, journal, on_file, kept)
-    try:
-        together(run.work, share.threads)
-    finally:
-        run.leave()
-    run.settle(plan.sources.sizes())
-    return run.report
+    state = opened(
+        plan, folder, share, journal or Journal(), checksum=checksum, on_bytes=on_bytes, on_lost=on_lost
+    )
+    whole, left = divided(state)
+    finished = deque(whole)
+    queue = Queue(state, left, lambda file: continued(state, file), Job.close, on_file)
+
+    def work(index: int, stopped: Event) -> None:
+        for path in popped(finished, stopped):
+            on_file(path, stopped)
+        queue.work(stopped)
+
+    with queue:
+        together(work, share.threads)
+    return state.settle()
 
 
-def make_folders(plan: Plan, folder: Path) -> None:
-    """Create the folders of all files of `plan` in `folder`."""
-    parents = {parent for file in plan.files for parent in PurePosixPath(file.path).parents}
-    for parent in sorted(parents - {PurePosixPath()}):
-        # Never create `folder` itself: if someone removed it, no part of it must reappear.
-        (folder / parent).mkdir(exist_ok=True)
+def divided(state: State) -> tuple[list[str], list[OutputFile]]:
+    """The paths of files that an earlier run has completed and that are still here, and the files that it has not."""
+    before = state.journal.progress.files
+    whole = {path for path, each in before.items() if each.is_whole}
+    here = [path for path in before if path in whole and before[path].elsewhere is None]
+    return here, [file for file in state.plan.files if file.path not in whole]
 
 
-class Run:
-    """The state shared by the threads of one execution."""
+def popped(waiting: deque[str], stopped: Event) -> Iterator[str]:
+    """Items of a queue that several threads share, until it is empty or the run is stopped."""
+    with suppress(IndexError):
+        while not stopped.is_set():
+            yield waiting.popleft()
+
+
+class Queue:
+    """Files with batches to write, handed out to threads: each takes the file with the fewest writers.
+
+    `begin` makes the job of a file when its turn comes. Once all batches of a job are written, `close` receives it and
+    `on_file` its path, in the thread that wrote the last one. At the end of a `with` block, the progress of unfinished
+    files is recorded, as far as the disk and the time allow.
+    """
 
     def __init__(
         self,
-        plan: Plan,
-        folder: Path,
-        share: Share,
-        ledger: Ledger | None,
-        on_bytes: Callable[[int], None],
-        journal: Journal,
+        state: State,
+        files: Iterable[OutputFile],
+        begin: Callable[[OutputFile], Job],
+        close: Callable[[Job], None],
         on_file: OnFile = lambda name, stopped: None,
-        kept: Kept | None = None,
     ) -> None:
-        self.folder = folder
-        self.on_bytes, self.on_file = on_bytes, on_file
-        self.ledger = ledger
-        self.journal = journal
-        self.share = share
-        total = sum(file.size for file in plan.files)
-        self.direct = not stays_cached(total)
-        self.every = min(EVERY, max(LEAST, total // AT_RISK // share.threads))
-        """Bytes of a file after which the progress is recorded."""
-        self._digests = kept.digests if kept else {}
-        before = journal.progress
-        self.report = Report(before.nbytes, before.nbytes, sorted(before.nonfinite))
-        self.report.digests = {path: each.digest for path, each in before.files.items() if each.is_whole}
-        self.report.overflowed = {p: dict(each.overflowed) for p, each in before.files.items()}
-        self.lock = Lock()
-        self.names = dict(before.unchecked)
-        self._unchecked = set(before.unchecked)
-        self.touch(before.unchecked)
-        self.waiting = deque(
-            file for file in plan.files if not before.files.get(file.path, Written()).is_whole
-        )
-        self.adopted = deque(
-            path for path, each in before.files.items() if each.is_whole and each.elsewhere is None
-        )
-        """Complete files of earlier runs, which `on_file` has yet to receive."""
+        self._state, self._waiting = state, deque(files)
+        self._begin, self._close, self._on_file = begin, close, on_file
         self._open: list[Job] = []  # with batches left to take
         self._unfinished: set[Job] = set()
 
-    def work(self, index: int, stopped: Event) -> None:
-        """Take batches until none are left."""
-        worker = _Worker(self)
+    def work(self, stopped: Event) -> None:
+        """Write batches until none are left."""
+        worker = _Worker(self._state)
         try:
-            while not stopped.is_set() and (path := self._adopt()):
-                self.on_file(path, stopped)
             while not stopped.is_set() and (taken := self._take()):
                 job, batch = taken
                 if (batch is None or worker.write(job, batch, stopped)) and job.is_written():
-                    self.end(job, stopped)
+                    self._finish(job, stopped)
         finally:
             worker.close()
 
-    def _adopt(self) -> str | None:
-        """A complete file of an earlier run."""
-        with self.lock:
-            return self.adopted.popleft() if self.adopted else None
-
     def _take(self) -> tuple[Job, Batch | None] | None:
         """The next batch, of the open file with the fewest writers, or of a new file; None if that has none left."""
-        with self.lock:
+        with self._state.lock:
             job = min(self._open, key=lambda job: job.active, default=None)
-            if (job is None or job.active) and self.waiting:
-                job = self.begin(self.waiting.popleft())
+            if (job is None or job.active) and self._waiting:
+                job = self._begin(self._waiting.popleft())
                 self._open.append(job)
                 self._unfinished.add(job)
             if job is None:
@@ -191,62 +139,18 @@ class Run:
                 self._open.remove(job)
             return job, batch
 
-    def begin(self, file: OutputFile) -> Job:
-        """The remaining work on a file."""
-        before = self.journal.progress.files.get(file.path, Written())
-        return Job(self, file, before, digest=self._digests.pop(file.path, None))
-
-    def end(self, job: Job, stopped: Event) -> None:
-        """Finish a file whose batches are all written, and call `on_file`, unless stopped."""
+    def _finish(self, job: Job, stopped: Event) -> None:
         if not stopped.is_set():
-            job.close()
+            self._close(job)
             self._unfinished.discard(job)
-            self.on_file(job.path, stopped)
+            self._on_file(job.path, stopped)
 
-    def note(self, stream: Stream) -> list[Storage]:
-        """Record what a finished block showed; return the storages that it was read from, if they have checksums."""
-        name = stream.block.name
-        storages = [cells.storage for cells in cells_of(stream.view)]
-        with self.lock:
-            if stream.nonfinite and name not in self.report.nonfinite:
-                self.report.nonfinite.append(name)
-            for storage in storages:
-                self.names.setdefault(storage, name)
-        return [storage for storage in storages if storage.crc32 is not None]
+    def __enter__(self) -> Queue:
+        return self
 
-    def touch(self, storages: Iterable[Storage]) -> None:
-        """Have storages checked in full at the end, because an earlier run has read parts of them."""
-        if self.ledger:
-            for storage in storages:
-                self.ledger.touch(storage)
-
-    def checks(self, taken: set[Storage]) -> tuple[dict[Storage, str], list[Storage]]:
-        """Checksums for the journal to record once a file contains data from the storages `taken`.
-
-        Returns the storages that are yet to be checked, each with the name of a tensor in it, and those that were
-        checked.
-        """
-        if self.ledger is None or not self.journal.is_open:
-            return {}, []
-        with self.lock:
-            later = [each for each in taken - self._unchecked if not self.ledger.is_right(each)]
-            checked = [each for each in self._unchecked if self.ledger.is_right(each)]
-            return {each: self.names.get(each, "") for each in later}, checked
-
-    def note_checks(self, later: Iterable[Storage], checked: Iterable[Storage]) -> None:
-        """Remember that the journal has recorded these checksums."""
-        with self.lock:
-            self._unchecked.update(later)
-            self._unchecked.difference_update(checked)
-
-    def advance(self, nbytes: int) -> None:
-        """Count bytes that were written."""
-        with self.lock:
-            self.report.nbytes += nbytes
-        self.on_bytes(nbytes)
-
-    def leave(self) -> None:
-        """Record the progress of each unfinished file, as far as the disk and the time allow, and close it."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         deadline = time.monotonic() + PATIENCE
         for job in self._unfinished:
             with suppress(OSError):
@@ -254,30 +158,14 @@ class Run:
                     job.save()
             job.abandon()
 
-    def settle(self, sizes: Mapping[str, int]) -> None:
-        """Compare all checksums; raises ReshardError with every damaged tensor. `sizes` are those of the sources."""
-        self.report.nonfinite.sort()
-        if self.ledger is None:
-            return
-        files = Files()
-        try:
-            wrong = self.ledger.settle(files)
-            if not wrong:
-                self.ledger.complete(files, sizes)
-        finally:
-            files.close()
-        self.report.passed = self.ledger.passed
-        if wrong:
-            raise ReshardError([crc_problem(storage, self.names.get(storage)) for storage in wrong])
-
 
 class _Worker:
     """The buffers of one thread."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, state: State) -> None:
+        self.state = state
         self.files = Files()
-        self.gatherer = Gatherer(self.files, run.ledger, run.share.gathering)
+        self.gatherer = Gatherer(self.files, state.ledger, state.share.gathering)
         self.buffer = Buffer(WINDOW)
 
     def close(self) -> None:
@@ -288,10 +176,10 @@ class _Worker:
         begun = job.begun.get(batch.number)
         streams = [Stream(block, begun) for block in batch.blocks]
         if begun:
-            self.run.touch(cells.storage for cells in cells_of(streams[0].view))
+            self.state.touch(cells.storage for cells in cells_of(streams[0].view))
         unsigned = deque(streams)
         found = Found([batch.number], batch.end - batch.begin)
-        limit = self.run.share.wide if any(map(Stream.is_transposed, streams)) else WINDOW
+        limit = self.state.share.wide if any(map(Stream.is_transposed, streams)) else WINDOW
         for begin, end in batch.windows(limit, begun.end if begun else batch.begin):
             if stopped.is_set():
                 return False
@@ -300,9 +188,9 @@ class _Worker:
             while unsigned and unsigned[0].end <= end:
                 stream = unsigned.popleft()
                 found.late += stream.sign(raw, begin)
-                found.taken.update(self.run.note(stream))
+                found.taken.update(self.state.note(stream))
             job.write(raw.data, begin)
-            self.run.advance(len(raw))
+            self.state.advance(len(raw))
             is_alone = len(streams) == 1 and bool(unsigned)
             job.wrote(batch, streams[0].begun(end) if is_alone else None, len(raw), self.gatherer)
         found.passed = self.gatherer.take_passed()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.algebra.storage import Storage
 from reshard.transfer.batch import Batch, batches
@@ -17,9 +17,7 @@ from reshard.transfer.ledger import Passed, join
 from reshard.transfer.overflow import Overflow
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.sink import Sink
-
-if TYPE_CHECKING:
-    from reshard.transfer.execute import Run
+from reshard.transfer.state import State
 
 
 @dataclass
@@ -52,6 +50,12 @@ class Found:
         self.sums.join(other.sums)
 
 
+def continued(state: State, file: OutputFile) -> Job:
+    """The work on a file that no earlier run has done."""
+    before = state.journal.progress.files.get(file.path, Written())
+    return Job(state, file, before, digest=state.digests.pop(file.path, None))
+
+
 class Job:
     """An output file while it is written. Only its batches in `wanted` are written (by default all).
 
@@ -60,7 +64,7 @@ class Job:
 
     def __init__(
         self,
-        run: Run,
+        state: State,
         file: OutputFile,
         before: Written,
         wanted: set[int] | None = None,
@@ -75,7 +79,7 @@ class Job:
         """Progress of unfinished large blocks, by the numbers of their batches."""
         self.unsaved = Found()
         """What the journal has not recorded yet."""
-        self._run, self._file = run, file
+        self._state, self._file = state, file
         self._late = list(before.late)
         self._begins = {batch.number: batch.begin for batch in parts}
         self._nbytes = sum(batch.end - batch.begin for batch in done)
@@ -96,10 +100,10 @@ class Job:
         with self._opening:
             if self._sink is None:
                 self._sink = Sink(
-                    self._run.folder / self._file.path,
+                    self._state.folder / self._file.path,
                     self._file.size,
-                    durable=self._run.journal.durable,
-                    direct=self._run.direct,
+                    durable=self._state.journal.durable,
+                    direct=self._state.direct,
                 )
             return self._sink
 
@@ -123,40 +127,40 @@ class Job:
 
     def wrote(self, batch: Batch, begun: Begun | None, nbytes: int, gatherer: Gatherer) -> None:
         """Count a window, after which a large block may have `begun`; flush to disk at intervals."""
-        with self._run.lock:
+        with self._state.lock:
             if begun:
                 self.begun[batch.number] = begun
                 self._keep(Found(passed=gatherer.take_passed()))
             self._loose += nbytes
-            if self._loose < self._run.every and sum(map(len, self.unsaved.passed.values())) < MANY:
+            if self._loose < self._state.every and sum(map(len, self.unsaved.passed.values())) < MANY:
                 return
             self._loose = 0
         self.save()
 
     def finish(self, found: Found) -> None:
         """Record that batches are written."""
-        with self._run.lock:
+        with self._state.lock:
             for number in found.batches:
                 self.begun.pop(number, None)
             self._nbytes += found.nbytes
             self._late += found.late
             if found.overflowed:
-                self._run.report.overflowed.setdefault(self.path, {}).update(found.overflowed)
+                self._state.report.overflowed.setdefault(self.path, {}).update(found.overflowed)
             self._keep(found)
 
     def _keep(self, found: Found) -> None:
         """Keep findings for the journal; the ranges only if it is open, since the ledger has them too."""
-        self.unsaved.add(found if self._run.journal.is_open else replace(found, passed={}))
+        self.unsaved.add(found if self._state.journal.is_open else replace(found, passed={}))
 
     def is_written(self) -> bool:
         """Whether no batch is left, now that a thread has finished its own."""
-        with self._run.lock:
+        with self._state.lock:
             self.active -= 1
             return not self.active and not self.waiting
 
     def save(self) -> None:
         """Wait until everything written is on disk, and record it."""
-        if not self._run.journal.is_open:
+        if not self._state.journal.is_open:
             return
         with self._saving, self._noting() as entry:
             self.sink.flush()
@@ -164,7 +168,7 @@ class Job:
 
     def note(self) -> None:
         """Record findings of finished batches that are already on disk."""
-        if self._run.journal.is_open:
+        if self._state.journal.is_open:
             with self._saving, self._noting() as entry:
                 self._note(entry)
 
@@ -172,25 +176,25 @@ class Job:
         """Write the remaining checksums, make the file durable, and record it as complete."""
         if self._late:
             self.save()  # if this is where the run is killed, the next one must know what they change
-        self.digest.patch(self._run.folder / self._file.path, self._late)
+        self.digest.patch(self._state.folder / self._file.path, self._late)
         for place, checksum in self._late:
             self.sink.write(memoryview(checksum), place)
         digest = self.digest.finish()
         modified = self.sink.close()
-        self._run.report.digests[self._file.path] = digest
+        self._state.report.digests[self._file.path] = digest
         with self._saving, self._noting() as entry:
             self._note({**entry, "bytes": self._file.size, "modified": modified, "digest": digest})
 
     @contextmanager
     def _noting(self) -> Iterator[dict[str, Any]]:
         """The entry to record once the bytes are on disk. If the block fails, a later entry records the findings."""
-        with self._run.lock:
+        with self._state.lock:
             unsaved, self.unsaved = self.unsaved, Found()
             entry = self._entry(unsaved)
         try:
             yield entry
         except (OSError, MemoryError):
-            with self._run.lock:
+            with self._state.lock:
                 unsaved.add(self.unsaved)
                 self.unsaved = unsaved
             raise
@@ -212,14 +216,14 @@ class Job:
 
     def _news(self, unsaved: Found) -> Sums:
         """Digests that the journal does not have; `unsaved` has those that it could not be told the last time."""
-        if self._run.journal.is_open:
+        if self._state.journal.is_open:
             unsaved.sums.join(self.digest.news())
         return unsaved.sums
 
     def _note(self, entry: dict[str, Any]) -> None:
-        later, checked = self._run.checks(entry["taken"])
+        later, checked = self._state.checks(entry["taken"])
         named = {"unchecked": [[name, *as_entry(each)] for each, name in later.items()]}
         told = {key: value for key, value in entry.items() if key not in ("taken", "sums")}
         sums = None if "modified" in entry else entry["sums"]
-        self._run.journal.add({**told, **named, "checked": list(map(as_entry, checked))}, sums)
-        self._run.note_checks(later, checked)
+        self._state.journal.add({**told, **named, "checked": list(map(as_entry, checked))}, sums)
+        self._state.note_checks(later, checked)

@@ -17,14 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from reshard.errors import ReshardError
-from reshard.installing import install_command
-from reshard.train.engines import engine_of
-from reshard.train.launching.places import port_of
-from reshard.train.launching.provenance import words_of
-from reshard.train.outputs import JOBS
-from reshard.train.run import Run
-from reshard.transfer.slurm import (
+from reshard.cluster.slurm import (
     accepted,
     check_texts,
     nodes_of,
@@ -32,6 +25,13 @@ from reshard.transfer.slurm import (
     settings_error,
     submitit_executor,
 )
+from reshard.errors import ReshardError
+from reshard.installing import install_command
+from reshard.train.engines import engine_of
+from reshard.train.launching.places import port_of
+from reshard.train.launching.provenance import words_of
+from reshard.train.outputs import JOBS
+from reshard.train.run import Run
 
 SIGNAL = signal.SIGUSR1
 PREEMPT = "SUBMITIT_PREEMPT_SIGNAL"

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+from reshard.cluster.executors import Executor
+from reshard.cluster.parts import Outcome, Part, cut
 from reshard.errors import ReshardError, said
 from reshard.transfer import claims
-from reshard.transfer.execute import OnFile, Report, Run, make_folders
-from reshard.transfer.executors import Executor
+from reshard.transfer.execute import OnFile, Queue, divided
 from reshard.transfer.files import Files
-from reshard.transfer.job import Job
+from reshard.transfer.job import Job, continued
 from reshard.transfer.journal import Journal, Written
-from reshard.transfer.kept import check_kept
-from reshard.transfer.ledger import Ledger, Passed
+from reshard.transfer.ledger import Passed
 from reshard.transfer.memory import Share
-from reshard.transfer.parts import Outcome, Part, cut
 from reshard.transfer.plan import OutputFile, Plan
+from reshard.transfer.state import Report, State, opened
 from reshard.transfer.threads import together
 
 TRIES = 3
@@ -70,21 +70,17 @@ def spread(
 
     Raises what `execute` raises, on any machine, and ReshardError if workers are lost repeatedly.
     """
-    make_folders(plan, folder)
-    journal = journal or Journal()
-    kept = check_kept(plan, folder, journal, share.threads)
-    if kept.lost:
-        on_lost(kept.lost)
-    ledger = Ledger(every=True, passed=journal.progress.passed, most=share.ranges) if checksum else None
-    plan.sources.ledger = ledger
-    run = _Spread(plan, folder, share, ledger, on_bytes, journal, on_file, kept)
-    try:
-        run.hand_out(executor, perform)
-        together(run.work, share.threads)
-    finally:
-        run.leave()
-    run.settle(plan.sources.sizes())
-    return run.report
+    state = opened(
+        plan, folder, share, journal or Journal(), checksum=checksum, on_bytes=on_bytes, on_lost=on_lost
+    )
+    whole, left = divided(state)
+    here = [file for file in left if next(iter(file.blocks), None) is None]
+    names = {file.path for file in here}
+    there = [file for file in left if file.path not in names]
+    _Spread(state, executor, perform, on_file).write(there, whole)
+    with Queue(state, here, lambda file: continued(state, file), Job.close, on_file) as queue:
+        together(lambda index, stopped: queue.work(stopped), share.threads)
+    return state.settle()
 
 
 def parts_for(executor: Executor, jobs: Iterable[Job], left: int) -> list[Part]:
@@ -94,62 +90,52 @@ def parts_for(executor: Executor, jobs: Iterable[Job], left: int) -> list[Part]:
     return sorted(parts, key=lambda part: part.nbytes <= 2 * most)  # much longer parts begin first
 
 
-class _Spread(Run):
-    """The state of a run whose parts are written by workers."""
+class _Spread:
+    """Files whose parts are written by workers, and put together here."""
 
-    def hand_out(self, executor: Executor, perform: Perform) -> None:
-        """Have workers write all files with tensors; the others are left to be written here."""
-        self._claims = self.folder.with_name(claims.FOLDER)
+    def __init__(self, state: State, executor: Executor, perform: Perform, on_file: OnFile) -> None:
+        self._state, self._executor, self._perform, self._on_file = state, executor, perform, on_file
+        self._claims = state.folder.with_name(claims.FOLDER)
         self._token = secrets.token_hex(8)
         self._tries: Counter[int] = Counter()
         self._jobs: dict[str, Job] = {}
-        here = deque(file for file in self.waiting if next(iter(file.blocks), None) is None)
-        names = {file.path for file in here}
-        there = [file for file in self.waiting if file.path not in names]
-        self.waiting = here
-        before = self.journal.progress.files
-        total = sum(file.size - before.get(file.path, Written()).nbytes for file in there)
-        jobs = list(map(self._begun, there))
-        written = [self._jobs.pop(job.path) for job in jobs if not job.waiting]
-        parts = parts_for(executor, jobs, total)
+
+    def write(self, files: Sequence[OutputFile], whole: Iterable[str]) -> None:
+        """Have workers write the rest of `files`; those that are `whole` already are only passed on."""
+        jobs = [continued(self._state, file) for file in files]
+        written = [job for job in jobs if not job.waiting]
+        self._jobs = {job.path: job for job in jobs if job.waiting}
+        before = self._state.journal.progress.files
+        left = sum(file.size - before.get(file.path, Written()).nbytes for file in files)
+        parts = parts_for(self._executor, jobs, left)
         stopped = Event()
-        with ThreadPoolExecutor(self.share.threads, "close") as closers:
+
+        def close(job: Job) -> None:
+            if not stopped.is_set():
+                job.close()
+                self._on_file(job.path, stopped)
+
+        with ThreadPoolExecutor(self._state.share.threads, "close") as closers:
             try:
-                closing = {closers.submit(self.end, job, stopped) for job in written}
-                closing |= {closers.submit(self.on_file, path, stopped) for path in self.adopted}
-                self.adopted.clear()
-                self._follow(
-                    executor,
-                    perform,
-                    deque(parts),
-                    closing,
-                    lambda job: closers.submit(self.end, job, stopped),
-                )
+                closing = {closers.submit(close, job) for job in written}
+                closing |= {closers.submit(self._on_file, path, stopped) for path in whole}
+                self._follow(deque(parts), closing, lambda job: closers.submit(close, job))
             finally:
                 stopped.set()
                 claims.stop(self._claims)
 
-    def _begun(self, file: OutputFile) -> Job:
-        """The remaining work on a file, whose results are merged here."""
-        self._jobs[file.path] = self.begin(file)
-        return self._jobs[file.path]
-
     def _follow(
-        self,
-        executor: Executor,
-        perform: Perform,
-        waiting: deque[Part],
-        closing: set[Future[None]],
-        close: Callable[[Job], Future[None]],
+        self, waiting: deque[Part], closing: set[Future[None]], close: Callable[[Job], Future[None]]
     ) -> None:
         """Keep the workers busy until no part is left, and close each file once all of it is written."""
         running: dict[Future[Outcome], Part] = {}
         while waiting or running or closing:
-            count = min(executor.queue - len(running), len(waiting))
+            count = min(self._executor.queue - len(running), len(waiting))
             if count > 0:
                 taken = [waiting.popleft() for _ in range(count)]
                 orders = [self._order(part) for part in taken]
-                running.update(zip(executor.submit(perform, orders, self._claims), taken, strict=True))
+                futures = self._executor.submit(self._perform, orders, self._claims)
+                running.update(zip(futures, taken, strict=True))
             pending: list[Future[Any]] = [*running, *closing]
             done, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
             for future in done & closing:
@@ -166,7 +152,7 @@ class _Spread(Run):
     def _order(self, part: Part) -> Order:
         claim = self._claims / f"{part.number}.claim"
         claims.stake(claim, self._token)
-        return Order(self.folder, claim, self._token, part)
+        return Order(self._state.folder, claim, self._token, part)
 
     def _outcome(self, part: Part, future: Future[Outcome]) -> Outcome | None:
         """The outcome of a part; None if its worker was lost and the part must be repeated."""
@@ -183,31 +169,32 @@ class _Spread(Run):
 
     def _merge(self, part: Part, outcome: Outcome) -> list[Job]:
         """Merge and record the findings of a part; return the files with nothing left to write."""
-        with self.lock:
-            self.names.update({each: name for each, name in outcome.names.items() if each not in self.names})
+        state = self._state
+        state.name(outcome.names)
         passed = self._passed(outcome)
         whole = []
         for path, (found, seen) in outcome.files.items():
             found.passed, passed = passed, {}  # it does not matter with which file they are recorded
-            self.touch(found.taken)
+            state.touch(found.taken)
             job = self._jobs[path]
             job.digest.merge(seen)
             job.finish(found)
-            self.report.nonfinite += sorted(found.nonfinite - set(self.report.nonfinite))
+            state.report.nonfinite += sorted(found.nonfinite - set(state.report.nonfinite))
             job.note()
             if job.is_written():
                 whole.append(self._jobs.pop(path))
         (self._claims / f"{part.number}.claim").unlink(missing_ok=True)
-        self.advance(part.nbytes)
+        state.advance(part.nbytes)
         return whole
 
     def _passed(self, outcome: Outcome) -> Passed:
         """The ranges of the sources that this part was the first to read."""
-        if self.ledger is None:
+        ledger = self._state.ledger
+        if ledger is None:
             return {}
         files = Files()
         try:
-            return self.ledger.merge(files, outcome.passed)
+            return ledger.merge(files, outcome.passed)
         finally:
             files.close()
 

@@ -12,15 +12,15 @@ from threading import Lock
 
 import numpy as np
 
+from reshard.cluster.parts import Outcome, execute_part
+from reshard.cluster.spread import Order
 from reshard.errors import ReshardError, said
 from reshard.formats.companions import RECORD
 from reshard.planning import Options, plan_conversion
 from reshard.transfer import claims
 from reshard.transfer.journal import Identity
 from reshard.transfer.memory import Meter, shared
-from reshard.transfer.parts import Outcome, execute_part
 from reshard.transfer.plan import Plan
-from reshard.transfer.spread import Order
 from reshard.version import __version__
 
 
@@ -38,8 +38,8 @@ def identity_of(plan: Plan, options: Options, *, checksum: bool, inodes: bool = 
 
 def _program() -> str:
     """A digest of the code that determines the output: the version alone does not identify a checkout."""
-    package, digest = Path(__file__).parent, sha256(f"{__version__} {np.__version__}".encode())
-    for part in ("algebra", "families", "transfer", "formats", "model", "adapters", "planning"):
+    package, digest = Path(__file__).parents[1], sha256(f"{__version__} {np.__version__}".encode())
+    for part in ("algebra", "families", "transfer", "formats", "model", "adapters", "planning", "cluster"):
         for path in sorted((package / part).rglob("*.*")):  # tables of names, too
             digest.update(b"" if path.suffix == ".pyc" else path.read_bytes())
     return digest.hexdigest()

@@ -19,10 +19,10 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Protocol, TypeVar
 
+from reshard.cluster.slurm import ANY, Slurm, check_texts, silent
 from reshard.errors import ReshardError, said
 from reshard.installing import install_command
 from reshard.stores import is_remote
-from reshard.transfer.slurm import ANY, Slurm, check_texts, silent
 
 A = TypeVar("A")
 T = TypeVar("T")

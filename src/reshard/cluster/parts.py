@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 
 from reshard.algebra.storage import Storage
 from reshard.errors import listed, size
 from reshard.transfer.digests import Seen
-from reshard.transfer.execute import Run
+from reshard.transfer.execute import Queue
 from reshard.transfer.job import Found, Job
 from reshard.transfer.journal import Begun, Journal, Written
 from reshard.transfer.ledger import CELL, Ledger, Passed
 from reshard.transfer.memory import Share
 from reshard.transfer.plan import OutputFile, Plan
+from reshard.transfer.state import State
 from reshard.transfer.threads import together
 
 
@@ -97,45 +96,21 @@ def execute_part(
             raise StoppedError
 
     ledger = Ledger(every=True, apart=CELL, most=share.ranges) if checksum else None
-    run = _PartRun(plan, folder, part, share, ledger, on_bytes)
-    try:
-        together(run.work, share.threads)
-    finally:
-        run.leave()
-    return run.outcome()
+    state = State(plan, folder, share, ledger, Journal(), on_bytes)
+    written: dict[str, tuple[Found, Seen]] = {}
 
+    def begin(file: OutputFile) -> Job:
+        before = Written(begun=part.begun.get(file.path, {}))
+        return Job(state, file, before, set(part.batches[file.path]))
 
-class _PartRun(Run):
-    """The state of the threads that work on one part."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        folder: Path,
-        part: Part,
-        share: Share,
-        ledger: Ledger | None,
-        on_bytes: Callable[[int], None],
-    ) -> None:
-        super().__init__(plan, folder, share, ledger, on_bytes, Journal())
-        self.waiting = deque(file for file in self.waiting if file.path in part.batches)
-        self._part = part
-        self._done: dict[str, tuple[Found, Seen]] = {}
-
-    def begin(self, file: OutputFile) -> Job:
-        """The batches of a file that belong to the part."""
-        before = Written(begun=self._part.begun.get(file.path, {}))
-        return Job(self, file, before, set(self._part.batches[file.path]))
-
-    def end(self, job: Job, stopped: Event) -> None:
+    def close(job: Job) -> None:
         """Flush a file to disk; other workers write to it too, and the main process completes it."""
         job.sink.flush()
         job.abandon()
-        with self.lock:
-            self._done[job.path] = job.unsaved, job.digest.seen()
-        self._unfinished.discard(job)
+        with state.lock:
+            written[job.path] = job.unsaved, job.digest.seen()
 
-    def outcome(self) -> Outcome:
-        """What the part has found."""
-        passed = self.ledger.passed if self.ledger else {}
-        return Outcome(files=self._done, passed=passed, names=self.names)
+    queue = Queue(state, (file for file in plan.files if file.path in part.batches), begin, close)
+    with queue:
+        together(lambda index, stopped: queue.work(stopped), share.threads)
+    return Outcome(files=written, passed=ledger.passed if ledger else {}, names=state.names)
