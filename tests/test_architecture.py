@@ -25,7 +25,7 @@ ORDER = (
     ("model",),
     ("adapters",),
     ("hub", "planning"),
-    ("remote",),
+    ("cluster",),
     ("conversion", "inspection", "verification", "weights"),
     ("coverage", "pages"),
     ("engines",),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import reshard as api
-from reshard.transfer import batch, digests, execute, journal, kept, ledger
+from reshard.transfer import batch, digests, execute, journal, kept, ledger, state
 from reshard.transfer.leftovers import unfinished
 from tests.bad_input.conftest import originals as originals
 from tests.bad_input.damage import edit_tensors, find, flip
@@ -107,7 +107,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split files into many windows, each recorded in the journal."""
     for module in (batch, execute):
         monkeypatch.setattr(module, "WINDOW", 1 << 14)
-    for module in (execute, journal):
+    for module in (state, journal):
         monkeypatch.setattr(module, "EVERY", 1 << 14)
 
 

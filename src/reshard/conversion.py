@@ -88,7 +88,7 @@ class Conversion:
 class How:
     """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
 
-    `memory` is in bytes. With `on`, other machines do the work (`transfer/executors.py` lists them), and `workers` and
+    `memory` is in bytes. With `on`, other machines do the work (`cluster/executors.py` lists them), and `workers` and
     `memory` apply to each part. With `verify`, the output is read back from the disk before it is published.
 
     If the run is interrupted, its files are kept unless `resume` is false, and the next run for the same output
