@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,28 +154,25 @@ def open_checkpoint(
     if name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
         raise ReshardError(of_tool)
     with understood(folder):
-        checkpoint = FORMATS[name].open(folder, iteration)
-    checkpoint.root = descent.find_root(checkpoint.root, path)
-    _leave_links(checkpoint)
-    checkpoint.tensors = wrappers.all_stripped(checkpoint.tensors, strip)
-    states = checkpoint.states
-    checkpoint.states = States({kind: partial(_state, states, kind, strip, folder) for kind in states})
-    checkpoint.problems += wrappers.wrapper_problems(checkpoint.tensors, str(folder))
-    if checkpoint.dialect == "hf":
-        config = _config_beside(checkpoint)
-        of_tool = foreign.quantized_by_mlx(folder, config)
-        if of_tool := of_tool or foreign.with_names_of_a_tool(folder, checkpoint.tensors):
-            raise ReshardError(of_tool)
-        checkpoint.quantization, lacking = quantization.find(checkpoint.tensors, config, str(folder))
-        checkpoint.problems += lacking
-    if folder != path:
-        checkpoint.notes.insert(0, f"the weights are in {folder.relative_to(path)}")
-    kept = checkpoint.format
-    if kept != huggingface.NAME and (other := huggingface.weights_in(folder)):
-        checkpoint.notes.append(
-            f"the folder has Hugging Face weights too: the {kept} weights are used; for the others, pass {other}"
-        )
-    return checkpoint
+        found = FORMATS[name].open(folder, iteration)
+    root = descent.find_root(found.root, path)
+    beside, linked = _without_links(found.beside, root)
+    told = [] if folder == path else [f"the weights are in {folder.relative_to(path)}"]
+    tensors = wrappers.all_stripped(found.tensors, strip)
+    return _recognized(
+        replace(
+            found,
+            root=root,
+            beside=beside,
+            tensors=tensors,
+            states=States(
+                {kind: partial(_state, found.states, kind, strip, folder) for kind in found.states}
+            ),
+            problems=[*found.problems, *wrappers.wrapper_problems(tensors, str(folder))],
+            notes=[*told, *found.notes, *linked, *_other_weights(found.format, folder)],
+        ),
+        folder,
+    )
 
 
 def refuse_unfinished(path: Path) -> None:
@@ -202,13 +200,34 @@ def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
         return checkpoint.config
 
 
-def _leave_links(checkpoint: Checkpoint) -> None:
-    """Drop companion folders that are links, and add a note for each companion that links out of its folder."""
-    linked = [folder for folder in checkpoint.beside if folder.is_symlink()]
-    checkpoint.beside = tuple(folder for folder in checkpoint.beside if folder not in linked)
-    checkpoint.notes += companions.told(linked)
-    for folder in checkpoint.folders:
-        checkpoint.notes += companions.links_out_of(folder)
+def _without_links(beside: Iterable[Path], root: Path) -> tuple[tuple[Path, ...], list[str]]:
+    """The companion folders that are no links, and notes on those that are, and on companions that link elsewhere."""
+    linked = [folder for folder in beside if folder.is_symlink()]
+    kept = tuple(folder for folder in beside if folder not in linked)
+    notes = [note for folder in (*kept, root) for note in companions.links_out_of(folder)]
+    return kept, [*companions.told(linked), *notes]
+
+
+def _other_weights(name: str, folder: Path) -> list[str]:
+    """A note if a folder has Hugging Face weights besides those of an engine."""
+    other = huggingface.weights_in(folder) if name != huggingface.NAME else None
+    if not other:
+        return []
+    return [
+        f"the folder has Hugging Face weights too: the {name} weights are used; for the others, pass {other}"
+    ]
+
+
+def _recognized(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """A checkpoint with the quantization of its weights. Raises ReshardError for the names of another tool."""
+    if checkpoint.dialect != "hf":
+        return checkpoint
+    config = _config_beside(checkpoint)
+    tool = foreign.quantized_by_mlx(folder, config)
+    if tool := tool or foreign.with_names_of_a_tool(folder, checkpoint.tensors):
+        raise ReshardError(tool)
+    found, lacking = quantization.find(checkpoint.tensors, config, str(folder))
+    return replace(checkpoint, quantization=found, problems=[*checkpoint.problems, *lacking])
 
 
 def _state(

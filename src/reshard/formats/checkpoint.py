@@ -69,7 +69,7 @@ def _is_number(value: Any, *, pairs: bool) -> bool:
     return type(value) in (int, float)
 
 
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """An opened checkpoint, as its format's reader found it.
 

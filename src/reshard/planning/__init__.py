@@ -31,7 +31,7 @@ from reshard.planning import adapters, beside, merge, optimizer
 from reshard.planning.naming import Types, elements, names_of, recast
 from reshard.transfer.memory import NOTHING, Need, uncollected
 from reshard.transfer.plan import OutputFile, Plan, Planned
-from reshard.transfer.sources import OnStep, noted, read_source
+from reshard.transfer.sources import OnStep, Sources, noted, read_source
 
 __all__ = ["IS_ADAPTER", "Options", "plan_conversion", "planned_tensors"]
 
@@ -49,9 +49,7 @@ def plan_conversion(source: Path, options: Options, on_step: OnStep = lambda ste
         with sources.counted(on_step):
             checkpoint = open_checkpoint(source, options.iteration, options.strip)
         on_step("planning")
-        plan = _planned(source, checkpoint, options)
-    plan.sources = sources
-    return plan
+        return _planned(source, checkpoint, options, sources)
 
 
 @uncollected()
@@ -66,10 +64,10 @@ def planned_tensors(source: Path, checkpoint: Checkpoint, options: Options) -> S
     return _content(*_prepared(*merged)).request.tensors
 
 
-def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
+def _planned(source: Path, checkpoint: Checkpoint, options: Options, sources: Sources) -> Plan:
     checkpoint, kind, format, options = _merged(source, checkpoint, options)
     with along_with(beside.lacking(checkpoint, kind, options)):
-        return _plan(*_prepared(checkpoint, kind, format, options))
+        return _plan(*_prepared(checkpoint, kind, format, options), sources)
 
 
 def _merged(
@@ -273,7 +271,9 @@ def _content(source: Resolved, kind: Kind, format: Format, target: Target, optio
     return _model(source, format.name, target, request)
 
 
-def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options: Options) -> Plan:
+def _plan(
+    source: Resolved, kind: Kind, format: Format, target: Target, options: Options, sources: Sources
+) -> Plan:
     """The plan, audited: tensors under the target's names, laid out in files, with companions and other files."""
     checkpoint, model = source.checkpoint, source.model
     content = _content(source, kind, format, target, options)
@@ -300,6 +300,7 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
         facts=facts,
         load_with=target.load_with(request),
         need=content.need,
+        sources=sources,
         outputs=[*request.tensors, *(state for each in request.states.values() for state in each.values())],
     )
     plan.audit(plan.outputs)

@@ -36,7 +36,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     checkpoint itself. Raises ReshardError if there is none, or if the adapter does not fit it.
     """
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
-    folder = _base_folder(checkpoint, adapter, options)
+    folder, told = _base_folder(checkpoint, adapter, options)
     base = open_checkpoint(folder, strip=options.strip) if folder else None
     if base and base.problems:
         raise ReshardError(base.problems)
@@ -77,7 +77,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
             optimizer=None,
             dropped=+(Counter({**origin.dropped, **checkpoint.dropped}) + dropped),
             replicas=[*checkpoint.replicas, *replicas],
-            notes=[*checkpoint.notes, *(base.notes if base else []), *notes],
+            notes=[*checkpoint.notes, *told, *(base.notes if base else []), *notes],
         ),
         replace(options, base=None if base else options.base),
     )
@@ -93,18 +93,19 @@ def hub_adapter(checkpoint: Checkpoint, options: Options) -> Checkpoint:
     return megatron.under_hub_names(checkpoint, config)
 
 
-def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Options) -> Path | None:
-    """The folder with the base's weights; None if they are in the adapter's checkpoint."""
+def _base_folder(
+    checkpoint: Checkpoint, adapter: adapters.Adapter, options: Options
+) -> tuple[Path | None, list[str]]:
+    """The folder with the base's weights, None if they are in the adapter's checkpoint; and notes on the choice."""
     if adapter.has_base:
-        return None
+        return None, []
     hint = adapter.settings.base
     if options.base:
         if hint and PurePosixPath(hint).name.lower() not in str(realpath(options.base)).lower():
-            checkpoint.notes.append(f"the adapter was trained on {hint}, as {adapter.settings.source} says")
-        return options.base
+            return options.base, [f"the adapter was trained on {hint}, as {adapter.settings.source} says"]
+        return options.base, []
     if hint and adapter.settings.base_is_here:
-        checkpoint.notes.append(f"the base is {hint}, as {adapter.settings.source} says")
-        return Path(hint)
+        return Path(hint), [f"the base is {hint}, as {adapter.settings.source} says"]
     raise ReshardError(
         "merge-base-unknown",
         "the adapter's base is unknown",
