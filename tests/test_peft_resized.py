@@ -39,9 +39,8 @@ SPARED = {"LoRA of the embedding": HEAD, "LoRA of the head": EMBEDDING}
 def tables_of(model: PeftModel) -> dict[str, torch.Tensor]:
     """Embedding and head that the wrapped model computes with."""
     found = {}
-    for name, module in ((EMBEDDING, model.get_input_embeddings()), (HEAD, model.get_output_embeddings())):
-        if hasattr(module, "modules_to_save"):
-            module = module.modules_to_save["default"]
+    for name, whole in ((EMBEDDING, model.get_input_embeddings()), (HEAD, model.get_output_embeddings())):
+        module = whole.modules_to_save["default"] if hasattr(whole, "modules_to_save") else whole
         weight = getattr(module, "base_layer", module).weight
         found[name] = weight + module.get_delta_weight("default") if hasattr(module, "lora_A") else weight
     return found

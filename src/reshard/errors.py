@@ -239,8 +239,9 @@ def one_for_all(problems: Iterable[Problem], names: Iterable[str], file: str) ->
     merged = []
     for alike, members in groups.items():
         if 1 < len(members) == instances[str(alike.tensor)]:
-            members = [replace(alike, tensor=f"{alike.tensor} (all {len(members)})")]
-        merged += members
+            merged.append(replace(alike, tensor=f"{alike.tensor} (all {len(members)})"))
+        else:
+            merged += members
     return merged
 
 

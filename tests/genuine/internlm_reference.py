@@ -48,11 +48,10 @@ def unfused(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str,
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     size = config["hidden_size"] // heads
     result = {}
-    for name, tensor in state.items():
+    for own, tensor in state.items():
+        name = "lm_head.weight" if own == "output.weight" else own
         for old, new in RENAMED.items():
             name = name.replace(old, new)
-        if name == "output.weight":
-            name = "lm_head.weight"
         if "attention.wqkv." not in name:
             result[name] = tensor
             continue

@@ -420,8 +420,8 @@ def test_transformers_4_loads_what_transformers_5_has_trained(tiny: Models, tmp_
             np.testing.assert_allclose(np.load(folder / "logits.npy"), expected, rtol=1e-5, atol=1e-5)
             length, text = json.loads((folder / "told.json").read_text())
             assert length == 283 and "What is 1 plus 2?" in text
-            for name in ("logits.npy", "told.json"):
-                (folder / name).unlink()
+            for made in ("logits.npy", "told.json"):
+                (folder / made).unlink()
 
 
 def test_nothing_of_a_checkpoint_is_changed(tiny: Models, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_the_assistants_tokens_are_those_of_trl_without_its_template(name: str, 
 def test_with_tools_no_call_is_left_out_and_no_result_is_learned(tokenizer: Any) -> None:
     plain = with_template(tokenizer, "qwen2_5")
     (sample,) = samples({"messages": TALK, "tools": json.dumps([TOOL])}, plain, ASSISTANT)
-    learned = plain.decode([id for id, own in zip(*sample, strict=True) if own])
+    learned = plain.decode([token for token, own in zip(*sample, strict=True) if own])
     assert learned == (
         '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>\n'
         "Three.<|im_end|>\nFour.<|im_end|>\n"
@@ -108,7 +108,7 @@ def test_behind_a_prompt_of_messages_the_assistants_turns_are_learned(tokenizer:
         Learning(): None,
     }.items():
         (sample,) = samples(row, plain, learning)
-        learned = plain.decode([id for id, own in zip(*sample, strict=True) if own])
+        learned = plain.decode([token for token, own in zip(*sample, strict=True) if own])
         assert learned == text if text else "3" in learned and "And one more?" in learned
 
 

@@ -27,7 +27,8 @@ class Release:
     def modules(self) -> set[str]:
         """All modules, and the packages that contain them."""
         found = set(self.content.surfaces)
-        for module in self.content.surfaces:
+        for each in self.content.surfaces:
+            module = each
             while "." in module:
                 module = module.rpartition(".")[0]
                 found.add(module)

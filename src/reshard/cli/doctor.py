@@ -149,9 +149,8 @@ def _diagnosed(targets: tuple[str, ...], silent: bool, on_read: Callable[[Text],
 def _print_environment(environment: Environment, language: str) -> None:
     """Print the environment, one line per entry."""
     console, words = stdout(), LABELS[language]
-    for name, value in environment.as_dict().items():
-        if isinstance(value, dict):
-            value = " ".join(f"{key}={each}" for key, each in value.items())
+    for name, told in environment.as_dict().items():
+        value = " ".join(f"{key}={each}" for key, each in told.items()) if isinstance(told, dict) else told
         for each in value if isinstance(value, list) and value else [value]:
             shown = str(each or (words["absent"] if name in PACKAGES else words["none"]))
             label = set_cell_size(words.get(name, name), 19)

@@ -210,8 +210,8 @@ def nodes_of(text: str) -> int:
 def parameters_of(given: Mapping[str, str]) -> dict[str, str | int]:
     """Settings as typed, under submitit's names; `time` is in minutes (60 by default)."""
     found: dict[str, str | int] = {"timeout_min": 60}
-    for name, value in given.items():
-        name = {"time": "timeout_min"}.get(name, name)
+    for typed, value in given.items():
+        name = {"time": "timeout_min"}.get(typed, typed)
         found[name if name in GENERIC else f"slurm_{name}"] = int(value) if value.isdecimal() else value
     return found
 

@@ -249,8 +249,8 @@ def _ranked(matches: list[Match], failures: list[Traceback], root: Traceback | N
     for match in matches:
         rivals.setdefault(_failure(match.line, failures), []).append(match)
     kept = []
-    for same in rivals.values():
-        same = [match for match in same if match.entry.id not in BY_KIND] or same
+    for alike in rivals.values():
+        same = [match for match in alike if match.entry.id not in BY_KIND] or alike
         same.sort(key=lambda match: (-match.score, match.entry.id))
         best = same[0]
         ahead = best.score - same[1].score if len(same) > 1 else best.score

@@ -394,9 +394,10 @@ def under(hf: str, mcore: str, block: Iterable[Rule], layers: Sequence[int] = ()
 def renamed(rules: Iterable[Rule], names: Mapping[str, str]) -> Iterator[Rule]:
     """The same tensors with other parts of names on the Hub: each key of `names` is replaced by its value, once."""
     for rule in rules:
+        hub = rule.hf
         for part, other in names.items():
-            rule = replace(rule, hf=rule.hf.replace(part, other, 1))
-        yield rule
+            hub = hub.replace(part, other, 1)
+        yield replace(rule, hf=hub)
 
 
 def decoder(d: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:

@@ -218,11 +218,11 @@ class _Stack:
         return Planned(self.name, first.dtype, shape, self._source(shape, rows, columns))
 
     def _source(self, shape: tuple[int, ...], rows: int, columns: int) -> Callable[[], View]:
-        def compile() -> View:
+        def compiled() -> View:
             boxes = (
                 ((expert, half * rows, 0), part.source().reshape(1, rows, columns))
                 for (expert, half), part in self.parts.items()
             )
             return assemble(shape, boxes)
 
-        return compile
+        return compiled

@@ -66,8 +66,8 @@ def _metadata(plan: Plan, options: Options) -> dict[str, Any]:
     found["tags"] = ["reshard"]
     for folder in folders:
         told = _front_matter(folder / README)
-        if license := {key: str(told[key]) for key in LICENSE if key in told}:
-            return {**license, **found}
+        if licensed := {key: str(told[key]) for key in LICENSE if key in told}:
+            return {**licensed, **found}
     return found
 
 

@@ -141,9 +141,9 @@ def _resolved(
         if there != named:
             text.update(dict.fromkeys((MTP_LAYERS[0], *text.keys() & {*MTP_LAYERS}), there))
             notes = [*notes, f"MTP layers: config.json names {named}, the checkpoint has {there}"]
-        if true := vocabulary.corrected(checkpoint, text, folder):
-            text["vocab_size"], why = true
-            notes = [*notes, why]
+        if correction := vocabulary.corrected(checkpoint, text, folder):
+            text["vocab_size"], reason = correction
+            notes = [*notes, reason]
     else:
         found, notes = recognition.by_args(checkpoint, family)
         args = dict(checkpoint.args or {})

@@ -116,7 +116,8 @@ class Listing:
     def __init__(self, root: str, files: dict[str, Entry]) -> None:
         self.entries = dict(files)
         self.children: dict[str, set[str]] = {}
-        for url in files:
+        for file in files:
+            url = file
             while url != root:
                 folder, _, name = url.rpartition("/")
                 self.children.setdefault(folder, set()).add(name)

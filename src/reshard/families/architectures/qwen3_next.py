@@ -96,10 +96,10 @@ def hybrid(
     beside = [rule for rule in apart if not rule.experts]
     experts = [*beside, *stacked_experts(d, transposed=False)] if stacked else apart
     for attends, mixer in ((False, delta), (True, gated)):
-        for sparse, block in ((True, experts), (False, mlp(d))):
+        for sparse, channels in ((True, experts), (False, mlp(d))):
             layers = [n for n in range(d.layers) if (n in d.delta, n in d.sparse) == (not attends, sparse)]
             if layers:
-                block = [*norms(d), *mixer, *block]
+                block = [*norms(d), *mixer, *channels]
                 yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
     if d.mtp > 1:
         raise ValueError(f"the family has one MTP layer, and the sizes have {d.mtp}")

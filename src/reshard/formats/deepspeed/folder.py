@@ -42,8 +42,7 @@ def _steps(path: Path) -> dict[str, Path]:
 
 def _tracked(path: Path) -> str | None:
     """The tag in a DeepSpeed tracker file."""
-    for name in TRACKERS:
-        tracker = path / name
+    for tracker in (path / name for name in TRACKERS):
         if tracker.is_file() and tracker.stat().st_size < 256:
             with open_file(tracker) as file:
                 tag = file.read(0, 256).decode("utf-8", "replace").strip()

@@ -192,10 +192,10 @@ class _Reader:
 
     def _add(self, rank: Rank, first: int, key: str, stored: StoredTensor) -> None:
         tensor = Tensor.stored(stored)
-        for name, part in self._named(rank, first, key, tensor):
-            place = place_of(name)
-            tied = name == "output_layer.weight" and self._is_tied_copy(rank)
-            name = "embedding.word_embeddings.weight" if tied else name
+        for stored_as, part in self._named(rank, first, key, tensor):
+            place = place_of(stored_as)
+            tied = stored_as == "output_layer.weight" and self._is_tied_copy(rank)
+            name = "embedding.word_embeddings.weight" if tied else stored_as
             shard = rank.tp if place.expert is None else self._etp[rank.tp, rank.ep]
             found = self._found.setdefault(name, _Shards(self._split(name, part)))
             index = shard if found.split else 0

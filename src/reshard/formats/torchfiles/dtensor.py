@@ -271,9 +271,8 @@ def _cut(axis: Intervals, factor: int, parts: int, index: int) -> Intervals:
     pieces = (_chunk(_chunk(axis, factor, piece), parts, index) for piece in range(factor))
     merged: Intervals = []
     for begin, end in (interval for piece in pieces for interval in piece):
-        if merged and merged[-1][1] == begin:
-            begin = merged.pop()[0]
-        merged.append((begin, end))
+        is_adjacent = bool(merged) and merged[-1][1] == begin
+        merged.append((merged.pop()[0] if is_adjacent else begin, end))
     return merged
 
 

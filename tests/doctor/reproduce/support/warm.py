@@ -49,8 +49,8 @@ def run(script, folder, log, environment):
     status = 0
     try:
         exec(code, {"__name__": "__main__", "__file__": script})
-    except SystemExit as exit:
-        status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException as error:
         error.__traceback__ = error.__traceback__.tb_next  # as if the script had been started by itself
         traceback.print_exception(error)
