@@ -88,3 +88,29 @@ def test_one_module_suggests_names() -> None:
     """Every module finds similar names with `reshard.suggest`."""
     users = {name_of(path) for path in MODULES if "difflib" in path.read_text(encoding="utf-8")}
     assert users == {"reshard.suggest"}
+
+
+def _targets(path: Path) -> set[str]:
+    """The modules that one imports anywhere, where a name that is imported from a package may be a module itself."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in BY_NAME else node.module)
+    return (found & BY_NAME.keys()) - {name_of(path)}
+
+
+BY_NAME = {name_of(path): path for path in MODULES}
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither directly nor through others, wherever the import stands."""
+    left = {name: _targets(path) for name, path in BY_NAME.items()}
+    while ends := {name for name, targets in left.items() if not targets & left.keys()}:
+        left = {name: targets for name, targets in left.items() if name not in ends}
+    while tops := left.keys() - {target for targets in left.values() for target in targets}:
+        left = {name: targets for name, targets in left.items() if name not in tops}
+    assert {name: sorted(targets & left.keys()) for name, targets in left.items()} == {}
