@@ -286,7 +286,7 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
         found = resolve(checkpoint, base, computes=False)
         return Side(found.checkpoint, found.model, logical_tensors(found), sources, notes, quantized)
     except ReshardError:
-        if checkpoint.dialect != "hf":
+        if not checkpoint.has_hub_names:
             raise
         # The names are the Hub's already: missing, extra or misshapen tensors are the differences.
         found = as_named(checkpoint, _config(checkpoint, base))

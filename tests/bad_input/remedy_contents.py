@@ -82,7 +82,7 @@ def _with_names_of_nobody(there: Path) -> None:
     config(model_type="nobodys")(there)
     edit_tensors(
         there / "src",
-        lambda all: [all.update({name.replace("layers", "blocks"): all.pop(name)}) for name in [*all]],
+        lambda held: [held.update({name.replace("layers", "blocks"): held.pop(name)}) for name in [*held]],
     )
 
 
@@ -90,7 +90,7 @@ def _with_a_head(there: Path) -> None:
     config(architectures=["Qwen3ForSequenceClassification"])(there)
     edit_tensors(
         there / "src",
-        lambda all: [all.pop("lm_head.weight"), all.update({"score.weight": np.ones((2, 64), np.float32)})],
+        lambda held: [held.pop("lm_head.weight"), held.update({"score.weight": np.ones((2, 64), np.float32)})],
     )
 
 
@@ -142,7 +142,7 @@ CASES: dict[str, list[Case]] = {
     "engine-computes-another-model": [Case(PLAIN, TO_MEGATRON, {}, config(hidden_act="gelu"))],
     "model-type-unknown-here": [Case(NATIVE, "convert src dst", {}, config(model_type="frob"))],
     "values-overflow": [
-        Case(SRC, f"{TO_MEGATRON} --dtype float16", {}, tensors(lambda all: all[QUERY].fill(1e9)))
+        Case(SRC, f"{TO_MEGATRON} --dtype float16", {}, tensors(lambda held: held[QUERY].fill(1e9)))
     ],
     "engine-without-head": [Case(SRC, TO_MEGATRON, {}, _with_a_head)],
     "model-unknown": [Case(PLAIN, TO_MEGATRON, DIR, without_config)],
@@ -185,7 +185,7 @@ CASES: dict[str, list[Case]] = {
             {"src": "gpt_oss"},
             "convert src dst --quantize mxfp4 --max-shard-size 1MB",
             {},
-            tensors(lambda all: all["model.layers.1.mlp.experts.gate_up_proj"].fill(np.nan)),
+            tensors(lambda held: held["model.layers.1.mlp.experts.gate_up_proj"].fill(np.nan)),
         )
     ],
     "weights-quantized": [
@@ -257,7 +257,7 @@ CASES: dict[str, list[Case]] = {
             ADAPTER,
             FUSE,
             DIR,
-            pairs(lambda all: {name: each for name, each in all.items() if "layers.1." not in name}),
+            pairs(lambda held: {name: each for name, each in held.items() if "layers.1." not in name}),
         )
     ],
     "megatron-bridge-adapter-unsupported": [Case({"src": "adapter with DoRA", "base": "llama"}, FUSE, DIR)],
@@ -273,9 +273,9 @@ CASES: dict[str, list[Case]] = {
             FUSE,
             {},
             pairs(
-                lambda all: {
+                lambda held: {
                     name: each.astype(np.float16) if "1.self_attn.q" in name else each
-                    for name, each in all.items()
+                    for name, each in held.items()
                 }
             ),
         )
@@ -285,7 +285,7 @@ CASES: dict[str, list[Case]] = {
             {**ADAPTER, "good": "llama"},
             MERGE,
             {"DIR": "good"},
-            tensors(lambda all: all.update({QUERY: all[QUERY].astype(np.int8)}), "base"),
+            tensors(lambda held: held.update({QUERY: held[QUERY].astype(np.int8)}), "base"),
         )
     ],
     "base-config-quantized": [

@@ -50,7 +50,7 @@ class _Part(NamedTuple):
 
 def holds_pairs(checkpoint: Checkpoint) -> bool:
     """Whether there are low-rank pairs among the tensors of a Megatron checkpoint."""
-    return checkpoint.dialect == "mcore" and any(_PAIR.fullmatch(name) for name in checkpoint.tensors)
+    return checkpoint.has_megatron_names and any(_PAIR.fullmatch(name) for name in checkpoint.tensors)
 
 
 def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:

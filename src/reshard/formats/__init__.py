@@ -220,7 +220,7 @@ def _other_weights(name: str, folder: Path) -> list[str]:
 
 def _recognized(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     """A checkpoint with the quantization of its weights. Raises ReshardError for the names of another tool."""
-    if checkpoint.dialect != "hf":
+    if not checkpoint.has_hub_names:
         return checkpoint
     config = _config_beside(checkpoint)
     tool = foreign.quantized_by_mlx(folder, config)

@@ -150,6 +150,21 @@ class Checkpoint:
         return f"<{type(self).__name__} {self.format} {str(self.path)!r}: {self.amount}>"
 
     @property
+    def has_hub_names(self) -> bool:
+        """Whether its tensors are named as on the Hub."""
+        return self.dialect == "hf"
+
+    @property
+    def has_megatron_names(self) -> bool:
+        """Whether its tensors are named as in Megatron-Core."""
+        return self.dialect == "mcore"
+
+    @property
+    def rules(self) -> str:
+        """The dialect whose rules say which tensors it must have. Hub names fit those of any engine."""
+        return self.engine if self.has_hub_names or self.has_megatron_names else self.dialect
+
+    @property
     def amount(self) -> str:
         """Parameters, tensors and bytes in one line of text."""
         tensors = len(self.tensors)
@@ -161,7 +176,7 @@ class Checkpoint:
         """The recorded layout as text, with the sizes that are not recorded. Empty for Hugging Face names, which are
         not sharded over ranks.
         """
-        if self.dialect == "hf":
+        if self.has_hub_names:
             return ""
         recorded, unrecorded = str(self.layout), self.layout.unrecorded
         if not recorded:

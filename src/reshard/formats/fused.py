@@ -33,7 +33,7 @@ def under_hub_names(checkpoint: Checkpoint, live: Live | None) -> Checkpoint:
     Hub names are kept, and so are quantized weights. Raises ReshardError if a tensor is there both fused and
     separately.
     """
-    if live is None or checkpoint.dialect != "hf" or checkpoint.quantization:
+    if live is None or not checkpoint.has_hub_names or checkpoint.quantization:
         return checkpoint
     states = {kind: partial(_state, checkpoint.states, kind, live) for kind in checkpoint.states}
     return replace(checkpoint, tensors=hub_tensors(checkpoint.tensors, live), states=States(states))

@@ -37,7 +37,7 @@ def resolve_if_declared(
     """
     config = config_of(checkpoint, base) or {}
     family = declared(config.get("model_type"))
-    if checkpoint.dialect != "hf":
+    if not checkpoint.has_hub_names:
         return resolve(checkpoint, base, trust=trust)
     if family is None and not checkpoint.flat:
         return as_named(checkpoint, config)
@@ -55,7 +55,7 @@ def refuse_other_head(checkpoint: Checkpoint, base: Path | None) -> None:
     """Raise ReshardError unless an engine has the model's head: only language models can be written for it."""
     config = config_of(checkpoint, base) or {}
     family = declared(config.get("model_type"))
-    if checkpoint.dialect != "hf" or family is None:
+    if not checkpoint.has_hub_names or family is None:
         return
     layers = _layers(fused.under_hub_names(checkpoint, live_names(config, family.name)), family)
     if has_other_head(config) or (layers and layers.moved):

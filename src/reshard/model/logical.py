@@ -108,10 +108,8 @@ def logical_tensors(source: Resolved) -> LogicalTensors:
         if not checkpoint.quantization:  # a quantized copy was rounded on its own
             kept = {name: each for name, each in kept.items() if name not in {copy.tensor for copy in copies}}
         return LogicalTensors(checkpoint, kept, copies)
-    binding = model.binding(
-        checkpoint.engine if checkpoint.dialect in ("hf", "mcore") else checkpoint.dialect
-    )
-    if checkpoint.dialect == "hf":
+    binding = model.binding(checkpoint.rules)
+    if checkpoint.has_hub_names:
         _check(checkpoint, binding.hf, binding.copies)
         if checkpoint.quantization:  # its parts keep their names
             return LogicalTensors(checkpoint, _as_stored(checkpoint), _copies(checkpoint, binding))

@@ -95,7 +95,7 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
     """The problem of a model with the tensors of `family` whose config does not name that family."""
     insist = f"if it computes the same as {family.name}: --family {family.name}"
     return Problem(
-        "model-type-unknown" if checkpoint.dialect == "hf" else "model-type-unknown-here",
+        "model-type-unknown" if checkpoint.has_hub_names else "model-type-unknown-here",
         f"{not_known(model_type)}, though the tensors are named as in {family.name}",
         file=str(checkpoint.root / "config.json"),
         rule=BUILT_ALIKE.get(
@@ -103,7 +103,7 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
             "scales, windows, rotary embedding and activation do not show in the names and shapes of tensors",
         ),
         found=f"model_type {model_type}" if model_type else None,
-        remedy=f"{insist}; {_keeping()}" if checkpoint.dialect == "hf" else insist,
+        remedy=f"{insist}; {_keeping()}" if checkpoint.has_hub_names else insist,
         values={"family": family.name},
     )
 
@@ -114,12 +114,12 @@ def _unsupported(model_type: Any, checkpoint: Checkpoint) -> Problem:
         "if it computes the same as one of them, pass --family NAME; or declare it: see docs/add-a-family.md"
     )
     return Problem(
-        "model-type-unsupported" if checkpoint.dialect == "hf" else "model-type-unsupported-here",
+        "model-type-unsupported" if checkpoint.has_hub_names else "model-type-unsupported-here",
         f"{what}, and the tensors match no family that is",
         rule="a family declares the place of each tensor",
         expected="one of the families that `reshard support` lists",
         found=None if model_type is None else f"model_type {model_type}",
-        remedy=f"{_keeping()}; {insist}" if checkpoint.dialect == "hf" else insist,
+        remedy=f"{_keeping()}; {insist}" if checkpoint.has_hub_names else insist,
     )
 
 
@@ -156,17 +156,15 @@ def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _
         text = family.config.text(config)
         args = family.config.to_args(text)
         dims = Dims.from_args(args, int(text["vocab_size"]), padded_rows(checkpoint))
-        rules = family.rules_of(
-            checkpoint.engine if checkpoint.dialect in ("hf", "mcore") else checkpoint.dialect
-        )
+        rules = family.rules_of(checkpoint.rules)
         binding = Binding(rules(dims) if rules else ())
     except (*UNUSABLE, ReshardError):
         return None
     if not binding.native:
         return None
-    bounds = binding.hf if checkpoint.dialect == "hf" else binding.native
+    bounds = binding.hf if checkpoint.has_hub_names else binding.native
     want = {name: bound.shape for name, bound in bounds.items()}
-    apart = {*binding.copies, *family.carried(checkpoint.tensors, native=checkpoint.dialect == "mcore")}
+    apart = {*binding.copies, *family.carried(checkpoint.tensors, native=checkpoint.has_megatron_names)}
     have = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in apart}
     return _Fit(family, want, have)
 

@@ -137,7 +137,7 @@ def _resolved(
         config = {"model_type": found.name, **config}
         text = dict(found.config.text(config))
         named = first(text, MTP_LAYERS, 0)
-        there = _mtp_layers(_plain(checkpoint, found), checkpoint.dialect, text)
+        there = _mtp_layers(checkpoint, _plain(checkpoint, found), text)
         if there != named:
             text.update(dict.fromkeys((MTP_LAYERS[0], *text.keys() & {*MTP_LAYERS}), there))
             notes = [*notes, f"MTP layers: config.json names {named}, the checkpoint has {there}"]
@@ -158,7 +158,7 @@ def _resolved(
     warnings = _misdescribed(found, config, file) if computes else []
     carried = _carried(checkpoint, found)
     problems = [*_disagreements(checkpoint, found, dims), *_without_parts(checkpoint, found, carried)]
-    if checkpoint.dialect == "hf" and not family:
+    if checkpoint.has_hub_names and not family:
         problems += [each for each in warnings if each.severity == "error"]
     if problems:
         raise ReshardError(problems)
@@ -267,7 +267,7 @@ def _shaped(
     if family.within:  # no config tells the shapes of tensors that are copied unchanged
         known = [each.name for each in FAMILIES.values() if not each.within]
         raise flat.shapes_needed(checkpoint, family.name, known)
-    there = _mtp_layers(list(checkpoint.tensors), checkpoint.dialect, config)
+    there = _mtp_layers(checkpoint, list(checkpoint.tensors), config)
     config = {**config, "num_nextn_predict_layers": there}
     args, dims = _sizes(family, config, None, checkpoint, folder)
     binding = Model(family, config, args, dims).binding()
@@ -313,14 +313,14 @@ def _sizes(
 
 def _plain(checkpoint: Checkpoint, family: Family) -> list[str]:
     """The names of its tensors in the language model on its own."""
-    return family.plain_names(checkpoint.tensors, native=checkpoint.dialect == "mcore")
+    return family.plain_names(checkpoint.tensors, native=checkpoint.has_megatron_names)
 
 
 def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...]]:
     """The Hub shapes of the tensors that are copied unchanged, by hub name."""
     if family.within is None:
         return {}
-    native = checkpoint.dialect == "mcore"
+    native = checkpoint.has_megatron_names
     quantization = checkpoint.quantization
     there = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
     names = family.within.parts(there, native=native)
@@ -330,7 +330,7 @@ def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...
 
 def _completed(checkpoint: Checkpoint, family: Family, folder: Path) -> tuple[Checkpoint, list[str]]:
     """A checkpoint plus the parts that its engine does not save, from the Hugging Face folder; and notes on them."""
-    if family.within is None or checkpoint.dialect != "mcore":
+    if family.within is None or not checkpoint.has_megatron_names:
         return checkpoint, []
     absent = family.within.missing(_carried(checkpoint, family), optional=True)
     there = huggingface.open_checkpoint(folder).tensors if absent and huggingface.detect(folder) else {}
@@ -364,18 +364,18 @@ def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[s
     ]
 
 
-def _mtp_layers(names: list[str], dialect: str, config: Mapping[str, Any]) -> int:
+def _mtp_layers(checkpoint: Checkpoint, names: list[str], config: Mapping[str, Any]) -> int:
     """The number of multi-token prediction layers in the checkpoint: configs often count layers that were left out.
 
     The Hub numbers them after the last layer, so only the config tells them from excess layers; MiMo has a
     separate name for them.
     """
-    if (apart := _count(names, _MTP_LAYER)) or dialect == "mcore":
+    if (apart := _count(names, _MTP_LAYER)) or checkpoint.has_megatron_names:
         return apart
     declared, layers = config.get("num_nextn_predict_layers") or 0, config.get("num_hidden_layers")
     if not isinstance(declared, int) or not isinstance(layers, int):
         return 0
-    if dialect not in vocabulary.EMBEDDINGS:
+    if checkpoint.dialect not in vocabulary.EMBEDDINGS:
         return declared
     return min(declared, max(0, _count(names, _LAYER) - layers))
 
@@ -387,7 +387,7 @@ def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[P
     """
     if checkpoint.dialect not in vocabulary.EMBEDDINGS:
         return []
-    mcore = checkpoint.dialect == "mcore"
+    mcore = checkpoint.has_megatron_names
     rows, hidden = vocabulary.embedding(checkpoint, family)[1].shape
     names = _plain(checkpoint, family)
     numbered_on = 0 if mcore or _count(names, _MTP_LAYER) else dims.mtp

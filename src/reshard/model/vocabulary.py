@@ -44,7 +44,7 @@ def lost_padding(
     checkpoint: Checkpoint, model: Model, rows: int, *, with_states: bool = False
 ) -> Counter[str]:
     """Bytes of the last `rows` of Megatron's embedding and head, which the output lacks, and of their states."""
-    if checkpoint.dialect != "mcore" or rows <= 0:
+    if not checkpoint.has_megatron_names or rows <= 0:
         return Counter()
     tables = EMBEDDINGS["mcore"] if model.dims.tied else (*EMBEDDINGS["mcore"], "output_layer.weight")
     held = [checkpoint.tensors, *(checkpoint.states.values() if with_states else ())]
@@ -60,12 +60,12 @@ def embedding_rows(checkpoint: Checkpoint) -> int:
 def embedding(checkpoint: Checkpoint, family: Family | None = None) -> tuple[str, Tensor]:
     """The embedding and its name. Raises ReshardError if there is none."""
     names: Sequence[str] = EMBEDDINGS[checkpoint.dialect]
-    if family and checkpoint.dialect == "hf":
+    if family and checkpoint.has_hub_names:
         names = [family.hub_name(name) for name in names]
     for name in names:
         if name in checkpoint.tensors:
             return name, checkpoint.tensors[name]
-    if checkpoint.dialect == "hf":
+    if checkpoint.has_hub_names:
         wrapped = (prefix_problem(name, checkpoint.tensors, str(checkpoint.path)) for name in names)
         if problem := next(filter(None, wrapped), None):
             raise ReshardError(problem)
@@ -80,7 +80,7 @@ def embedding(checkpoint: Checkpoint, family: Family | None = None) -> tuple[str
 
 def padded_rows(checkpoint: Checkpoint) -> int | None:
     """Rows of Megatron's padded embedding; None for a checkpoint in another dialect."""
-    return embedding_rows(checkpoint) if checkpoint.dialect == "mcore" else None
+    return embedding_rows(checkpoint) if checkpoint.has_megatron_names else None
 
 
 def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
@@ -96,7 +96,7 @@ def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
 def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> tuple[int, str] | None:
     """The true `vocab_size` and the reason, if the rows of Megatron's embedding contradict the config."""
     declared = config.get("vocab_size")
-    if checkpoint.dialect != "mcore" or not isinstance(declared, int) or declared < 1:
+    if not checkpoint.has_megatron_names or not isinstance(declared, int) or declared < 1:
         return None
     rows = embedding_rows(checkpoint)
     if rows == declared:

@@ -50,12 +50,12 @@ def _vocabulary(side: Side) -> int:
 
 
 def _oracle(side: Side) -> str:
-    return "transformers" if side.checkpoint.dialect == "hf" else "megatron-core"
+    return "transformers" if side.checkpoint.has_hub_names else "megatron-core"
 
 
 def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     checkpoint = side.checkpoint
-    if checkpoint.dialect == "hf":
+    if checkpoint.has_hub_names:
         from reshard.oracle.transformers import transformers_logits
 
         return transformers_logits(checkpoint.root, tokens)
@@ -73,7 +73,7 @@ MODULES = {"transformers": "transformers", "megatron-core": "megatron.core"}
 
 def _require_family(side: Side) -> None:
     """Raise ReshardError if megatron-core would have to compute a family that it does not have."""
-    if side.checkpoint.dialect == "hf" or side.model is None:
+    if side.checkpoint.has_hub_names or side.model is None:
         return
     engine = side.model.family.engine_for(side.checkpoint.engine)
     if engine != MCORE:

@@ -45,7 +45,7 @@ class Board:
 def board_of(found: Inspection) -> Board:
     """The ranks of a Megatron checkpoint; the files of any other one."""
     layout, model = found.checkpoint.layout.complete(), found.model
-    if found.checkpoint.dialect == "mcore" and model and layout.world_size > 1:
+    if found.checkpoint.has_megatron_names and model and layout.world_size > 1:
         try:
             return _of_ranks(layout.over(model.dims.layers), model)
         except ReshardError:

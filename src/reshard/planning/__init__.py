@@ -19,7 +19,7 @@ from reshard.formats import companions, huggingface, open_checkpoint, peft, writ
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.provenance import BASE, find_hints
 from reshard.formats.quantization import UNTOLD, refusal, settings_of
-from reshard.formats.target import HUB, MASTERS, Format, Kind, Options, Request, Target, main_dtype
+from reshard.formats.target import MASTERS, Format, Kind, Options, Request, Target, main_dtype
 from reshard.model.dequantization import dequantized
 from reshard.model.heads import refuse_other_head, resolve_if_declared
 from reshard.model.logical import logical_tensors
@@ -240,12 +240,12 @@ def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpo
 def _resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolved:
     """The model of a checkpoint. If names are not converted, its family need not be declared."""
     if not target.keeps_names or options.family:
-        computes = checkpoint.dialect != HUB or not target.keeps_names
+        computes = not checkpoint.has_hub_names or not target.keeps_names
         if not target.keeps_names:
             refuse_other_head(checkpoint, options.base)
         return resolve(checkpoint, options.base, options.family, options.trust, computes=computes)
     config = config_of(checkpoint, options.base) or {}
-    wrong = contradictions(config) if checkpoint.dialect == HUB else []
+    wrong = contradictions(config) if checkpoint.has_hub_names else []
     notes = [f"config.json contradicts itself: {text}" for text in wrong]
     checkpoint = replace(checkpoint, notes=[*checkpoint.notes, *notes])
     return resolve_if_declared(checkpoint, options.base, options.trust)
@@ -263,7 +263,7 @@ def _content(source: Resolved, kind: Kind, format: Format, target: Target, optio
             source.config,
             checkpoint.iteration,
             checkpoint.optimizer,
-            engine=checkpoint.engine if checkpoint.dialect == MCORE else None,
+            engine=checkpoint.engine if checkpoint.has_megatron_names else None,
         )
     )
     if kind is Kind.ADAPTER:

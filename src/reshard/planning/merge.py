@@ -121,7 +121,7 @@ def _hub_weights(
     base: Checkpoint, options: Options
 ) -> tuple[Mapping[str, Tensor], list[Replica], Mapping[str, Any] | None, Counter[str]]:
     """The base's weights under Hub names, their replicas, the config if it is in no file, and the dropped bytes."""
-    if base.dialect == "hf":
+    if base.has_hub_names:
         return base.tensors, base.replicas, base.config, Counter()
     resolved = resolve(base, family=options.family)
     logical = logical_tensors(resolved)
