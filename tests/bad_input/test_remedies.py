@@ -45,7 +45,7 @@ NOT_HERE = {
 NO_CASE_YET = """
     config-sizes-impossible family-unknown flat-parameters-without-shapes flat-tensor-size-differs
     legacy-mixed-layers-unsupported model-type-cannot-describe model-type-unsupported-here
-    tensor-has-no-place tensors-misfit-names-in-memory"""
+    tensor-has-no-place"""
 """Codes whose remedy no case tries yet. Add a case rather than a code."""
 
 
