@@ -219,7 +219,7 @@ def _parts(folder: Path, rounds: int) -> tuple[float, float]:
 def _planning(name: str, data: Path, rounds: int) -> Planning:
     """The cost of planning a published model, and of splitting the plan."""
     plans, cuts = [], []
-    start = Contender("start", [sys.executable, "-c", "import reshard.conversion"], data / "none")
+    start = Contender("start", [sys.executable, "-c", "import reshard.commands.conversion"], data / "none")
     for _ in range(rounds):
         begin = time.process_time()
         plan = planned(name, data)

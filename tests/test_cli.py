@@ -22,8 +22,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import reshard as api
+from reshard.base.errors import listed
 from reshard.cli import cli
-from reshard.errors import listed
 from reshard.families import FAMILIES
 from reshard.formats import FORMATS, written
 from tests.commandline import in_terminal, reshard

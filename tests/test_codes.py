@@ -12,9 +12,9 @@ from string import Formatter
 from typing import NamedTuple
 
 import reshard
-from reshard.doctor.entries import catalogue
-from reshard.doctor.rules import rules
-from reshard.doctor.words import translations
+from reshard.diagnosis.entries import catalogue
+from reshard.diagnosis.rules import rules
+from reshard.diagnosis.words import translations
 from tests.commandline import reshard as command
 
 SOURCE = Path(reshard.__file__).parent
@@ -92,7 +92,7 @@ def test_no_code_is_that_of_a_failure_or_a_rule() -> None:
 
 
 def test_an_id_is_of_one_rule() -> None:
-    files = sorted((SOURCE / "doctor" / "rules").glob("*.yaml"))
+    files = sorted((SOURCE / "diagnosis" / "rules").glob("*.yaml"))
     ids = [
         name
         for path in files

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.transfer import journal as journal_module
 from reshard.transfer.journal import ROOM, Identity, Journal
 from reshard.transfer.leftovers import recover, remove_unfinished, unfinished

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard as api
-from reshard import coverage
 from reshard.algebra.layout import Layout
 from reshard.algebra.multisets import Multiset, total
 from reshard.algebra.views import Piece, View
-from reshard.coverage import prove
+from reshard.commands import coverage
+from reshard.commands.coverage import prove
 from reshard.formats import open_checkpoint
 from reshard.formats.target import OPTIONS_0_2_0
 from reshard.planning import Options, plan_conversion

@@ -26,7 +26,7 @@ from transformers import CLIPConfig, CLIPModel
 
 import reshard
 from reshard.algebra.tensors import Tensor
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.oracle.transformers import transformers_logits
 from reshard.transfer.files import Files

@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import reshard
 from reshard.algebra.tensors import Tensor
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.model.dequantization import _FP8, _POWERS
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command

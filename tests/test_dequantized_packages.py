@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.environments import python
 from tests.genuine import quantized
 from tests.judges import assert_same_tensors, tensors_of

@@ -22,10 +22,10 @@ from reshard import families
 from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
 from reshard.formats.target import Format, Target
-from reshard.train.engines import MODULES, engine_named
-from reshard.train.names import renamed as renamed_words
-from reshard.train.request import words as engine_words
-from reshard.train.run import Run
+from reshard.training.engines import MODULES, engine_named
+from reshard.training.names import renamed as renamed_words
+from reshard.training.request import words as engine_words
+from reshard.training.run import Run
 from tests.tables import TABLES
 
 REPOSITORY = Path(__file__).parents[1]

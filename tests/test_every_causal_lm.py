@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families import declared
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.oracle.transformers import transformers_logits

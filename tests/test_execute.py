@@ -21,7 +21,7 @@ from reshard.algebra.dtypes import BY_NAME, dtype
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells
 from reshard.algebra.views import View, concat
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.transfer import batch as batch_module
 from reshard.transfer import execute as execute_module
 from reshard.transfer import gather as gather_module
@@ -179,7 +179,7 @@ import os, sys, threading, time
 import numpy as np
 from reshard.algebra.tensors import Cells
 from reshard.algebra.dtypes import dtype
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.algebra.storage import Storage

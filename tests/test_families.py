@@ -26,7 +26,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.oracle.transformers import Logits, load_model, transformers_logits
 from tests.genuine.huggingface import VARIANTS
 from tests.judges import (

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
 from reshard.transfer.elements import RAW
 from reshard.transfer.files import Files

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from reshard import guard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ import sys, torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, DistributedConfig
 from reshard import guard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 
 torch.distributed.init_process_group("gloo")
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=DistributedConfig(tp_size=2))
@@ -321,7 +321,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 from reshard import guard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 
 distributed.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import FalconConfig, FalconForCausalLM
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
 from tests.judges import TOKENS, assert_same_tensors, tensors_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.installing import install_command, remedy
+from reshard.base.installing import install_command, remedy
 
 REQUIRES = """\
 Requires-Dist: numpy>=1.26

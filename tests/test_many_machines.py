@@ -25,11 +25,11 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from bench.models import QWEN2_5_3B, make
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.installing import install_command
 from reshard.cluster import spread
 from reshard.cluster.parts import Part
 from reshard.cluster.worker import Worker, identity_of
-from reshard.errors import Problem, ReshardError
-from reshard.installing import install_command
 from reshard.planning import Options, plan_conversion
 from reshard.transfer import claims
 from reshard.transfer.digests import CELL, Digest

@@ -19,8 +19,8 @@ pytest.importorskip("megatron.core")
 import torch
 
 import reshard
+from reshard.base.errors import ReshardError
 from reshard.engines.megatron import megatron_logits
-from reshard.errors import ReshardError
 from reshard.formats.dcp.metadata import DcpChunk, read_metadata, write_metadata
 from reshard.oracle.transformers import transformers_logits
 from tests import commandline

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests import commandline
 from tests.environments import python
 from tests.genuine import make_megatron_lora as genuine

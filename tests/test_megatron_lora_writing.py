@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.dcp.metadata import read_metadata
 from tests.environments import python
 from tests.genuine import make_megatron_lora as genuine

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
 from reshard.algebra.layout import Layout
+from reshard.base.errors import ReshardError
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
-from reshard.errors import ReshardError
 from reshard.formats.megatron.rank_files import coordinates
 from reshard.formats.megatron.seeds import _owners
 from tests.genuine.megatron import QWEN2, VARIANTS, Genuine, tokens

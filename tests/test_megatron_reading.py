@@ -21,9 +21,9 @@ import torch
 from transformers import AutoTokenizer
 
 import reshard
+from reshard.base.errors import ReshardError
 from reshard.engines.megatron import megatron_logits
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
-from reshard.errors import ReshardError
 from reshard.oracle.transformers import Logits, transformers_logits
 from tests import commandline
 from tests.genuine.huggingface import VARIANTS as FAMILIES

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
 from reshard.algebra.layout import Layout
+from reshard.base.errors import ReshardError
 from reshard.engines.megatron import RankError, megatron_logits
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.engines.megatron.model import Spec
-from reshard.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
 from tests.genuine.huggingface import VOCAB_SIZE
 from tests.genuine.megatron import Genuine

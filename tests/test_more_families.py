@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.flags import flags_not_restored
 from reshard.families.rules import indexed_layers

@@ -21,7 +21,7 @@ from transformers.utils import logging
 import reshard
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.views import View
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families import in_memory
 from reshard.families.renaming import saved
 from reshard.formats.operations import OPERATIONS

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.commandline import reshard as command
 from tests.judges import assert_same_tensors, tensors_of
 from tests.test_optimizer import values

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.genuine.megatron import QWEN2
 from tests.genuine.train_megatron import train_and_save
 from tests.test_optimizer import PORTABLE, Case, Sizes, values

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.judges import assert_same_tensors, tensors_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.algebra.dtypes import dtype
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.transfer.elements import cast
 from reshard.transfer.overflow import LARGEST, overflows
 from tests.commandline import reshard as command

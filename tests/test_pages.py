@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 import reshard
 from reshard.algebra.layout import SavedLayout
+from reshard.commands.verification import Change
 from reshard.pages import board, changes
-from reshard.verification import Change
 from tests.commandline import reshard as command
 
 MOST = 1_000_000

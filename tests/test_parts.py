@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.genuine.make_dcp import live_model, shard, split
 from tests.genuine.ranks import on_ranks
 from tests.judges import assert_same_tensors, tensors_of

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.provenance import RUN_CONFIG
 from tests import commandline
 from tests.environments import python

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
 from reshard.adapters import find, merged
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer

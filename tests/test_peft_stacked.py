@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.genuine import peft as genuine
 from tests.genuine import quantized
 from tests.genuine.model_types import TYPES, make_model_type

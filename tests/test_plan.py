@@ -13,8 +13,8 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Cells
 from reshard.algebra.views import Piece, View, covered, overlaps
-from reshard.coverage import prove
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
+from reshard.commands.coverage import prove
 from reshard.formats import open_checkpoint
 from reshard.planning import Options, plan_conversion
 from reshard.transfer.plan import ZERO, Block, OutputFile, Plan, Planned

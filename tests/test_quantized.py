@@ -15,7 +15,7 @@ from safetensors import deserialize
 from safetensors.torch import load_file
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.environments import python

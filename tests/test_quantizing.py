@@ -21,7 +21,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 import reshard
 from reshard.algebra.tensors import Tensor
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.model.quantizer import STORAGES
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 import torch
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families.undeclared import BUILT_ALIKE
 from reshard.oracle.transformers import transformers_logits
 from tests import commandline
@@ -42,7 +42,7 @@ def edited(source: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def problems_of(source: Path, target: Path, **options: Any) -> list[reshard.errors.Problem]:
+def problems_of(source: Path, target: Path, **options: Any) -> list[reshard.base.errors.Problem]:
     with pytest.raises(ReshardError) as refused:
         reshard.convert(source, target, **options)
     assert not target.exists()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from reshard import api
-from reshard.errors import Problem, ReshardError
-from reshard.shown import without_secrets
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.shown import without_secrets
 from reshard.stores import errors
 from reshard.stores.registry import SCHEMES
 from tests.commandline import reshard, within

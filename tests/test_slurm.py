@@ -13,9 +13,9 @@ import pytest
 
 import reshard
 from bench.models import make
+from reshard.base.errors import ReshardError
 from reshard.cluster import slurm, spread
 from reshard.cluster.executors import opened
-from reshard.errors import ReshardError
 from reshard.transfer.leftovers import unfinished
 from tests import slurm_cluster, spreading
 from tests.commandline import reshard as command

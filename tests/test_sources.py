@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import reshard as api
 from reshard import remote
 from reshard.algebra.tensors import cells_of
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.transfer.sources import noted
 from tests.bad_input.damage import flip

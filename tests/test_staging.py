@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.transfer import locks
 from reshard.transfer.beside import put_aside
 from reshard.transfer.leftovers import recover, set_aside

@@ -14,11 +14,11 @@ import click
 import pytest
 
 import reshard as api
+from reshard.base.suggest import closest, meant
 from reshard.cli import COMMANDS, cli
 from reshard.cli.usage import COMMANDS as SPELLINGS
 from reshard.cli.usage import OPTIONS
 from reshard.formats import FORMATS, writable, written
-from reshard.suggest import closest, meant
 from tests.commandline import Result, reshard
 
 

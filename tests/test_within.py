@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.dcp.metadata import read_metadata
 from tests import commandline
 from tests.genuine.huggingface import make_model

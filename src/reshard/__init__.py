@@ -15,9 +15,7 @@ Everything that a user can fix raises `ReshardError`, whose `problems` list all 
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from reshard.version import __version__
@@ -26,18 +24,18 @@ if TYPE_CHECKING:
     from reshard import guard as guard
     from reshard.algebra.layout import Layout, SavedLayout
     from reshard.api import convert, doctor, inspect, open, support, verify
-    from reshard.conversion import Conversion
-    from reshard.coverage import Proof
-    from reshard.doctor import Finding, diagnose
-    from reshard.errors import Problem, ReshardError
+    from reshard.base.errors import Problem, ReshardError
+    from reshard.commands.conversion import Conversion
+    from reshard.commands.coverage import Proof
+    from reshard.commands.inspection import Inspection
+    from reshard.commands.verification import Comparison
+    from reshard.commands.weights import LazyTensor, Weights
+    from reshard.diagnosis import Finding, diagnose
     from reshard.formats.checkpoint import Checkpoint
     from reshard.formats.record import Integrity
-    from reshard.inspection import Inspection
-    from reshard.train.calls import export, report, train
-    from reshard.train.start import Outcome
+    from reshard.training.calls import export, report, train
+    from reshard.training.start import Outcome
     from reshard.transfer.plan import Plan
-    from reshard.verification import Comparison
-    from reshard.weights import LazyTensor, Weights
 
 __all__ = [
     "Checkpoint",
@@ -71,18 +69,18 @@ __all__ = [
 _HOMES = {
     "reshard.algebra.layout": ("Layout", "SavedLayout"),
     "reshard.api": ("convert", "doctor", "inspect", "open", "support", "verify"),
-    "reshard.conversion": ("Conversion",),
-    "reshard.coverage": ("Proof",),
-    "reshard.doctor": ("Finding", "diagnose"),
-    "reshard.errors": ("Problem", "ReshardError"),
+    "reshard.commands.conversion": ("Conversion",),
+    "reshard.commands.coverage": ("Proof",),
+    "reshard.diagnosis": ("Finding", "diagnose"),
+    "reshard.base.errors": ("Problem", "ReshardError"),
     "reshard.formats.checkpoint": ("Checkpoint",),
     "reshard.formats.record": ("Integrity",),
-    "reshard.inspection": ("Inspection",),
-    "reshard.train.calls": ("export", "report", "train"),
-    "reshard.train.start": ("Outcome",),
+    "reshard.commands.inspection": ("Inspection",),
+    "reshard.training.calls": ("export", "report", "train"),
+    "reshard.training.start": ("Outcome",),
     "reshard.transfer.plan": ("Plan",),
-    "reshard.verification": ("Comparison",),
-    "reshard.weights": ("LazyTensor", "Weights"),
+    "reshard.commands.verification": ("Comparison",),
+    "reshard.commands.weights": ("LazyTensor", "Weights"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -99,14 +97,3 @@ if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any nam
 
     def __dir__() -> list[str]:
         return sorted(["guard", *__all__])
-
-
-class _Package(ModuleType):
-    """This package. `train` and `doctor` stay functions when the subpackages of these names are imported."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

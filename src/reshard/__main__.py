@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from reshard.interrupts import end_at_once
+from reshard.base.interrupts import end_at_once
 
 
 def main() -> Any:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -302,8 +302,8 @@ def explained() -> Iterator[None]:
 
 
 def _diagnosis(error: Exception) -> str:
-    from reshard.doctor.logs import diagnose_text
-    from reshard.doctor.words import aside, locale_language
+    from reshard.diagnosis.logs import diagnose_text
+    from reshard.diagnosis.words import aside, locale_language
 
     words = "".join(traceback.format_exception(error))
     known = [

@@ -90,7 +90,10 @@ def _with_a_head(there: Path) -> None:
     config(architectures=["Qwen3ForSequenceClassification"])(there)
     edit_tensors(
         there / "src",
-        lambda held: [held.pop("lm_head.weight"), held.update({"score.weight": np.ones((2, 64), np.float32)})],
+        lambda held: [
+            held.pop("lm_head.weight"),
+            held.update({"score.weight": np.ones((2, 64), np.float32)}),
+        ],
     )
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.commandline import Late, within
 
 ALLOWED = 1 << 30

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import file_download
 
 import reshard as api
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.bad_input.damage import (
     MEGATRON,
     Copy,

@@ -26,7 +26,7 @@ Originals = Callable[[str], Path]
 Problem = dict[str, str]
 
 CASES = {**remedy_cases.CASES, **remedy_contents.CASES}
-ELSEWHERE = ("train/", "engines/", "oracle/", "guard.py")
+ELSEWHERE = ("training/", "engines/", "oracle/", "guard.py")
 """Problems of runs and of frameworks that are loaded, which tests/train and the tests of `--logits` make."""
 NOT_HERE = {
     "the Hub, a store or another machine": """
@@ -120,7 +120,7 @@ def attempts(remedy: str, words: list[str], given: Mapping[str, str]) -> Iterato
 
 def _corrected(words: list[str], near: str) -> list[str]:
     """The command with the word that was meant."""
-    from reshard.suggest import closest
+    from reshard.base.suggest import closest
 
     if near.startswith("--"):
         unknown = next(each for each in words if each.startswith("--") and each not in options_of(words[0]))

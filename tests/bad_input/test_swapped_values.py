@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import reshard as api
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.bad_input.damage import Copy, find
 from tests.commandline import within
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.doctor.finding import LANGUAGES
-from reshard.doctor.logs import diagnose_text
-from reshard.doctor.words import aside
+from reshard.diagnosis.finding import LANGUAGES
+from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.words import aside
 from tests.doctor.test_classes import SITE, first, raised
 
 PACKAGES = {

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.doctor.entries import catalogue
-from reshard.doctor.logs import UNKNOWN, diagnose_text, nearest
-from reshard.doctor.messages import _message, _messages, begun
+from reshard.diagnosis.entries import catalogue
+from reshard.diagnosis.logs import UNKNOWN, diagnose_text, nearest
+from reshard.diagnosis.messages import _message, _messages, begun
 from tests.commandline import reshard as command
 
 ENTRIES = catalogue()

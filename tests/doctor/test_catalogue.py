@@ -16,10 +16,10 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from reshard.cli import cli
-from reshard.doctor.check import SCHEMA, main, problems
-from reshard.doctor.entries import FOLDER, KINDS, Entry, catalogue
-from reshard.doctor.pages import page
-from reshard.doctor.rules import rules
+from reshard.diagnosis.check import SCHEMA, main, problems
+from reshard.diagnosis.entries import FOLDER, KINDS, Entry, catalogue
+from reshard.diagnosis.pages import page
+from reshard.diagnosis.rules import rules
 
 REPOSITORY = Path(__file__).parents[2]
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -149,7 +149,7 @@ def test_entries_with_the_same_patterns_can_be_told_apart() -> None:
 def test_the_page_of_failures_is_that_of_the_catalogue() -> None:
     page_in_docs = REPOSITORY / "docs" / "failures.md"
     assert page_in_docs.read_text(encoding="utf-8") == page(), (
-        "python -m reshard.doctor.pages > docs/failures.md"
+        "python -m reshard.diagnosis.pages > docs/failures.md"
     )
 
 

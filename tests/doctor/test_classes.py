@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from reshard.doctor.finding import Finding
-from reshard.doctor.logs import diagnose_text
+from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.logs import diagnose_text
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
 LOAD = "RuntimeError: Error(s) in loading state_dict for Net:\n\t"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from reshard.doctor import logs
-from reshard.doctor.logs import UNKNOWN, diagnose_text
-from reshard.doctor.rules import rules
+from reshard.diagnosis import logs
+from reshard.diagnosis.logs import UNKNOWN, diagnose_text
+from reshard.diagnosis.rules import rules
 from tests.doctor.test_classes import LOAD, SITE, first, raised
 
 SOURCE = Path(str(logs.__file__)).parent

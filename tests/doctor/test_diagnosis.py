@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.doctor.entries import catalogue
-from reshard.doctor.logs import UNKNOWN, diagnose_text
-from reshard.doctor.rules import CAUSES, rules
+from reshard.diagnosis.entries import catalogue
+from reshard.diagnosis.logs import UNKNOWN, diagnose_text
+from reshard.diagnosis.rules import CAUSES, rules
 from tests.commandline import reshard as command
 
 ENTRIES = catalogue()

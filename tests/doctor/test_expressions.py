@@ -17,26 +17,26 @@ from typing import Any
 
 import pytest
 
-from reshard.doctor.entries import catalogue
-from reshard.doctor.meanings import beside, messages
-from reshard.doctor.reading import LONGEST_LINE
-from reshard.doctor.shortages import _FLAG, _kinds, _of_memory
-from reshard.doctor.spelling import _shows
-from reshard.doctor.symptoms import SPREAD, described
+from reshard.diagnosis.entries import catalogue
+from reshard.diagnosis.meanings import beside, messages
+from reshard.diagnosis.reading import LONGEST_LINE
+from reshard.diagnosis.shortages import _FLAG, _kinds, _of_memory
+from reshard.diagnosis.spelling import _shows
+from reshard.diagnosis.symptoms import SPREAD, described
 
 if sys.version_info >= (3, 11):
     from re import _parser as parser
 else:
     import sre_parse as parser
 
-PACKAGE = import_module("reshard.doctor")  # `reshard.doctor` is the function
+PACKAGE = import_module("reshard.diagnosis")
 METHODS = [
     f"re.{name}"
     for name in ("compile", "search", "match", "fullmatch", "finditer", "findall", "sub", "split")
 ]
-AT_BEGINNING = {"reshard.doctor.tracebacks._FRAMES"}
+AT_BEGINNING = {"reshard.diagnosis.tracebacks._FRAMES"}
 """Containers whose expressions are only tried at the beginning of a line."""
-OWN = {"reshard.doctor.entries._PARTS"}
+OWN = {"reshard.diagnosis.entries._PARTS"}
 """Only matched against reshard's own texts."""
 ENDLESS = 1.0
 QUICK = 0.15
@@ -115,7 +115,7 @@ def line(begin: str, unit: str, length: int) -> str:
 
 def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
     """All expressions of the engine and the catalogue by name, and the method that each is used with."""
-    for info in pkgutil.walk_packages(PACKAGE.__path__, "reshard.doctor."):
+    for info in pkgutil.walk_packages(PACKAGE.__path__, "reshard.diagnosis."):
         module = import_module(info.name)
         for name, value in vars(module).items():
             for path, pattern in patterns_in(f"{info.name}.{name}", value):

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from reshard.doctor.finding import Finding
-from reshard.doctor.logs import diagnose_text
+from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.logs import diagnose_text
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
 SYMBOL = "undefined symbol: _ZN2at4_ops19empty_memory_format4callEN3c108ArrayRefINS2_6SymIntEEE"

@@ -23,11 +23,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import reshard
-from reshard.doctor.finding import Finding
-from reshard.doctor.history import table as tables
-from reshard.doctor.history.calls import base_of, refused
-from reshard.doctor.history.table import ROOTS, Presence, Table, table
-from reshard.doctor.history.versions import Versions
+from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.history import table as tables
+from reshard.diagnosis.history.calls import base_of, refused
+from reshard.diagnosis.history.table import ROOTS, Presence, Table, table
+from reshard.diagnosis.history.versions import Versions
 from tests.serving import serving
 
 LOGS = Path(__file__).with_name("history")
@@ -443,7 +443,7 @@ def test_a_table_is_made_from_an_index_and_each_release_is_read_once(
 
 def test_no_table_is_read_before_it_is_needed() -> None:
     code = (
-        "import sys, reshard, reshard.cli; from reshard.doctor.history import table as t\n"
+        "import sys, reshard, reshard.cli; from reshard.diagnosis.history import table as t\n"
         "assert t.table.cache_info().currsize == 0 and 'lzma' not in sys.modules or t.table.cache_info().misses == 0"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 import reshard
-from reshard.doctor import rules, words
-from reshard.doctor.entries import catalogue
-from reshard.doctor.environment import diagnose_environment
-from reshard.doctor.finding import Finding
-from reshard.doctor.logs import diagnose_text
-from reshard.doctor.words import translated
-from reshard.errors import Problem
+from reshard.base.errors import Problem
+from reshard.diagnosis import rules, words
+from reshard.diagnosis.entries import catalogue
+from reshard.diagnosis.environment import diagnose_environment
+from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.words import translated
 from tests.commandline import reshard as command
 from tests.doctor import test_configs, test_environment, test_scripts
 

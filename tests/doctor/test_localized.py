@@ -2,8 +2,8 @@
 
 import pytest
 
-from reshard.doctor.localized import in_english
-from reshard.doctor.logs import diagnose_text
+from reshard.diagnosis.localized import in_english
+from reshard.diagnosis.logs import diagnose_text
 
 SAID = {
     "llamafactory-cli: 未找到命令": "program-missing",

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from reshard.doctor.diagnosis import diagnose
-from reshard.doctor.logs import diagnose_text
-from reshard.doctor.prefixes import cleaned
-from reshard.doctor.thinning import ROOM, WHOLE, thinned
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
+from reshard.diagnosis.diagnosis import diagnose
+from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.prefixes import cleaned
+from reshard.diagnosis.thinning import ROOM, WHOLE, thinned
 from tests.doctor.test_expressions import GENERAL
 
 HEAD = Path(__file__).parent / "head"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from reshard.doctor import Finding
-from reshard.doctor.logs import diagnose_text
+from reshard.diagnosis import Finding
+from reshard.diagnosis.logs import diagnose_text
 
 LISTED = (
     "Some weights of LlamaForCausalLM were not initialized from the model checkpoint at ./out/hf and are newly "

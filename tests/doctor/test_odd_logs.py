@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from reshard.doctor.entries import catalogue
-from reshard.doctor.kinds import BY_KIND
-from reshard.doctor.logs import UNKNOWN, WORKER_UNSEEN, diagnose_text
-from reshard.doctor.prefixes import START
-from reshard.doctor.tracebacks import Traceback
-from reshard.doctor.upstream import REPOSITORIES, package_of, search_of
+from reshard.diagnosis.entries import catalogue
+from reshard.diagnosis.kinds import BY_KIND
+from reshard.diagnosis.logs import UNKNOWN, WORKER_UNSEEN, diagnose_text
+from reshard.diagnosis.prefixes import START
+from reshard.diagnosis.tracebacks import Traceback
+from reshard.diagnosis.upstream import REPOSITORIES, package_of, search_of
 from tests.doctor.test_log import FAILURE
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
@@ -54,7 +54,7 @@ def test_an_error_of_reshard_tells_itself_what_to_do() -> None:
 [default0]:Traceback (most recent call last):
 [default0]:  File "/home/user/train.py", line 76, in main
 [default0]:    raise diverged()
-[default0]:reshard.errors.ReshardError: training diverged: the loss is NaN
+[default0]:reshard.base.errors.ReshardError: training diverged: the loss is NaN
 [default0]:  found: step 2: gradient norm nan, learning rate 8.3e+29; rank 0: loss nan
 [default0]:  remedy: lower the learning rate
 E1122 10:00:00.0 12 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: 2) local_rank: 0"""

@@ -7,10 +7,10 @@ import traceback
 import pytest
 import torch
 
-from reshard.doctor.finding import LANGUAGES
-from reshard.doctor.logs import diagnose_text
-from reshard.doctor.rules import told
-from reshard.doctor.shapes import computed, pairs
+from reshard.diagnosis.finding import LANGUAGES
+from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.rules import told
+from reshard.diagnosis.shapes import computed, pairs
 
 LOAD = (
     "size mismatch for {}: copying a param with shape torch.Size({}) from checkpoint, "

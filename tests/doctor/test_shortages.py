@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from reshard.doctor.logs import diagnose_text
-from reshard.doctor.shortages import shortage
+from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.shortages import shortage
 
 GIB = 2.0**30
 SAID = {

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from reshard.doctor.diagnosis import diagnose
-from reshard.doctor.entries import catalogue
-from reshard.doctor.history.keys import Keys
-from reshard.doctor.history.table import table
-from reshard.doctor.history.versions import Versions
-from reshard.doctor.logs import diagnose_text
-from reshard.doctor.rules import rules
-from reshard.doctor.spelling import USUAL, Usage, _data, _shows, keys_of
+from reshard.diagnosis.diagnosis import diagnose
+from reshard.diagnosis.entries import catalogue
+from reshard.diagnosis.history.keys import Keys
+from reshard.diagnosis.history.table import table
+from reshard.diagnosis.history.versions import Versions
+from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.rules import rules
+from reshard.diagnosis.spelling import USUAL, Usage, _data, _shows, keys_of
 
 SETTINGS, TOOLS = _data()["settings"], _data()["tools"]
 RAN = {

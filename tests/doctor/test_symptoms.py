@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from reshard.doctor.logs import diagnose_text
+from reshard.diagnosis.logs import diagnose_text
 from tests.doctor.test_classes import first
 
 SYMPTOMS = {

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from reshard.doctor.logs import diagnose_text
-from reshard.doctor.meanings import defaults, messages
-from reshard.doctor.rules import rules
+from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.meanings import defaults, messages
+from reshard.diagnosis.rules import rules
 from tests.doctor.test_classes import SITE, first, raised
 
 NO_FILE = "cannot open shared object file: No such file or directory"

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.doctor import diagnosis
-from reshard.doctor.entries import catalogue
-from reshard.doctor.prefixes import START
-from reshard.doctor.reading import decoded, encoding_of
-from reshard.doctor.rules import rules
+from reshard.diagnosis import diagnosis
+from reshard.diagnosis.entries import catalogue
+from reshard.diagnosis.prefixes import START
+from reshard.diagnosis.reading import decoded, encoding_of
+from reshard.diagnosis.rules import rules
 from tests.commandline import reshard as command
 
 EXCERPT = catalogue()["dtensor-mixed-cat"].excerpt
@@ -272,7 +272,7 @@ Traceback (most recent call last):
     raise ChildFailedError(
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
-reshard.train.worker FAILED
+reshard.training.worker FAILED
 ------------------------------------------------------------
 Root Cause (first observed failure):
 [0]:
@@ -299,7 +299,7 @@ def test_what_a_run_recorded_is_why_it_ended(tmp_path: Path) -> None:
     (found,) = reshard.diagnose(tmp_path)
     assert found.code == "loss-diverged" and "step 2" in found.rule.en and found.remedy.en == "lower it"
     trace = f'{START}:\n  File "/home/user/train.py", line 7, in main\n    run()'
-    said = "reshard.errors.ReshardError: training diverged\n  found: step 2\n  remedy: lower it"
+    said = "reshard.base.errors.ReshardError: training diverged\n  found: step 2\n  remedy: lower it"
     (tmp_path / "train.log").write_text(f"{trace}\n{said}\n")
     assert [each.code for each in reshard.diagnose(tmp_path)] == ["loss-diverged"]
     assert [each.code for each in reshard.diagnose(tmp_path / "train.log")] == ["reshard-refused"]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from reshard.doctor.rules import rules
+from reshard.diagnosis.rules import rules
 from tests.doctor.test_classes import first, raised
 
 TASKS = {

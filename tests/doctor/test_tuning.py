@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.doctor.rules import rules
+from reshard.diagnosis.rules import rules
 from tests.doctor.test_classes import first, raised
 
 TUNING = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.doctor.finding import LANGUAGES
-from reshard.doctor.logs import diagnose_text
+from reshard.diagnosis.finding import LANGUAGES
+from reshard.diagnosis.logs import diagnose_text
 
 CASES = {
     "AttributeError: 'list' object has no attribute 'startswith'": ("text-expected", "tokenize=False"),

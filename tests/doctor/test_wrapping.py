@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.doctor.logs import diagnose_text
-from reshard.doctor.wrapping import rejoined
+from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.wrapping import rejoined
 
 LOG = """\
 loading

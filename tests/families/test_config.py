@@ -19,7 +19,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.config import portable_config
 from reshard.families.disagreements import agreed, differences, foreign

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.disagreements import foreign
 from reshard.families.mechanisms import MECHANISMS

@@ -9,7 +9,7 @@ from huggingface_hub import file_download
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, dynamic_module_utils
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats import companions
 from reshard.formats.companions import Companions, check, find_companions, output_file
 from reshard.transfer import sources

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from reshard.algebra import dtypes
 from reshard.algebra.storage import StoredTensor
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file

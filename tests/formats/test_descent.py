@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.descent import descend, find_root
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import Storage, StoredTensor
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.torchfiles import pickles, untrusted
 from reshard.formats.torchfiles.read import _load
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.genuine.make_nemo import nemo1, nemo2
 from tests.judges import assert_same_tensors, tensors_of
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from reshard.algebra import dtypes
 from reshard.algebra.storage import StoredTensor
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.torchfiles import pickles
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from tests.judges import of_type

@@ -14,18 +14,18 @@ from zlib import crc32
 
 import reshard
 from reshard.algebra.storage import StoredTensor
+from reshard.base.errors import ReshardError
 from reshard.cli import main
-from reshard.doctor import diagnose
-from reshard.errors import ReshardError
+from reshard.diagnosis import diagnose
 from reshard.formats.safetensors import read_tensors
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.stores.registry import is_url, parsed
-from reshard.train.data import load_dataset, read_records, tokens
-from reshard.train.data.mix import mix_of
-from reshard.train.data.records import METHODS, seen
-from reshard.train.megatron.rows import Counts, pieces_of
-from reshard.train.request import check, run_of
-from reshard.train.run import Run
+from reshard.training.data import load_dataset, read_records, tokens
+from reshard.training.data.mix import mix_of
+from reshard.training.data.records import METHODS, seen
+from reshard.training.megatron.rows import Counts, pieces_of
+from reshard.training.request import check, run_of
+from reshard.training.run import Run
 from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished
 from reshard.transfer.marker import parsed_marker
 from tests.fuzz.seeds import DATA, copied

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.oracle.transformers import generate, load_model, transformers_logits
 from tests.genuine.huggingface import EOS, VARIANTS, VOCAB_SIZE, make_model
 

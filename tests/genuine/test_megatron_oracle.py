@@ -19,10 +19,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from reshard.algebra.layout import Layout
+from reshard.base.errors import ReshardError
 from reshard.engines.megatron import MegatronLogits, RankError, megatron_logits, run_ranks
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.engines.megatron.unpickle import Inert, inert_pickle
-from reshard.errors import ReshardError
 from tests.genuine.megatron import OLDER_VERSIONS, QWEN2, VARIANTS, Genuine, make, tokens
 from tests.genuine.train_megatron import train_and_save
 

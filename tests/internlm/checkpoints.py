@@ -11,7 +11,7 @@ import torch
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from tests.judges import assert_same_tensors, tensors_of
 
 DATA = Path(__file__).parents[1] / "data" / "internlm"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.internlm.shards import Rank, Shards
 from tests.internlm.checkpoints import Copies, config_with, edit, problems_of
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats import internlm
 from reshard.formats.internlm.write import stages
 from tests.commandline import reshard as run

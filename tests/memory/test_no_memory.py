@@ -16,9 +16,9 @@ from threading import Barrier, Event, Thread
 import numpy as np
 import pytest
 
-from reshard import errors
 from reshard.adapters import computed
-from reshard.boundary import problems_of
+from reshard.base import errors
+from reshard.base.boundary import problems_of
 from tests.memory import models
 from tests.memory.bounded import ROOT
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 import reshard as package
 from reshard import api
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.stores import errors, ranges, source_path, web
 from tests.commandline import reshard, within
 from tests.genuine.huggingface import make_model

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import reshard as reshard_package
 from reshard import api
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.stores import errors
 from reshard.stores.remote import AHEAD
 from reshard.transfer.files import Files

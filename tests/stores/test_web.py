@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from reshard import api
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.stores import errors, source_path
 from reshard.stores.remote import AHEAD, REQUEST
 from reshard.transfer.compare import Comparer

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from reshard.train.launching import launch
-from reshard.train.run import Ranks, Run
+from reshard.training.launching import launch
+from reshard.training.run import Ranks, Run
 from tests.train.launches import PYTHONPATH, pids
 from tests.train.trl_plans import ENVIRONMENTS, EVALUATED, PLANS, Trainer, run_of
 from tests.train.trl_runs import Ran, train

@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from reshard.train.run import Run
-from reshard.train.show.monitor import history_of
+from reshard.training.run import Run
+from reshard.training.show.monitor import history_of
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
 LAUNCHER = """
 import sys
 from pathlib import Path
-from reshard.train import engines
-from reshard.train.launching import launch
-from reshard.train.run import Run
+from reshard.training import engines
+from reshard.training.launching import launch
+from reshard.training.run import Run
 launch.WORKER, engines.MODULES["trl"] = "tests.train.ranks", "tests.train.ranks"
 sys.exit(launch.launch(Run.read(Path(sys.argv[1]))))
 """

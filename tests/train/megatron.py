@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError, run_ranks
-from reshard.train import megatron, signals
-from reshard.train.engine import Trained
-from reshard.train.run import Run
+from reshard.training import megatron, signals
+from reshard.training.engine import Trained
+from reshard.training.run import Run
 from tests.train.conftest import chats, write_lines
 
 CHATS, HELD_OUT = chats()[:16], chats()[40:45]

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from reshard.train.megatron import refusals
-from reshard.train.megatron.core_fields import CONFIGS, all_fields
-from reshard.train.megatron.options import OWN
-from reshard.train.methods import METHODS
-from reshard.train.trl import config_fields, defaults
-from reshard.train.trl import refusals as of_trl
-from reshard.train.trl.methods import WAYS
+from reshard.training.megatron import refusals
+from reshard.training.megatron.core_fields import CONFIGS, all_fields
+from reshard.training.megatron.options import OWN
+from reshard.training.methods import METHODS
+from reshard.training.trl import config_fields, defaults
+from reshard.training.trl import refusals as of_trl
+from reshard.training.trl.methods import WAYS
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 BEGIN, END = "<!-- options: python -m tests.train.options_table -->\n", "<!-- /options -->\n"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from reshard.doctor.environment import Environment, Gpu
-from reshard.errors import GIB, Problem
+from reshard.base.errors import GIB, Problem
+from reshard.diagnosis.environment import Environment, Gpu
 
 NOWHERE = Environment({}, [], None, {})
 """A machine without GPUs."""

@@ -1,6 +1,6 @@
 """Ranks that train nothing, but start, communicate, save and fail like ranks that do.
 
-`python -m tests.train.ranks OUT/run.json` is `reshard.train.worker` with its own engine, whose options control
+`python -m tests.train.ranks OUT/run.json` is `reshard.training.worker` with its own engine, whose options control
 the run: steps, seconds (of a step), save (every so many steps), fail (how), at (which step), rank (which one), times
 (how often, if torchrun restarts them).
 """
@@ -17,11 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import ReshardError
-from reshard.train import engines, signals, trl, worker
-from reshard.train.collective import highest, join
-from reshard.train.engine import Monitor, Trained
-from reshard.train.run import Run
+from reshard.base.errors import ReshardError
+from reshard.training import engines, signals, trl, worker
+from reshard.training.collective import highest, join
+from reshard.training.engine import Monitor, Trained
+from reshard.training.run import Run
 
 
 def train(run: Run, monitor: Monitor) -> Trained:

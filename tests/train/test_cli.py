@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.train.methods import METHODS
+from reshard.training.methods import METHODS
 from tests.commandline import reshard
 
 FLAGS = (

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.train import trl
-from reshard.train.complete import SAVED
-from reshard.train.preflight import preflight
+from reshard.training import trl
+from reshard.training.complete import SAVED
+from reshard.training.preflight import preflight
 from tests.train.preflights import NOWHERE, messages
 from tests.train.trl_plans import PLANS, Trainer
 from tests.train.trl_runs import train

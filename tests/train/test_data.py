@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from reshard.errors import Problem, ReshardError
-from reshard.train import data as training_data
-from reshard.train.data import (
+from reshard.base.errors import Problem, ReshardError
+from reshard.training import data as training_data
+from reshard.training.data import (
     load_dataset,
     read_records,
     tokens,
 )
-from reshard.train.data.faults import Template
-from reshard.train.data.mix import mix_of
-from reshard.train.data.records import METHODS
+from reshard.training.data.faults import Template
+from reshard.training.data.mix import mix_of
+from reshard.training.data.records import METHODS
 from tests.train.conftest import chats, preferences, prompts, write_lines
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.errors import ReshardError
-from reshard.train import data as training_data
-from reshard.train.data import (
+from reshard.base.errors import ReshardError
+from reshard.training import data as training_data
+from reshard.training.data import (
     digest,
     digests,
     files_of,
@@ -21,7 +21,7 @@ from reshard.train.data import (
     load_dataset,
     read_records,
 )
-from reshard.train.data.mix import mix_of
+from reshard.training.data.mix import mix_of
 from tests.train.conftest import chats
 from tests.train.test_data import CHAT, lines, problems_of
 

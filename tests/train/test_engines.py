@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from reshard.train import engines
-from reshard.train.engines import MODULES, engine_named
-from reshard.train.methods import METHODS
-from reshard.train.run import Run
+from reshard.training import engines
+from reshard.training.engines import MODULES, engine_named
+from reshard.training.methods import METHODS
+from reshard.training.run import Run
 
 SOURCE = Path(engines.__file__).parent
 FOLDERS = [SOURCE / module.rsplit(".", 1)[1] for module in MODULES.values()]
@@ -54,8 +54,8 @@ def test_only_the_list_of_engines_and_the_default_name_one() -> None:
 def test_the_look_would_see_a_name() -> None:
     lines = (
         'run.engine == "a"',
-        "from reshard.train.trl import x",
-        "from reshard.train import trl",
+        "from reshard.training.trl import x",
+        "from reshard.training import trl",
         'f("trl")',
     )
     for line in lines:
@@ -82,10 +82,10 @@ def test_every_method_has_an_engine() -> None:
 
 def test_asking_an_engine_imports_no_framework() -> None:
     """So that a rank can claim its device first, and `--help` is fast; nor the doctor, which no rank needs."""
-    needless = ("torch", "transformers", "trl", "megatron.core", "reshard.doctor.diagnosis")
+    needless = ("torch", "transformers", "trl", "megatron.core", "reshard.diagnosis.diagnosis")
     code = (
-        "import sys; from reshard.train.engines import MODULES, engine_named; [engine_named(n) for n in MODULES]; "
-        f"import reshard.train.worker; print([m for m in {needless} if m in sys.modules])"
+        "import sys; from reshard.training.engines import MODULES, engine_named; [engine_named(n) for n in MODULES]; "
+        f"import reshard.training.worker; print([m for m in {needless} if m in sys.modules])"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"

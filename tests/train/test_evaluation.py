@@ -17,18 +17,18 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from reshard.doctor.environment import Environment
-from reshard.errors import Problem, ReshardError
-from reshard.train import megatron, trl
-from reshard.train.engines import engine_named
-from reshard.train.launching.provenance import record_of, words_of
-from reshard.train.preflight import preflight
-from reshard.train.request import check, run_of
-from reshard.train.run import RECORD, Run
-from reshard.train.show import report, trackers
-from reshard.train.show.monitor import History, Metrics, Row
-from reshard.train.show.watch import Watch
-from reshard.train.trl import saving
+from reshard.base.errors import Problem, ReshardError
+from reshard.diagnosis.environment import Environment
+from reshard.training import megatron, trl
+from reshard.training.engines import engine_named
+from reshard.training.launching.provenance import record_of, words_of
+from reshard.training.preflight import preflight
+from reshard.training.request import check, run_of
+from reshard.training.run import RECORD, Run
+from reshard.training.show import report, trackers
+from reshard.training.show.monitor import History, Metrics, Row
+from reshard.training.show.watch import Watch
+from reshard.training.trl import saving
 from tests.train.conftest import chats, prompts, write_lines
 
 NOWHERE = Environment({}, [], None, {})

@@ -19,14 +19,14 @@ from rich.console import Console
 
 from reshard.algebra.layout import Layout
 from reshard.cli.train import command as train
-from reshard.train.data.mix import Mix, Source
-from reshard.train.launching import launch
-from reshard.train.launching.failure import failure_in, print_exception, print_failure, print_interruption
-from reshard.train.launching.places import Place
-from reshard.train.launching.provenance import words_of
-from reshard.train.request import run_of
-from reshard.train.run import Ranks, Run
-from reshard.train.show.monitor import append
+from reshard.training.data.mix import Mix, Source
+from reshard.training.launching import launch
+from reshard.training.launching.failure import failure_in, print_exception, print_failure, print_interruption
+from reshard.training.launching.places import Place
+from reshard.training.launching.provenance import words_of
+from reshard.training.request import run_of
+from reshard.training.run import Ranks, Run
+from reshard.training.show.monitor import append
 from tests.train.launches import start
 
 LOGS = Path(__file__).parents[1] / "data/train"

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
-from reshard.train import outputs
-from reshard.train.final.acceptance import checked
-from reshard.train.final.finish import Finished, export, finish
-from reshard.train.run import Run
-from reshard.train.start import clear
+from reshard.training import outputs
+from reshard.training.final.acceptance import checked
+from reshard.training.final.finish import Finished, export, finish
+from reshard.training.run import Run
+from reshard.training.start import clear
 from tests.environments import python
 from tests.judges import TOKENS, tensors_of
 from tests.train.conftest import spoil

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import run_ranks
-from reshard.train.data.mix import Mix, read_mix
+from reshard.training.data.mix import Mix, read_mix
 from tests.commandline import reshard
 from tests.train.megatron import DECAY, EPSILON, ROWS, STEPS, cosine, run_of, train, train_and_die
 

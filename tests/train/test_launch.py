@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from reshard.errors import Problem, ReshardError, RunFailedError
-from reshard.train.launching import launch, meeting
-from reshard.train.launching.places import first_host, place_of
-from reshard.train.lifetime import children
-from reshard.train.run import Ranks, Run
-from reshard.train.show.monitor import history_of
+from reshard.base.errors import Problem, ReshardError, RunFailedError
+from reshard.training.launching import launch, meeting
+from reshard.training.launching.places import first_host, place_of
+from reshard.training.lifetime import children
+from reshard.training.run import Ranks, Run
+from reshard.training.show.monitor import history_of
 from tests.train.launches import LAUNCHER, REPOSITORY, until
 
 
@@ -341,7 +341,10 @@ def test_the_first_host_of_a_list_of_slurm(nodes: str, host: str) -> None:
 
 
 def test_importing_the_launcher_imports_no_torch() -> None:
-    code = "import sys, reshard.train.launching.launch; sys.exit(not {'torch', 'transformers'}.isdisjoint(sys.modules))"
+    code = (
+        "import sys, reshard.training.launching.launch\n"
+        "sys.exit(not {'torch', 'transformers'}.isdisjoint(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

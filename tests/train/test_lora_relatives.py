@@ -13,10 +13,10 @@ import pytest
 
 from reshard import api
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
-from reshard.train import trl
-from reshard.train.final.finish import finish
-from reshard.train.run import Run
+from reshard.base.errors import ReshardError
+from reshard.training import trl
+from reshard.training.final.finish import finish
+from reshard.training.run import Run
 from tests.train.trl_plans import ENVIRONMENTS, EVALUATED, FOUR_DIGITS, PLANS, run_of
 from tests.train.trl_runs import Ran, train
 

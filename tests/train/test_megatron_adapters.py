@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 import reshard
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError
-from reshard.train import megatron
-from reshard.train.engine import Trained
-from reshard.train.run import Run
+from reshard.training import megatron
+from reshard.training.engine import Trained
+from reshard.training.run import Run
 from tests.train.megatron import EPSILON, Seen, mean_loss, run_of, train, write_chats
 
 Tiny = Callable[..., Path]

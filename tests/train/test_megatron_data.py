@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
-from reshard.train.data.tokens import Learning, Sample, load_tokenizer, samples
-from reshard.train.megatron.options import read
-from reshard.train.megatron.rows import (
+from reshard.base.errors import ReshardError
+from reshard.training.data.tokens import Learning, Sample, load_tokenizer, samples
+from reshard.training.megatron.options import read
+from reshard.training.megatron.rows import (
     IGNORED,
     INPUTS,
     LABELS,
@@ -31,7 +31,7 @@ from reshard.train.megatron.rows import (
     rank_tokens,
     sample_bounds,
 )
-from reshard.train.run import Run
+from reshard.training.run import Run
 from tests.train.conftest import chats, write_lines
 
 Tiny = Callable[..., Path]

@@ -13,12 +13,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig
 
+from reshard.base.errors import Problem, ReshardError
 from reshard.engines.megatron.session import run_ranks
-from reshard.errors import Problem, ReshardError
-from reshard.train import megatron
-from reshard.train.fields import kind, typed
-from reshard.train.megatron import looks, refusals
-from reshard.train.megatron.core_fields import (
+from reshard.training import megatron
+from reshard.training.fields import kind, typed
+from reshard.training.megatron import looks, refusals
+from reshard.training.megatron.core_fields import (
     CONFIGS,
     DATA_PARALLEL,
     MODEL,
@@ -27,8 +27,8 @@ from reshard.train.megatron.core_fields import (
     all_fields,
     core_fields,
 )
-from reshard.train.megatron.options import OWN, read
-from reshard.train.run import Run
+from reshard.training.megatron.options import OWN, read
+from reshard.training.run import Run
 from tests.train import options_table
 from tests.train.megatron import Seen, run_of, train, write_chats
 
@@ -224,7 +224,7 @@ def shown(value: Any) -> str:
 
 def _configs(run: Run) -> dict[str, dict[str, Any]]:
     """The fields of the live configs of a run that has trained a step."""
-    from reshard.train.megatron import loop
+    from reshard.training.megatron import loop
 
     kept: list[Any] = []
     original = loop.prepare

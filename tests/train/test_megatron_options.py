@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
-from reshard.train import megatron
-from reshard.train.megatron import looks
-from reshard.train.megatron.batches import schedule, steps_of, uses_transformer_engine
-from reshard.train.megatron.options import OWN, Options, read
-from reshard.train.run import Run
+from reshard.base.errors import ReshardError
+from reshard.training import megatron
+from reshard.training.megatron import looks
+from reshard.training.megatron.batches import schedule, steps_of, uses_transformer_engine
+from reshard.training.megatron.options import OWN, Options, read
+from reshard.training.run import Run
 from tests.train.conftest import chats, write_lines
 
 Tiny = Callable[..., Path]

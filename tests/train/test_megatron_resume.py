@@ -17,10 +17,10 @@ from reshard import convert, export
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError
 from reshard.formats import open_checkpoint
-from reshard.train import megatron
-from reshard.train.complete import SAVED
-from reshard.train.request import run_of as request_of
-from reshard.train.run import RECORD, put
+from reshard.training import megatron
+from reshard.training.complete import SAVED
+from reshard.training.request import run_of as request_of
+from reshard.training.run import RECORD, put
 from tests.train.megatron import (
     STEPS,
     run_of,

@@ -18,16 +18,16 @@ pytest.importorskip("megatron.core")
 from safetensors.torch import load_file, save_file
 
 from reshard.algebra.layout import Layout
+from reshard.base.errors import ReshardError
 from reshard.engines.megatron.session import RankError, run_ranks
-from reshard.errors import ReshardError
-from reshard.train import megatron
-from reshard.train.engine import Trained
-from reshard.train.megatron import proof
-from reshard.train.megatron.batches import steps_of
-from reshard.train.megatron.options import read
-from reshard.train.megatron.setup import Trainee, open_weights, prepare, start
-from reshard.train.megatron.weights import checksums, weights_of
-from reshard.train.run import RECORD, Run
+from reshard.training import megatron
+from reshard.training.engine import Trained
+from reshard.training.megatron import proof
+from reshard.training.megatron.batches import steps_of
+from reshard.training.megatron.options import read
+from reshard.training.megatron.setup import Trainee, open_weights, prepare, start
+from reshard.training.megatron.weights import checksums, weights_of
+from reshard.training.run import RECORD, Run
 from tests.train.conftest import write_lines
 from tests.train.megatron import Seen, run_of, train, write_chats
 
@@ -40,7 +40,7 @@ def test_torchrun_trains_through_the_worker(tiny: Tiny, tmp_path: Path) -> None:
     record = run.output / RECORD
     record.write_text(json.dumps(run.as_dict()))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "reshard.train.worker", str(record)]
+    command += ["-m", "reshard.training.worker", str(record)]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
     )

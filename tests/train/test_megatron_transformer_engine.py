@@ -13,8 +13,8 @@ pytest.importorskip("megatron.core")
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.train import megatron
-from reshard.train.run import Run
+from reshard.training import megatron
+from reshard.training.run import Run
 from tests.train.megatron import EPSILON, Seen, assert_close, reference, run_of, train, write_chats
 
 Tiny = Callable[..., Path]

@@ -16,13 +16,13 @@ import pytest
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import run_ranks
 from reshard.formats.companions import read_object
-from reshard.train import memory
-from reshard.train.engine import Batches, Precision
-from reshard.train.engines import engine_of
-from reshard.train.memory import activations
-from reshard.train.memory.activations import Kept, Widths
-from reshard.train.run import Run
-from reshard.train.trl.memory import sizes_of
+from reshard.training import memory
+from reshard.training.engine import Batches, Precision
+from reshard.training.engines import engine_of
+from reshard.training.memory import activations
+from reshard.training.memory.activations import Kept, Widths
+from reshard.training.run import Run
+from reshard.training.trl.memory import sizes_of
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -82,7 +82,7 @@ def trainable(run: Run, dtype: str = "float32") -> Any:
     from peft import get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from reshard.train.trl.loading import adapter_config
+    from reshard.training.trl.loading import adapter_config
 
     config = AutoConfig.from_pretrained(str(run.model))
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -364,11 +364,11 @@ def engine_batches(run: Run, world_size: int) -> Batches:
 
 def held_by_rank(run: Run, world_size: int) -> dict[str, int]:
     """The memory of a Megatron-Core rank after a step, and the memory kept by its first micro-batch."""
-    from reshard.train.megatron.batches import steps_of
-    from reshard.train.megatron.options import read
-    from reshard.train.megatron.rows import Order
-    from reshard.train.megatron.setup import open_weights, prepare, start
-    from reshard.train.megatron.step import run_step
+    from reshard.training.megatron.batches import steps_of
+    from reshard.training.megatron.options import read
+    from reshard.training.megatron.rows import Order
+    from reshard.training.megatron.setup import open_weights, prepare, start
+    from reshard.training.megatron.step import run_step
 
     options = read(run)
     sizes = start(run, options)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from bench.models import make
-from reshard.doctor.environment import Environment, Gpu
-from reshard.errors import GIB, ReshardError
+from reshard.base.errors import GIB, ReshardError
+from reshard.diagnosis.environment import Environment, Gpu
 from reshard.formats.companions import read_object
-from reshard.train import memory
-from reshard.train.engine import Batches, Precision
-from reshard.train.engines import engine_of
-from reshard.train.memory import Memory
-from reshard.train.memory.activations import Widths
-from reshard.train.run import Run
+from reshard.training import memory
+from reshard.training.engine import Batches, Precision
+from reshard.training.engines import engine_of
+from reshard.training.memory import Memory
+from reshard.training.memory.activations import Widths
+from reshard.training.run import Run
 from tests.train.test_memory import QWEN3_8B, SMALL, run_on
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from reshard.doctor.environment import Environment
-from reshard.train import trl
-from reshard.train.final.finish import finish
-from reshard.train.methods import METHODS
-from reshard.train.preflight import preflight
-from reshard.train.run import Run
-from reshard.train.trl.methods import WAYS
+from reshard.diagnosis.environment import Environment
+from reshard.training import trl
+from reshard.training.final.finish import finish
+from reshard.training.methods import METHODS
+from reshard.training.preflight import preflight
+from reshard.training.run import Run
+from reshard.training.trl.methods import WAYS
 from tests.train.conftest import chats, preferences, rated, write_lines
 from tests.train.trl_plans import ENVIRONMENTS, FOUR_DIGITS, PLANS, run_of
 from tests.train.trl_runs import STEPS, Ran, train

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from reshard.errors import ReshardError
-from reshard.train.data import (
+from reshard.base.errors import ReshardError
+from reshard.training.data import (
     digest,
     digest_of,
     load_dataset,
 )
-from reshard.train.data.mix import mix_of, read_mix
-from reshard.train.run import Run
+from reshard.training.data.mix import mix_of, read_mix
+from reshard.training.run import Run
 from tests.train.test_data import lines
 from tests.train.trl_runs import STEPS, train
 

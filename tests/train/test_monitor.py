@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from reshard.errors import ReshardError
-from reshard.train.run import Run
-from reshard.train.show import display, report, trackers
-from reshard.train.show.display import Display, clock, evaluated, short, words
-from reshard.train.show.monitor import METRICS, History, Metrics, Tail, append, history_of, last_checkpoint
-from reshard.train.show.watch import Watch
+from reshard.base.errors import ReshardError
+from reshard.training.run import Run
+from reshard.training.show import display, report, trackers
+from reshard.training.show.display import Display, clock, evaluated, short, words
+from reshard.training.show.monitor import METRICS, History, Metrics, Tail, append, history_of, last_checkpoint
+from reshard.training.show.watch import Watch
 
 
 def run_in(folder: Path, **fields: Any) -> Run:

@@ -17,8 +17,8 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 
 from reshard.stores.hub import name_of, url_of
-from reshard.train.data import read_records
-from reshard.train.run import Run
+from reshard.training.data import read_records
+from reshard.training.run import Run
 from tests.commandline import Result, reshard
 from tests.stores.hub_server import Hub, Repository, hub_server
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from reshard.errors import ReshardError
-from reshard.train import outputs
-from reshard.train.launching import launch
-from reshard.train.launching.lock import held
-from reshard.train.run import Ranks, Run
-from reshard.train.start import clear
+from reshard.base.errors import ReshardError
+from reshard.training import outputs
+from reshard.training.launching import launch
+from reshard.training.launching.lock import held
+from reshard.training.run import Ranks, Run
+from reshard.training.start import clear
 
 
 def two_nodes(tmp_path: Path) -> list[Run]:
@@ -52,8 +52,8 @@ def test_what_is_overwritten_is_not_what_another_node_begins_with(tmp_path: Path
 def test_two_runs_do_not_write_into_one_output(tmp_path: Path) -> None:
     run, _ = two_nodes(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from reshard.train.launching.lock import held\n"
-        "from reshard.train.run import Run\n"
+        "import sys; from pathlib import Path; from reshard.training.launching.lock import held\n"
+        "from reshard.training.run import Run\n"
         "path = Path(sys.argv[1])\n"
         "with held(Run('sft', path, path, path)): print('held', flush=True); sys.stdin.read()"
     )

@@ -14,17 +14,17 @@ import pytest
 
 from bench.models import make
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
-from reshard.train import memory
-from reshard.train.engine import Batches
-from reshard.train.engines import engine_of
-from reshard.train.memory.activations import Widths
-from reshard.train.planning import gpus
-from reshard.train.planning.gpus import CARDS, Machine, card_of, machine_of, planned_for
-from reshard.train.planning.plans import Asked, plans_of
-from reshard.train.planning.speed import Traffic, Work, flops_of_token
-from reshard.train.preflight import preflight
-from reshard.train.run import Run
+from reshard.base.errors import ReshardError
+from reshard.training import memory
+from reshard.training.engine import Batches
+from reshard.training.engines import engine_of
+from reshard.training.memory.activations import Widths
+from reshard.training.planning import gpus
+from reshard.training.planning.gpus import CARDS, Machine, card_of, machine_of, planned_for
+from reshard.training.planning.plans import Asked, plans_of
+from reshard.training.planning.speed import Traffic, Work, flops_of_token
+from reshard.training.preflight import preflight
+from reshard.training.run import Run
 from tests.commandline import reshard
 from tests.train.test_memory import QWEN3_8B, run_on
 
@@ -82,7 +82,7 @@ def test_gpus_that_are_not_understood_are_refused(typed: str, memory: str | None
 
 
 def test_a_run_is_asked_about_as_if_it_were_there(qwen3_8b: Path) -> None:
-    from reshard.train.trl.config_fields import options_of
+    from reshard.training.trl.config_fields import options_of
 
     run = run_on(qwen3_8b)
     here = options_of(run)

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
-from reshard.train.complete import note_files
-from reshard.train.data.mix import mix_of, read_mix
-from reshard.train.preconditions import config_problems
-from reshard.train.preflight import preflight
-from reshard.train.run import RECORD, Ranks, Run
-from reshard.train.start import clear
+from reshard.base.errors import ReshardError
+from reshard.training.complete import note_files
+from reshard.training.data.mix import mix_of, read_mix
+from reshard.training.preconditions import config_problems
+from reshard.training.preflight import preflight
+from reshard.training.run import RECORD, Ranks, Run
+from reshard.training.start import clear
 from tests.train.conftest import chats, preferences, write_lines
 from tests.train.preflights import NOWHERE, gpus, messages, the
 
@@ -271,7 +271,7 @@ def test_a_method_that_the_engine_lacks_is_all_that_is_wrong(run: Run, data: dic
 
 
 def test_a_tracker_that_is_not_installed_is_said_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard.train.show import trackers
+    from reshard.training.show import trackers
 
     monkeypatch.setattr(trackers, "_is_here", lambda module: False)
     found = preflight(replace(run, options={"report_to": "wandb"}), environment=NOWHERE)

@@ -14,14 +14,14 @@ import pytest
 
 from bench.models import make
 from reshard.algebra.layout import Layout
-from reshard.doctor.environment import Environment
-from reshard.installing import install_command
-from reshard.train import preconditions
-from reshard.train.engines import engine_of
-from reshard.train.megatron import looks
-from reshard.train.outlook import Preflight
-from reshard.train.preflight import preflight
-from reshard.train.run import Ranks, Run
+from reshard.base.installing import install_command
+from reshard.diagnosis.environment import Environment
+from reshard.training import preconditions
+from reshard.training.engines import engine_of
+from reshard.training.megatron import looks
+from reshard.training.outlook import Preflight
+from reshard.training.preflight import preflight
+from reshard.training.run import Ranks, Run
 from tests.train.preflights import NOWHERE, gpus, messages, the
 from tests.train.test_memory import QWEN3_8B
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from reshard import api
-from reshard.train.preflight import preflight
-from reshard.train.run import Run
+from reshard.training.preflight import preflight
+from reshard.training.run import Run
 from tests.train.conftest import write_lines
 from tests.train.preflights import NOWHERE, messages, the
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
-from reshard.train import trl
-from reshard.train.run import Run
-from reshard.train.trl import memory, quantized
+from reshard.base.errors import ReshardError
+from reshard.training import trl
+from reshard.training.run import Run
+from reshard.training.trl import memory, quantized
 from tests.environments import python
 from tests.train.test_lora_relatives import TARGETS, finished
 from tests.train.trl_plans import EVALUATED, run_of

@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from reshard.train.run import Run
-from reshard.train.show import report
-from reshard.train.show.chart import COLUMNS, SIZE, Series, chart, label, means, thinned, ticks
-from reshard.train.show.monitor import History, Metrics, append
+from reshard.training.run import Run
+from reshard.training.show import report
+from reshard.training.show.chart import COLUMNS, SIZE, Series, chart, label, means, thinned, ticks
+from reshard.training.show.monitor import History, Metrics, append
 from tests.commandline import reshard
 
 RECORD = {

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from reshard.errors import ReshardError
-from reshard.train.names import renamed
-from reshard.train.request import check, run_of, words
-from reshard.train.run import Run
+from reshard.base.errors import ReshardError
+from reshard.training.names import renamed
+from reshard.training.request import check, run_of, words
+from reshard.training.run import Run
 
 
 def given(tmp_path: Path, **flags: Any) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from reshard.errors import ReshardError
-from reshard.train import trl
-from reshard.train.launching.provenance import words_of
-from reshard.train.request import run_of as asked
-from reshard.train.rewards import named
-from reshard.train.run import Run
-from reshard.train.trl.arguments import arguments_of
+from reshard.base.errors import ReshardError
+from reshard.training import trl
+from reshard.training.launching.provenance import words_of
+from reshard.training.request import run_of as asked
+from reshard.training.rewards import named
+from reshard.training.run import Run
+from reshard.training.trl.arguments import arguments_of
 from tests.train.test_trl_options import FOLDER, run_of
 from tests.train.trl_plans import run_of as run_on
 from tests.train.trl_runs import train

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from reshard.train import signals
-from reshard.train.launching import launch
-from reshard.train.launching.provenance import words_of
-from reshard.train.request import run_of
-from reshard.train.run import Ranks, Run, read_record
-from reshard.train.show.monitor import history_of
+from reshard.training import signals
+from reshard.training.launching import launch
+from reshard.training.launching.provenance import words_of
+from reshard.training.request import run_of
+from reshard.training.run import Ranks, Run, read_record
+from reshard.training.show.monitor import history_of
 from tests.train.launches import LAUNCHER, REPOSITORY, TORCHRUN, begin, is_alive, pids, start, until
 
 Make = Callable[..., Run]
@@ -203,7 +203,7 @@ STEADY = """
 import os, signal, subprocess
 import torch
 from accelerate.data_loader import DataLoaderShard
-from reshard.train import signals
+from reshard.training import signals
 
 os.setpgid(0, 0)
 with signals.listening(None):
@@ -226,7 +226,7 @@ BEGINNING = """
 import multiprocessing, os, signal, subprocess, sys
 import torch
 from torch.utils.data import DataLoader
-from reshard.train import signals
+from reshard.training import signals
 
 multiprocessing.set_start_method("forkserver")
 os.setpgid(0, 0)

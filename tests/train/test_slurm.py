@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from reshard import train as train_from_python
-from reshard.installing import install_command
-from reshard.train.launching import slurm
-from reshard.train.lifetime import children
-from reshard.train.run import Run, read_record
-from reshard.train.show.monitor import history_of
+from reshard.base.installing import install_command
+from reshard.training.launching import slurm
+from reshard.training.lifetime import children
+from reshard.training.run import Run, read_record
+from reshard.training.show.monitor import history_of
 from tests.commandline import Result, reshard
 from tests.train.launches import until
 

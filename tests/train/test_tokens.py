@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reshard.errors import ReshardError
-from reshard.train import engines
-from reshard.train.data import read_records, store
-from reshard.train.data.store import IGNORED, folder_of, open_tokens, tokenize
-from reshard.train.data.tokens import Learning, load_tokenizer, samples
-from reshard.train.run import Run
-from reshard.train.trl.rows import rows_of
+from reshard.base.errors import ReshardError
+from reshard.training import engines
+from reshard.training.data import read_records, store
+from reshard.training.data.store import IGNORED, folder_of, open_tokens, tokenize
+from reshard.training.data.tokens import Learning, load_tokenizer, samples
+from reshard.training.run import Run
+from reshard.training.trl.rows import rows_of
 from tests.train.conftest import chats, write_lines
 from tests.train.megatron import Seen
 
@@ -119,8 +119,8 @@ def run(tiny: Tiny, tmp_path: Path) -> Run:
 
 
 def test_both_engines_train_on_the_same_tokens(run: Run, tokenizer: Any) -> None:
-    from reshard.train.megatron.options import read
-    from reshard.train.megatron.rows import INPUTS, LABELS, make_rows
+    from reshard.training.megatron.options import read
+    from reshard.training.megatron.rows import INPUTS, LABELS, make_rows
 
     options = engines.engine_of(run).options(run)
     with rows_of(run, options, tokenizer, Seen()) as data:
@@ -194,10 +194,10 @@ def test_data_that_change_while_they_are_read_are_refused(
 WRITER = """
 import sys
 from pathlib import Path
-from reshard.train.data import read_records, store
-from reshard.train.data.store import tokenize
-from reshard.train.data.tokens import Learning, load_tokenizer
-from reshard.train.run import Run
+from reshard.training.data import read_records, store
+from reshard.training.data.store import tokenize
+from reshard.training.data.tokens import Learning, load_tokenizer
+from reshard.training.run import Run
 
 run = Run.read(Path(sys.argv[1]))
 sys.stdin.read(1)
@@ -256,7 +256,7 @@ def test_tokens_are_read_by_their_number_through_all_files(run: Run, tokenizer: 
         (expected,) = samples(texts[number], tokenizer)
         assert found[7 + number].ids.tolist() == expected.ids
         assert np.all(found[7 + number].learned)
-    code = f"from reshard.train.data.store import open_tokens, Path; open_tokens(Path({str(files[0])!r}))"
+    code = f"from reshard.training.data.store import open_tokens, Path; open_tokens(Path({str(files[0])!r}))"
     asked = f"{code}; import sys; assert 'pyarrow' in sys.modules and 'pandas' not in sys.modules"
     subprocess.run([sys.executable, "-c", asked], check=True)
 
@@ -308,7 +308,7 @@ def test_the_loss_of_packed_samples_is_that_of_samples_alone(
 def test_packing_is_refused_for_models_that_carry_a_state_through_a_sequence(run: Run) -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
-    from reshard.train.trl.trainers import check_packing
+    from reshard.training.trl.trainers import check_packing
 
     model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2))
     with pytest.raises(ReshardError, match="would see each other in this model"):

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from reshard.train.launching import launch
-from reshard.train.lifetime import children
-from reshard.train.run import Ranks, Run
+from reshard.training.launching import launch
+from reshard.training.lifetime import children
+from reshard.training.run import Ranks, Run
 from tests.train.launches import REPOSITORY, is_alive, until
 
 Make = Callable[..., Run]
 LOOKING = """
 import signal, sys
 from pathlib import Path
-from reshard.train.launching import launch
-from reshard.train.run import Run
+from reshard.training.launching import launch
+from reshard.training.run import Run
 launch.WORKER = "tests.train.ranks"
 with launch.ahead(Run.read(Path(sys.argv[1]))) as started:
     print(started.process.pid, flush=True)

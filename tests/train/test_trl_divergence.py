@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from reshard.errors import ReshardError
-from reshard.train.divergence import Divergence
-from reshard.train.run import Run
-from reshard.train.show.monitor import begun
+from reshard.base.errors import ReshardError
+from reshard.training.divergence import Divergence
+from reshard.training.run import Run
+from reshard.training.show.monitor import begun
 from tests.train.conftest import spoil
 from tests.train.trl_plans import run_of
 from tests.train.trl_runs import train

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reshard import api
-from reshard.train import trl
+from reshard.training import trl
 from tests.train.trl_plans import BESIDE, FOUR_DIGITS, Trainer, resumed, same_as
 from tests.train.trl_runs import train
 

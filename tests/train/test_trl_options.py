@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from reshard.algebra.layout import Layout
-from reshard.errors import Problem, ReshardError
-from reshard.train import trl
-from reshard.train.planning.gpus import planned_for
-from reshard.train.run import Run
-from reshard.train.trl import defaults, environment, reward
+from reshard.base.errors import Problem, ReshardError
+from reshard.training import trl
+from reshard.training.planning.gpus import planned_for
+from reshard.training.run import Run
+from reshard.training.trl import defaults, environment, reward
 
 FOLDER = Path(__file__).parent
 
@@ -85,7 +85,7 @@ def test_values_of_yaml_become_the_types_of_trl() -> None:
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
 def test_everything_that_trl_takes_is_listed_and_taken(method: str) -> None:
-    from reshard.train.trl.arguments import arguments_of
+    from reshard.training.trl.arguments import arguments_of
 
     listed = {option.name for option in trl.ENGINE.known_options(method)}
     assert not [option.help for option in trl.ENGINE.known_options(method) if "%%" in option.help]
@@ -119,7 +119,7 @@ def test_defaults_avoid_the_traps() -> None:
 def test_bfloat16_is_taken_where_the_gpu_computes_in_it(
     capability: float, lora: bool, said: dict[str, bool], expected: Any
 ) -> None:
-    from reshard.doctor.environment import Environment, Gpu
+    from reshard.diagnosis.environment import Environment, Gpu
 
     place = Environment({}, [Gpu("a GPU", capability, 1 << 34)], None, {})
     with planned_for(place):
@@ -341,7 +341,7 @@ def test_schedules_that_need_nothing_more_are_taken(kind: str) -> None:
 
 
 def test_no_maximum_length_is_no_maximum_length_for_trl_too() -> None:
-    from reshard.train.trl.arguments import arguments_of
+    from reshard.training.trl.arguments import arguments_of
 
     run = run_of(max_length="none", padding_free="true")
     assert arguments_of(run, trl.ENGINE.options(run)).max_length is None
@@ -379,7 +379,7 @@ def test_tensor_parallel_ranks_share_heads_and_experts_evenly(tiny: Callable[...
 def test_the_new_name_of_recomputation_goes_before_the_old_one_and_nothing_warns(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    from reshard.train.trl.arguments import arguments_of
+    from reshard.training.trl.arguments import arguments_of
 
     for run, expected in ((run_of(activation_checkpointing="false"), False), (run_of(), True)):
         options = trl.ENGINE.options(run)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from reshard import api, export
-from reshard.train import trl
-from reshard.train.request import run_of as request_of
-from reshard.train.show.display import words
-from reshard.train.show.monitor import history_of
+from reshard.training import trl
+from reshard.training.request import run_of as request_of
+from reshard.training.show.display import words
+from reshard.training.show.monitor import history_of
 from tests.train.trl_plans import BESIDE, EVALUATED, FOUR_DIGITS, PLANS, Trainer, resumed, run_of, same_as
 from tests.train.trl_runs import train
 
@@ -34,7 +34,7 @@ def test_every_plan_has_the_losses_of_one_process(plan: str, ran: Trainer) -> No
 def test_ranks_take_digests_of_what_final_will_be(
     hf_model: Callable[..., Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    from reshard.train.final.finish import export
+    from reshard.training.final.finish import export
 
     base = hf_model("qwen3", dtype="bfloat16", num_hidden_layers=2)
     half = train(run_of("one", "dpo", base, data["dpo"], tmp_path / "out", False, 1, {}), 1)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from reshard.doctor.environment import Environment, Gpu
-from reshard.train.run import Ranks, Run
-from reshard.train.trl import vllm
+from reshard.diagnosis.environment import Environment, Gpu
+from reshard.training.run import Ranks, Run
+from reshard.training.trl import vllm
 from tests.serving import serving
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reshard.algebra.layout import Layout
-from reshard.train.run import Run
+from reshard.training.run import Run
 from tests.train.trl_runs import STEPS, Ran, train
 
 PLANS = {"one": 1, "ddp": 2, "fsdp2": 2, "tp": 2, "tp+fsdp2": 4, "zero2": 2, "zero3": 2}

@@ -18,12 +18,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from reshard.train.engine import Trained
-from reshard.train.run import RECORD, Run
+from reshard.training.engine import Trained
+from reshard.training.run import RECORD, Run
 from tests.environments import python
 
 PRELOADED = (
-    *("reshard.train.trl.training", "reshard.train.worker", "datasets", "peft", "accelerate"),
+    *("reshard.training.trl.training", "reshard.training.worker", "datasets", "peft", "accelerate"),
     *("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
     *("transformers.models.qwen3.modeling_qwen3", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
 )
@@ -131,8 +131,8 @@ def be_rank(output: Path, rank: int, world_size: int, port: int, before: str) ->
 def _work(output: Path, before: str) -> None:
     import torch
 
-    from reshard.train.show.monitor import monitor_of
-    from reshard.train.worker import work
+    from reshard.training.show.monitor import monitor_of
+    from reshard.training.worker import work
 
     torch.set_num_threads(1)
     run = Run.read(output)
@@ -145,7 +145,7 @@ def _work(output: Path, before: str) -> None:
 
 def without_cpu_adaptation() -> None:
     """Unpatched accelerate: on a CPU it silently ignores FSDP."""
-    from reshard.train.trl import cpu
+    from reshard.training.trl import cpu
 
     cpu.prepare = lambda: None
 
@@ -182,8 +182,8 @@ def _send_to_group(name: str) -> None:
 
 
 def _after_step_2(send: Callable[[], None]) -> None:
-    from reshard.train import signals
-    from reshard.train.show.monitor import Metrics
+    from reshard.training import signals
+    from reshard.training.show.monitor import Metrics
 
     LISTENING.enter_context(signals.listening(None))
     plain, is_last = (

@@ -16,7 +16,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
-from reshard.doctor.history.table import FOLDER, ROOTS
+from reshard.diagnosis.history.table import FOLDER, ROOTS
 from tools.api_history.collect import collect, kept_at
 from tools.api_history.index import Index
 from tools.api_history.table import table

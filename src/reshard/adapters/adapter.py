@@ -10,7 +10,7 @@ from typing import NamedTuple
 from reshard.adapters.peft_names import MAGNITUDE, PairPart, Whole, parse
 from reshard.adapters.settings import Settings, find_settings, rank_problems, type_problems
 from reshard.algebra.tensors import Tensor
-from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.formats.checkpoint import Checkpoint
 
 

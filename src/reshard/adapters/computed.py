@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Computed, Read, Tensor
-from reshard.errors import can_reserve
+from reshard.base.errors import can_reserve
 from reshard.transfer.elements import CAST, RAW, as_float, cast
 
 FLOAT32 = dtype("float32")

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.adapters.adapter import Adapter
 from reshard.adapters.settings import missing_alpha
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
 

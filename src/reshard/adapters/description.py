@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reshard.adapters.adapter import Adapter
 from reshard.adapters.settings import Settings, merge_problems, missing_alpha
-from reshard.errors import Problem, listed
+from reshard.base.errors import Problem, listed
 from reshard.formats.checkpoint import Checkpoint
 
 SHOWN = 12

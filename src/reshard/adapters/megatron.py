@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.tensors import Tensor, cells_of
 from reshard.algebra.views import Piece, View
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family, declared
 from reshard.families.binding import Binding, Bound
 from reshard.families.rules import Dims

@@ -25,7 +25,7 @@ from reshard.adapters.settings import merge_problems
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View, concat
-from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding, Bound
 from reshard.transfer.plan import ZERO
 

@@ -15,7 +15,7 @@ from reshard.adapters.tables import ENDS, HEAD, resize, untie
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, concat
-from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.formats import quantization
 from reshard.transfer.elements import castable
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.plain import JSON_MOST, json_of
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import read_object
 from reshard.formats.peft import CONFIG
 from reshard.formats.places import belongs, is_here
 from reshard.formats.provenance import read_run_config
-from reshard.plain import JSON_MOST, json_of
 from reshard.transfer.sources import read_source
 
 ABOVE = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from math import lcm
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 
 SEVERAL = 64
 """The most stages that a remedy names."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from reshard import conversion, planning
+from reshard import planning
 from reshard.algebra.layout import Layout
-from reshard.arguments import Arguments, OnBytes, StrPath
-from reshard.boundary import for_users
-from reshard.conversion import Conversion
-from reshard.errors import ReshardError
+from reshard.base.arguments import Arguments, OnBytes, StrPath
+from reshard.base.boundary import for_users
+from reshard.base.errors import ReshardError
+from reshard.base.notebooks import Bar
+from reshard.commands import conversion
+from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
 from reshard.formats import writable
 from reshard.formats.checkpoint import Iteration
 from reshard.hub.push import OnUpload, Push
 from reshard.model.quantizer import STORAGES
 from reshard.model.recognition import named
-from reshard.notebooks import Bar
 from reshard.planning.naming import Types
 from reshard.stores import source_path, typed_path
 from reshard.transfer.plan import Plan

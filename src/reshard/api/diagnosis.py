@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from reshard.arguments import Arguments, OnBytes, StrPath
-from reshard.doctor.diagnosis import diagnose
-from reshard.doctor.environment import diagnose_environment, look_around
-from reshard.doctor.finding import Finding
-from reshard.doctor.spelling import Usage, spelled
-from reshard.errors import ReshardError
+from reshard.base.arguments import Arguments, OnBytes, StrPath
+from reshard.base.errors import ReshardError
+from reshard.diagnosis.diagnosis import diagnose
+from reshard.diagnosis.environment import diagnose_environment, look_around
+from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.spelling import Usage, spelled
 
 
 def doctor(

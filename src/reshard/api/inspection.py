@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.arguments import Arguments, StrPath
-from reshard.boundary import for_users
+from reshard.base.arguments import Arguments, StrPath
+from reshard.base.boundary import for_users
+from reshard.commands.inspection import Inspection, inspect_checkpoint
 from reshard.formats.checkpoint import Iteration
-from reshard.inspection import Inspection, inspect_checkpoint
 from reshard.pages import inspection_page
 from reshard.pages.writing import check_page, write_page
 from reshard.stores import source_path

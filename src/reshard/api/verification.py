@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, overload
 
-from reshard.arguments import Arguments, OnBytes, StrPath
-from reshard.boundary import for_users
-from reshard.coverage import Proof, prove_output
-from reshard.errors import ReshardError
+from reshard.base.arguments import Arguments, OnBytes, StrPath
+from reshard.base.boundary import for_users
+from reshard.base.errors import ReshardError
+from reshard.base.notebooks import Bar
+from reshard.commands.coverage import Proof, prove_output
+from reshard.commands.verification import Comparison, compare_weights, need_of, open_sides
 from reshard.formats.record import Integrity, check_record
-from reshard.notebooks import Bar
 from reshard.pages import comparison_page
 from reshard.pages.writing import check_page, write_page
 from reshard.stores import source_path
 from reshard.transfer.memory import Meter, Need, shared
 from reshard.transfer.sources import OnStep
-from reshard.verification import Comparison, compare_weights, need_of, open_sides
 
 
 @overload

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from reshard import planning
-from reshard.arguments import Arguments, StrPath
-from reshard.boundary import for_users
+from reshard.base.arguments import Arguments, StrPath
+from reshard.base.boundary import for_users
+from reshard.commands.weights import Weights
 from reshard.formats.checkpoint import Iteration
 from reshard.model.recognition import named
 from reshard.planning.naming import Types
 from reshard.stores import source_path
-from reshard.weights import Weights
 
 
 @for_users()

@@ -19,9 +19,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from reshard.base.errors import Problem, ReshardError, can_reserve, is_no_memory, no_memory
+from reshard.base.interrupts import ENDED, raise_again
 from reshard.cli.usage import Group, WrongUsageError, problems_of_usage
-from reshard.errors import Problem, ReshardError, can_reserve, is_no_memory, no_memory
-from reshard.interrupts import ENDED, raise_again
 from reshard.version import __version__
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.boundary import failed_to_print, problems_of
-from reshard.errors import Problem, ReshardError, RunFailedError, size
-from reshard.shown import escape, escape_lines, shown, shown_json, shown_lines, without_secrets
+from reshard.base.boundary import failed_to_print, problems_of
+from reshard.base.errors import Problem, ReshardError, RunFailedError, size
+from reshard.base.shown import escape, escape_lines, shown, shown_json, shown_lines, without_secrets
 from reshard.stores import StorePath
 
 if TYPE_CHECKING:

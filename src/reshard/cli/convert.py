@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from reshard import api
+from reshard.base.errors import count, listed, size
+from reshard.base.shown import escape
 from reshard.cli.console import (
     Watch,
     clean_end,
@@ -24,12 +26,10 @@ from reshard.cli.console import (
 )
 from reshard.cli.options import OUTPUT, POSITIVE, SOURCE, iteration_option, memory_option, quiet_option
 from reshard.cli.usage import Command
-from reshard.conversion import Conversion
-from reshard.errors import count, listed, size
+from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
 from reshard.formats import writable, written
 from reshard.model.quantizer import STORAGES
-from reshard.shown import escape
 from reshard.transfer.plan import Plan
 
 

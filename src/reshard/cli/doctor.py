@@ -8,20 +8,20 @@ from collections.abc import Callable
 import click
 from rich.cells import set_cell_size
 
+from reshard.base.shown import escape, escape_lines
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.cli.options import quiet_option
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Command
-from reshard.doctor import Finding, diagnose
-from reshard.doctor.diagnosis import bytes_of_logs
-from reshard.doctor.entries import Entry, catalogue, find
-from reshard.doctor.environment import Environment, diagnose_environment, look_around
-from reshard.doctor.finding import LANGUAGES, Text
-from reshard.doctor.machine import PACKAGES
-from reshard.doctor.rules import rules
-from reshard.doctor.spelling import Usage, spelled
-from reshard.doctor.words import locale_language as locale_language
-from reshard.shown import escape, escape_lines
+from reshard.diagnosis import Finding, diagnose
+from reshard.diagnosis.diagnosis import bytes_of_logs
+from reshard.diagnosis.entries import Entry, catalogue, find
+from reshard.diagnosis.environment import Environment, diagnose_environment, look_around
+from reshard.diagnosis.finding import LANGUAGES, Text
+from reshard.diagnosis.machine import PACKAGES
+from reshard.diagnosis.rules import rules
+from reshard.diagnosis.spelling import Usage, spelled
+from reshard.diagnosis.words import locale_language as locale_language
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}

@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from reshard import api
+from reshard.base.errors import ReshardError, size
+from reshard.base.shown import escape
 from reshard.cli.console import (
     Watch,
     common_options,
@@ -21,9 +23,7 @@ from reshard.cli.console import (
 )
 from reshard.cli.options import SOURCE, html_option, iteration_option, quiet_option
 from reshard.cli.usage import Command
-from reshard.errors import ReshardError, size
-from reshard.inspection import Inspection
-from reshard.shown import escape
+from reshard.commands.inspection import Inspection
 from reshard.stores import StorePath
 from reshard.transfer.leftovers import SetAside, Unfinished, set_aside
 from reshard.transfer.uploading import remove_unfinished_at, unfinished_at

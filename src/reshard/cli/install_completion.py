@@ -9,9 +9,9 @@ from typing import NamedTuple
 import click
 from click.shell_completion import get_completion_class
 
+from reshard.base.errors import ReshardError
 from reshard.cli.console import common_options, handles_errors, print_json
 from reshard.cli.usage import Command
-from reshard.errors import ReshardError
 
 VARIABLE = "_RESHARD_COMPLETE"
 """The variable that the scripts set when a shell asks for completions; click reads it."""

@@ -9,9 +9,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from reshard.arguments import LARGEST
-from reshard.boundary import problems_of
-from reshard.errors import ReshardError
+from reshard.base.arguments import LARGEST
+from reshard.base.boundary import problems_of
+from reshard.base.errors import ReshardError
 from reshard.stores import at_home, source_path, typed_path
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from reshard.base.shown import escape
 from reshard.cli.console import common_options, handles_errors, print_json, stdout
 from reshard.cli.options import LOCAL, quiet_option
 from reshard.cli.usage import Command
-from reshard.shown import escape
 
 
 @click.command("report", cls=Command)
@@ -34,7 +34,7 @@ def command(runs: tuple[Path, ...], output: Path | None, quiet: bool, json_outpu
 
     RUN is an output folder of `reshard train`; the run may still be going on. The page needs no network.
     """
-    from reshard.train.show.comparison import draw
+    from reshard.training.show.comparison import draw
 
     path, shown = draw(runs, output)
     if json_output:

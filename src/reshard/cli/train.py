@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.base.shown import escape
 from reshard.cli.console import (
     common_options,
     handles_errors,
@@ -21,19 +22,18 @@ from reshard.cli.console import (
 from reshard.cli.options import COUNT, LOCAL, POSITIVE, quiet_option
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Group
-from reshard.shown import escape
-from reshard.train.data.records import DATA_SHAPES
-from reshard.train.engines import MODULES, engine_named
-from reshard.train.methods import METHODS
-from reshard.train.request import run_of
-from reshard.train.run import PARALLEL, Run
-from reshard.train.start import start, submit
+from reshard.training.data.records import DATA_SHAPES
+from reshard.training.engines import MODULES, engine_named
+from reshard.training.methods import METHODS
+from reshard.training.request import run_of
+from reshard.training.run import PARALLEL, Run
+from reshard.training.start import start, submit
 
 if TYPE_CHECKING:
-    from reshard.train.final.finish import Finished
-    from reshard.train.launching.slurm import Submitted
-    from reshard.train.outlook import Preflight
-    from reshard.train.planning.plans import Plans
+    from reshard.training.final.finish import Finished
+    from reshard.training.launching.slurm import Submitted
+    from reshard.training.outlook import Preflight
+    from reshard.training.planning.plans import Plans
 
 SETTINGS = {"ignore_unknown_options": True, "token_normalize_func": lambda token: token.replace("_", "-")}
 """Flags may contain underscores, like those of the engines."""
@@ -208,7 +208,7 @@ def _method(name: str, help_text: str) -> None:
             _print_options(name, flags["engine"] or Run.engine)
             return
         from reshard.cli.doctor import locale_language
-        from reshard.train.planning.gpus import machine_asked
+        from reshard.training.planning.gpus import machine_asked
 
         silent = quiet or json_output
         run = run_of(name, flags, rest, config, _silent if silent else _note)

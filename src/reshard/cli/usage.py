@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import click
 
+from reshard.base.errors import Problem, ReshardError, given_twice
+from reshard.base.shown import shown
+from reshard.base.suggest import did_you_mean, meant
 from reshard.cli.helptext import Context
-from reshard.errors import Problem, ReshardError, given_twice
-from reshard.shown import shown
-from reshard.suggest import did_you_mean, meant
 
 OPTIONS = {
     "--tensor-parallel-size": "--tp",

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from reshard import api
+from reshard.base.errors import size
+from reshard.base.shown import escape
 from reshard.cli.console import Watch, common_options, handles_errors, print_json, stderr, stdout
 from reshard.cli.options import SOURCE, html_option, memory_option, quiet_option
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Command
-from reshard.errors import size
-from reshard.shown import escape
-from reshard.verification import COLUMNS, ROUNDED, ROUNDED_SUM, SHOWN, Comparison, Row
+from reshard.commands.verification import COLUMNS, ROUNDED, ROUNDED_SUM, SHOWN, Comparison, Row
 
 if TYPE_CHECKING:
-    from reshard.coverage import Proof
+    from reshard.commands.coverage import Proof
 
 
 @click.command("verify", cls=Command)

@@ -19,9 +19,9 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Protocol, TypeVar
 
+from reshard.base.errors import ReshardError, said
+from reshard.base.installing import install_command
 from reshard.cluster.slurm import ANY, Slurm, check_texts, silent
-from reshard.errors import ReshardError, said
-from reshard.installing import install_command
 from reshard.stores import is_remote
 
 A = TypeVar("A")

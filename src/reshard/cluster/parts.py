@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.algebra.storage import Storage
-from reshard.errors import listed, size
+from reshard.base.errors import listed, size
 from reshard.transfer.digests import Seen
 from reshard.transfer.execute import Queue
 from reshard.transfer.job import Found, Job

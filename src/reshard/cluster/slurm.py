@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from reshard.errors import UNUSABLE, ReshardError, said
+from reshard.base.errors import UNUSABLE, ReshardError, said
 
 A = TypeVar("A")
 T = TypeVar("T")

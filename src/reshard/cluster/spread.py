@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from reshard.base.errors import ReshardError, said
 from reshard.cluster.executors import Executor
 from reshard.cluster.parts import Outcome, Part, cut
-from reshard.errors import ReshardError, said
 from reshard.transfer import claims
 from reshard.transfer.execute import OnFile, Queue, divided
 from reshard.transfer.files import Files

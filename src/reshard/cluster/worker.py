@@ -12,9 +12,9 @@ from threading import Lock
 
 import numpy as np
 
+from reshard.base.errors import ReshardError, said
 from reshard.cluster.parts import Outcome, execute_part
 from reshard.cluster.spread import Order
-from reshard.errors import ReshardError, said
 from reshard.formats.companions import RECORD
 from reshard.planning import Options, plan_conversion
 from reshard.transfer import claims

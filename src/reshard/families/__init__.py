@@ -11,10 +11,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from reshard.base.plugins import Registry
 from reshard.families import architectures
 from reshard.families.family import Family
 from reshard.families.live import Live
-from reshard.plugins import Registry
 
 
 def declarations(package: ModuleType, like: str = "") -> Iterator[Family]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families.config import ConfigMap
 from reshard.families.entries import RULE, Args, Config, Const, Values
 from reshard.families.mechanisms import MECHANISMS, REARRANGED

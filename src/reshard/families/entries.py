@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families.rules import sparse_layers
 
 Config = Mapping[str, Any]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families.config import ConfigMap, config_map
 from reshard.families.entries import Entry
 from reshard.families.live import Live

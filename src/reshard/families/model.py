@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families import FAMILIES
 from reshard.families.binding import Binding
 from reshard.families.family import Family

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.errors import UNUSABLE, ReshardError, said, size, understood
+from reshard.base.errors import UNUSABLE, ReshardError, said, size, understood
+from reshard.base.plugins import Registry, leave_out
+from reshard.base.suggest import did_you_mean
 from reshard.formats import (
     companions,
     dcp,
@@ -28,9 +30,7 @@ from reshard.formats import (
 from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.places import belongs, check_open
 from reshard.formats.target import Format, Target
-from reshard.plugins import Registry, leave_out
 from reshard.stores import names
-from reshard.suggest import did_you_mean
 from reshard.transfer.marker import MARKER, parsed_marker
 from reshard.transfer.memory import uncollected
 from reshard.transfer.sources import read_source

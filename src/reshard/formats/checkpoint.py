@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Replica, Tensor
-from reshard.errors import Problem, count, size
+from reshard.base.errors import Problem, count, size
 from reshard.formats.quantization import Quantization
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import Problem, ReshardError, understood
+from reshard.base.errors import Problem, ReshardError, understood
+from reshard.base.plain import JSON_MOST, JSON_WEIGHT, json_of, kind_of, to_json
 from reshard.formats.places import belongs
-from reshard.plain import JSON_MOST, JSON_WEIGHT, json_of, kind_of, to_json
 from reshard.stores import as_path
 from reshard.transfer.memory import fits
 from reshard.transfer.plan import OutputFile

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats import FORMATS, open_checkpoint
 from reshard.formats.companions import FILES, RECORD, find_companions, read_object
 from reshard.stores import StorePath

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
 from reshard.algebra.storage import StoredTensor
-from reshard.errors import Problem
+from reshard.base.errors import Problem
 from reshard.stores import open_file
 
 EDGE = 1 << 16

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, covered, overlaps
-from reshard.errors import Problem, ReshardError, listed, one_for_each_file
+from reshard.base.errors import Problem, ReshardError, listed, one_for_each_file
 from reshard.formats import iterations
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.target import Format

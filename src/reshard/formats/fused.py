@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families.live import Experts, Live
 from reshard.formats import renamed
 from reshard.formats.checkpoint import Checkpoint, States

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.plain import JSON_MOST, json_of, kind_of, to_json
 from reshard.formats import iterations, parts, safetensors
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.places import below
 from reshard.formats.target import Format, Request, Target
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.wrappers import state_dict_in, without_buffers
-from reshard.plain import JSON_MOST, json_of, kind_of, to_json
 from reshard.stores import as_path, fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.sources import read_source

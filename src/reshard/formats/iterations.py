@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.formats.checkpoint import Iteration
 from reshard.stores import open_file
 

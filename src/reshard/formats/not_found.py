@@ -8,11 +8,11 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from reshard.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.installing import install_command
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Iteration
 from reshard.formats.places import can_list, folders_in
-from reshard.installing import install_command
 from reshard.stores import is_remote
 from reshard.stores.hub import HubStore
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.tensors import Cells
 from reshard.algebra.views import View, concat
-from reshard.errors import Problem
+from reshard.base.errors import Problem
 from reshard.families.renaming import Operation
 from reshard.transfer.plan import ZERO, Planned
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import assemble, overlaps
-from reshard.errors import UNUSABLE, Problem, ReshardError, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
+from reshard.base.plain import json_of
 from reshard.formats.torchfiles.untrusted import MOST, shape_of
-from reshard.plain import json_of
 
 RANK = re.compile(r"shard-(\d+)-(?=model-)")
 """How the name of a rank's file begins."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.algebra.tensors import Replica, Tensor
+from reshard.base.plain import to_json
 from reshard.formats import huggingface, iterations, safetensors
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.target import Format, Kind, Request, Target
-from reshard.plain import to_json
 from reshard.transfer.plan import OutputFile
 
 NAME = "peft"

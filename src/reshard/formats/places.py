@@ -15,7 +15,7 @@ import reprlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats import safetensors
 from reshard.stores import is_remote, realpath
 

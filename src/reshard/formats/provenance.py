@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import ReshardError
-from reshard.plain import JSON_MOST, json_of
+from reshard.base.errors import ReshardError
+from reshard.base.plain import JSON_MOST, json_of
 from reshard.stores import as_path
 from reshard.transfer.sources import read_source
 
@@ -136,7 +136,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if path.suffix == ".json":
         content = json_of(raw)
     else:
-        from reshard.plain_yaml import Untagged, yaml_of  # only checkpoints of some engines have YAML
+        from reshard.base.plain_yaml import Untagged, yaml_of  # only checkpoints of some engines have YAML
 
         content = yaml_of(raw, Untagged)
     if not isinstance(content, dict):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.algebra.tensors import Tensor
-from reshard.errors import Problem, ReshardError, listed, one_for_all
+from reshard.base.errors import Problem, ReshardError, listed, one_for_all
 
 Shape = tuple[int, ...]
 Wide = Callable[[int], int]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families.renaming import GUARDED, Renaming, saved
 from reshard.formats.operations import Context, Tensors, UnfitError, convert
 from reshard.transfer.plan import Planned

@@ -17,9 +17,9 @@ from reshard.algebra.dtypes import BY_SAFETENSORS, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
-from reshard.errors import UNUSABLE, Problem, ReshardError
+from reshard.base.errors import UNUSABLE, Problem, ReshardError
+from reshard.base.plain import json_of, kind_of
 from reshard.formats.torchfiles.untrusted import shape_of, sizes
-from reshard.plain import json_of, kind_of
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.sources import open_source
 

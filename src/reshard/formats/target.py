@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout
-from reshard.errors import listed
+from reshard.base.errors import listed
 from reshard.families import live_names
 from reshard.families.model import Model
 from reshard.formats.checkpoint import Checkpoint, Iteration, Optimizer

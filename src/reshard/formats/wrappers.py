@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed
 
 T = TypeVar("T")
 

@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from reshard.algebra.layout import SavedLayout
-from reshard.errors import ReshardError, size
+from reshard.base.errors import ReshardError, size
+from reshard.base.plain_yaml import YAML_MOST, yaml_of
 from reshard.formats import companions, peft
 from reshard.formats.provenance import BASE, find_hints
 from reshard.formats.target import Options
-from reshard.plain_yaml import YAML_MOST, yaml_of
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import read_source
 

@@ -13,10 +13,10 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from reshard.errors import ReshardError, size
+from reshard.base.errors import ReshardError, size
+from reshard.base.suggest import did_you_mean
 from reshard.stores.errors import translated
 from reshard.stores.hub import HubStore
-from reshard.suggest import did_you_mean
 
 PREFIX = "hf://datasets/"
 CARDS = ("README.md", ".huggingface.yaml")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
-from reshard.errors import ReshardError, size
+from reshard.base.errors import ReshardError, size
 from reshard.stores.hub import HubStore, cached, url_of
 from reshard.stores.names import declared
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from reshard.errors import ReshardError, listed, said
+from reshard.base.errors import ReshardError, listed, said
+from reshard.base.installing import install_command
+from reshard.base.plain import json_of
+from reshard.base.shown import without_secrets
 from reshard.formats import written
 from reshard.formats.companions import FILES, RECORD
 from reshard.formats.target import HUB, Options
 from reshard.hub.card import README, SIGNED, model_card
-from reshard.installing import install_command
-from reshard.plain import json_of
-from reshard.shown import without_secrets
 from reshard.transfer.plan import Plan
 from reshard.version import __version__
 

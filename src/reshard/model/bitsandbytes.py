@@ -15,10 +15,10 @@ import numpy as np
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Computed, Read, Tensor
 from reshard.algebra.views import View
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
+from reshard.base.plain import json_of
 from reshard.formats.quantization import Weight, part_of
 from reshard.model.blocks import Floats
-from reshard.plain import json_of
 from reshard.transfer.elements import CAST, cast
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer

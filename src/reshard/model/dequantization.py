@@ -20,7 +20,7 @@ import numpy as np
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import FEW, Computed, Read, Tensor
 from reshard.algebra.views import View
-from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import (
     Quantization,

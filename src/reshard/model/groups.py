@@ -14,7 +14,7 @@ import numpy as np
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import FEW, Computed, Read, Tensor
 from reshard.algebra.views import View
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.model.blocks import Floats
 from reshard.transfer.elements import CAST, RAW, as_float, cast, castable
 

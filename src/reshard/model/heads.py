@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family, declared, in_memory, live_names
 from reshard.formats import fused
 from reshard.formats.checkpoint import Checkpoint

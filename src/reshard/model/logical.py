@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.algebra.views import View
-from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.families import live_names
 from reshard.families.binding import Binding, Bound, Dropped
 from reshard.formats.checkpoint import Checkpoint

@@ -15,7 +15,7 @@ import numpy as np
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import FEW, Computed, Read, Tensor, least_room
 from reshard.algebra.views import View
-from reshard.errors import ReshardError, listed
+from reshard.base.errors import ReshardError, listed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import blocks_told, part_of
 from reshard.model.blocks import STEP, Blocks, Floats, codes_of, nearest_codes, small_floats

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from reshard.errors import UNUSABLE, Problem, ReshardError, one_for_all
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, one_for_all
+from reshard.base.suggest import did_you_mean
 from reshard.families import FAMILIES, Family, declared, likeliest
 from reshard.families.binding import Binding
 from reshard.families.disagreements import foreign
@@ -16,7 +17,6 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron.writers import MODEL_TYPE
 from reshard.formats.target import Kind
 from reshard.model.vocabulary import embedding_rows, padded_rows
-from reshard.suggest import did_you_mean
 
 
 def named(name: str) -> Family:

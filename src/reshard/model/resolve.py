@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import UNUSABLE, Problem, ReshardError, understood
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, understood
 from reshard.families import FAMILIES, Family, declared, live_names
 from reshard.families.disagreements import COMPUTED, agreed
 from reshard.families.entries import first

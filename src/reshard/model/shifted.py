@@ -13,7 +13,7 @@ import numpy as np
 from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.tensors import Computed, Read, Replica, Tensor
 from reshard.algebra.views import View
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.transfer.elements import as_float, castable
 
 FLOAT64 = BY_NAME["float64"]

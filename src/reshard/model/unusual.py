@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.errors import said
+from reshard.base.errors import said
 from reshard.families.rules import LARGEST
 
 _NUMBERS = re.compile(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reshard.algebra.tensors import Tensor
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family
 from reshard.families.model import Model
 from reshard.formats.checkpoint import Checkpoint

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.installing import remedy
+from reshard.commands.verification import Side
 from reshard.families.family import ENGINES, MCORE
-from reshard.installing import remedy
 from reshard.model.vocabulary import embedding_rows
-from reshard.verification import Side
 
 THRESHOLD = 1e-5
 """Largest difference relative to the largest logit. Both sides compute in float32, for weights of any dtype."""

@@ -10,14 +10,14 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from reshard.shown import shown
+from reshard.base.shown import shown
 from reshard.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-    from reshard.inspection import Inspection
-    from reshard.verification import Comparison
+    from reshard.commands.inspection import Inspection
+    from reshard.commands.verification import Comparison
 
 
 def inspection_page(found: Inspection) -> str:

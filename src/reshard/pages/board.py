@@ -9,11 +9,11 @@ from pathlib import Path
 
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import cells_of
-from reshard.errors import ReshardError, size
+from reshard.base.errors import ReshardError, size
+from reshard.base.shown import shown
+from reshard.commands.inspection import Inspection
 from reshard.families.model import Model
 from reshard.formats.checkpoint import Checkpoint
-from reshard.inspection import Inspection
-from reshard.shown import shown
 
 MOST = 1_024
 """The most cells on a board; only the first are drawn."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from math import isfinite, sqrt
 from typing import Any
 
-from reshard.shown import shown
-from reshard.verification import Change, Comparison
+from reshard.base.shown import shown
+from reshard.commands.verification import Change, Comparison
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 MOST = 1_000

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor, cells_of
-from reshard.errors import count, size
+from reshard.base.errors import count, size
+from reshard.base.shown import shown
 from reshard.formats.checkpoint import Checkpoint
-from reshard.shown import shown
 
 EXPERTS = ("experts", "local_experts")
 MOST = 6_000

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 
 GENERATOR = "reshard"
 """The beginning of the `generator` of each page, which identifies it."""

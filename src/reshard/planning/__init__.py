@@ -13,7 +13,8 @@ from reshard.adapters import kind_of
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Replica
-from reshard.errors import Problem, ReshardError, along_with
+from reshard.base.errors import Problem, ReshardError, along_with
+from reshard.base.plain import to_json
 from reshard.families.family import MCORE
 from reshard.formats import companions, huggingface, open_checkpoint, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
@@ -26,7 +27,6 @@ from reshard.model.logical import logical_tensors
 from reshard.model.quantizer import quantized
 from reshard.model.resolve import Resolved, config_of, contradictions, resolve
 from reshard.model.vocabulary import lost_padding
-from reshard.plain import to_json
 from reshard.planning import adapters, beside, merge, optimizer
 from reshard.planning.naming import Types, elements, names_of, recast
 from reshard.transfer.memory import NOTHING, Need, uncollected

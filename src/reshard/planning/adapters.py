@@ -17,7 +17,7 @@ from reshard.adapters.megatron_linears import Linear, linears, targets
 from reshard.adapters.peft_names import PREFIX
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.formats import open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Options, Request, Target

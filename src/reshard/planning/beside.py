@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import cells_under
-from reshard.errors import Problem, ReshardError, understood
+from reshard.base.errors import Problem, ReshardError, understood
+from reshard.base.plain import to_json
 from reshard.families.config import portable_config
 from reshard.formats import companions
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import plain_config, settings_of
 from reshard.formats.target import HEAD, Format, Kind, Options, Request, main_dtype
-from reshard.plain import to_json
 from reshard.stores import as_path
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import OutputFile

@@ -12,7 +12,7 @@ from reshard import adapters
 from reshard.adapters import megatron
 from reshard.adapters.tables import ENDS, embedding_of, filled, unties
 from reshard.algebra.tensors import Cells, Computed, Replica, Tensor, cells_of
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families import declared
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint

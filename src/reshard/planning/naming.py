@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
 from reshard.families.binding import Bound, Dropped
 from reshard.families.live import Live

@@ -9,7 +9,7 @@ from functools import partial
 
 from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.tensors import Tensor
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.formats import written
 from reshard.formats.checkpoint import Checkpoint, States
 from reshard.formats.target import MASTERS, MOMENTS, Format

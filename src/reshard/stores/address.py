@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import ReshardError, said
+from reshard.base.errors import ReshardError, said
 from reshard.stores import registry
 from reshard.stores.address import Kind
 from reshard.stores.entry import Entry

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from reshard.errors import ReshardError
-from reshard.installing import install_command
-from reshard.shown import without_secrets
+from reshard.base.errors import ReshardError
+from reshard.base.installing import install_command
+from reshard.base.shown import without_secrets
 from reshard.stores.address import Kind
 
 TRIES = 5

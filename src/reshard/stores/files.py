@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.stores.entry import Stamp
 
 _KINDS = {

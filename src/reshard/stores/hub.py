@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.stores.address import Address, Kind, shown, with_password
 from reshard.stores.entry import Entry
 from reshard.stores.errors import retried

@@ -10,7 +10,7 @@ import re
 import time
 from typing import NamedTuple
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.stores.entry import Entry, Stamp
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from threading import RLock
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.stores.address import Address
 from reshard.stores.hub import HubStore, url_of_page
 from reshard.stores.objects import AlibabaOss, AzureBlobs, GoogleCloud

@@ -16,8 +16,8 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from reshard.errors import ReshardError
-from reshard.plain import JSON_MOST, json_of
+from reshard.base.errors import ReshardError
+from reshard.base.plain import JSON_MOST, json_of
 from reshard.stores.address import Address, Kind, incomplete, shown
 from reshard.stores.entry import Entry
 from reshard.stores.errors import DENIED, PASSING, retried, status_of

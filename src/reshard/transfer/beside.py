@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from reshard.errors import ReshardError, listed
+from reshard.base.errors import ReshardError, listed
 from reshard.transfer import locks
 
 OUTPUT, JOURNAL, ASIDE, REPLACED = "output", "journal", "aside", "replaced"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 
 FOLDER = "claims"
 """The folder of claims, next to the output in the folder of the run."""

@@ -13,7 +13,7 @@ import numpy as np
 from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
-from reshard.errors import Problem, one_for_each_file
+from reshard.base.errors import Problem, one_for_each_file
 from reshard.stores import REQUEST, is_remote
 from reshard.transfer.elements import as_float, cast, castable
 from reshard.transfer.files import Files

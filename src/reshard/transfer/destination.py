@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from reshard.errors import Problem, listed
+from reshard.base.errors import Problem, listed
 
 BESIDE = "the output is written next to the destination and replaces it once it is complete"
 CHAIN = 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.stores import File, open_file
 
 

@@ -13,7 +13,7 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Computed, Tensor
 from reshard.algebra.views import Axis, Piece
-from reshard.errors import Problem
+from reshard.base.errors import Problem
 from reshard.transfer.elements import CAST, RAW, cast
 from reshard.transfer.files import Files
 from reshard.transfer.ledger import Ledger, Passed, join

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from reshard.algebra.storage import Storage
-from reshard.errors import UNUSABLE, ReshardError
+from reshard.base.errors import UNUSABLE, ReshardError
 from reshard.stores import File, open_file
 from reshard.transfer.digests import Sums
 from reshard.transfer.ledger import Passed, join

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import ReshardError, listed
+from reshard.base.errors import ReshardError, listed
 from reshard.transfer.beside import (
     ASIDE,
     JOURNAL,

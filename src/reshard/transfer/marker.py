@@ -19,8 +19,8 @@ from pathlib import Path
 from threading import Event, RLock, Thread
 from typing import Any
 
-from reshard.errors import ReshardError
-from reshard.plain import json_of
+from reshard.base.errors import ReshardError
+from reshard.base.plain import json_of
 from reshard.stores.bucket import Bucket
 from reshard.stores.entry import Entry
 from reshard.transfer.journal import Identity, parsed_journal

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.algebra.tensors import Tensor, least_room
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.stores import CONNECTIONS, REQUEST, is_remote
 from reshard.transfer import ledger
 from reshard.transfer.gather import LEAST

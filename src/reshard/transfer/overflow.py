@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from reshard.errors import Problem
+from reshard.base.errors import Problem
 
 LARGEST = {
     "float16": 65504.0,

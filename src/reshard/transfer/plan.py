@@ -19,7 +19,7 @@ from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica
 from reshard.algebra.views import View
-from reshard.errors import Problem, ReshardError, size
+from reshard.base.errors import Problem, ReshardError, size
 from reshard.transfer.memory import Need
 from reshard.transfer.sources import Sources
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.stores import File, Stamp, as_path, is_remote, open_file, realpath, refresh
 from reshard.transfer.ledger import Ledger, Passed, Range, Ranges
 from reshard.transfer.memory import expect

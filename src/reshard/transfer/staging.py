@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reshard.boundary import too_long
-from reshard.errors import ReshardError, listed, size
+from reshard.base.boundary import too_long
+from reshard.base.errors import ReshardError, listed, size
 from reshard.transfer import claims
 from reshard.transfer.beside import ASIDE, JOURNAL, OUTPUT, REPLACED, locked, partials
 from reshard.transfer.journal import SOURCE_CHANGED, Identity, Journal

@@ -9,7 +9,7 @@ from threading import Lock
 
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import cells_of
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.transfer.batch import Stream
 from reshard.transfer.digests import Digest
 from reshard.transfer.files import Files

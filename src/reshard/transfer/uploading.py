@@ -18,7 +18,7 @@ from pathlib import Path
 from secrets import token_hex
 from threading import Event, Lock
 
-from reshard.errors import ReshardError, listed, size
+from reshard.base.errors import ReshardError, listed, size
 from reshard.stores import StorePath
 from reshard.stores.bucket import Bucket, StoppedError
 from reshard.transfer.beside import JOURNAL, OUTPUT

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reshard.algebra.layout import Layout
+from reshard.base.errors import ReshardError
 from reshard.engines.megatron import te_names
 from reshard.engines.megatron.parallel import supported
 from reshard.engines.megatron.unpickle import inert_pickle
-from reshard.errors import ReshardError
 
 Format = Literal["torch_dist", "torch"]
 

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.algebra.layout import Layout
+from reshard.base.errors import Problem, ReshardError
 from reshard.engines.megatron import parallel
 from reshard.engines.megatron.arguments import one_expert_at_a_time
 from reshard.engines.megatron.checkpoint import Mismatch, load_weights, refuse_unloadable
 from reshard.engines.megatron.model import Spec, build_model
 from reshard.engines.megatron.session import run_ranks
-from reshard.errors import Problem, ReshardError
 
 Tokens = npt.NDArray[np.integer[Any]]
 

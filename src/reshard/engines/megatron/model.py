@@ -14,10 +14,10 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 from reshard.algebra.layout import Layout
+from reshard.base.errors import ReshardError
 from reshard.engines.megatron.arguments import complete, config_fields, stage_sizes, yarn_attributes
 from reshard.engines.megatron.delta import delta_block_spec, delta_fields, has_delta_nets
 from reshard.engines.megatron.parallel import supported
-from reshard.errors import ReshardError
 
 Spec = Literal["local", "te"]
 

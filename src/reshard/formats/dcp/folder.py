@@ -21,7 +21,7 @@ from pathlib import Path
 
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, overlaps
-from reshard.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed
 from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp import torchtitan

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
-from reshard.errors import UNUSABLE, Problem, ReshardError, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats.places import below
 from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
 from reshard.formats.torchfiles.untrusted import damaged, element_type, shape_of, sizes, text

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.algebra.dtypes import BY_NAME
-from reshard.errors import UNUSABLE
+from reshard.base.errors import UNUSABLE
 from reshard.formats.checkpoint import Optimizer, settings_of
 from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file, scalar

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.algebra.storage import StoredTensor
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.formats.copies import copy_problem
 from reshard.formats.torchfiles.pickles import Opaque
 from reshard.formats.torchfiles.read import read_dict, scalar

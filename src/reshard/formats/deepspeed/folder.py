@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from reshard.algebra.tensors import Tensor
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.deepspeed.files import holds_step, is_universal, read_step
 from reshard.formats.deepspeed.universal import read_universal

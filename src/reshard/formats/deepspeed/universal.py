@@ -19,7 +19,7 @@ from typing import Any
 from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.errors import ReshardError, listed
+from reshard.base.errors import ReshardError, listed
 from reshard.formats.checkpoint import Optimizer, States
 from reshard.formats.deepspeed.files import COPY_AGAIN, RankFile, StepFiles, read_models
 from reshard.formats.deepspeed.zero import (

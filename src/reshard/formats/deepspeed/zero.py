@@ -24,7 +24,7 @@ from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.algebra.views import Piece, View
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.formats.checkpoint import Optimizer, States, settings_of
 from reshard.formats.deepspeed.files import (
     COPY_AGAIN,

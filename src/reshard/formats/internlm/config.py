@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families.rope import rope_parameters
 from reshard.formats.internlm.internevo import EMBEDDINGS
 from reshard.formats.torchfiles.pickles import Opaque

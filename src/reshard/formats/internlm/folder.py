@@ -16,7 +16,7 @@ from typing import Any
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.errors import Problem, ReshardError, one_for_each_file
+from reshard.base.errors import Problem, ReshardError, one_for_each_file
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.companions import CONFIG as HUB_CONFIG
 from reshard.formats.companions import read_object

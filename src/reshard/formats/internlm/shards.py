@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor, cells_of
 from reshard.algebra.views import concat
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.formats.copies import CopyFinder
 from reshard.formats.internlm.internevo import EMBEDDINGS, HEADS, PROJECTIONS, ROW, place_of, split_of
 from reshard.formats.sharding import Split, join

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families.rope import rope_parameters
 from reshard.families.rules import Dims
 from reshard.formats.internlm.config import CONFIG, engine_config, is_dynamic

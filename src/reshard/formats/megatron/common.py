@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata
 from reshard.formats.torchfiles.read import read_torch_file
 

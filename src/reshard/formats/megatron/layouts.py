@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.algebra.layout import Layout
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.families.model import Model
 from reshard.families.rules import Dims
 from reshard.formats.sharding import Share, divided, misfits

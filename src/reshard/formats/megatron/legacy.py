@@ -18,7 +18,7 @@ from typing import Any
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.formats import iterations
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.copies import CopyFinder

@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.errors import UNUSABLE
+from reshard.base.errors import UNUSABLE
 from reshard.formats.checkpoint import Optimizer, settings_of
 from reshard.formats.dcp.metadata import DcpTensor
 from reshard.formats.torchfiles.read import scalar

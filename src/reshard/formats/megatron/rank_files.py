@@ -18,7 +18,7 @@ from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.algebra.storage import StoredTensor
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.formats.megatron.mcore import BELOW, layout_of
 from reshard.formats.megatron.ranks import Rank
 from reshard.formats.megatron.writers import arguments_of

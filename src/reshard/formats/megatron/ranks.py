@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.algebra.layout import Layout
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.megatron.mcore import (
     Place,
     Spelling,

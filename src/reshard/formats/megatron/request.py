@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.algebra.dtypes import BY_NAME, dtype
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.families.family import ENGINES, MCORE, MCORE_BRIDGE
 from reshard.families.flags import flags_not_restored
 from reshard.families.rules import LARGEST
@@ -188,7 +188,7 @@ def notes(request: Request) -> list[str]:
 
 def run_config(request: Request, settings: Mapping[str, Any]) -> OutputFile:
     """The file that Megatron-Bridge reads to resume: the layout, what was saved, and the adapter's settings."""
-    from reshard.plain_yaml import to_yaml  # only needed here
+    from reshard.base.plain_yaml import to_yaml  # only needed here
 
     layout = request.layout
     content = {

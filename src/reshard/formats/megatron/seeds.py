@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.algebra.storage import StoredTensor
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.formats.dcp.metadata import DcpChunk
 from reshard.formats.torchfiles.read import first_bytes, read_torch_file
 

@@ -21,7 +21,7 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble
-from reshard.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError
 from reshard.formats import iterations
 from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.copies import CopyFinder, explained

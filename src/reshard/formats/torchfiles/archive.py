@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from reshard.algebra.storage import Storage
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.stores import File, fetch_ahead, is_remote
 from reshard.transfer.sources import MOST
 

@@ -22,7 +22,7 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.errors import UNUSABLE, Problem, ReshardError, said
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats.torchfiles.pickles import Opaque
 from reshard.formats.torchfiles.untrusted import element_type, shape_of, sizes, text
 

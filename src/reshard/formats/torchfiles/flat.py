@@ -16,7 +16,7 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.storage import Storage, StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
-from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding
 from reshard.families.live import Live
 from reshard.formats import fused

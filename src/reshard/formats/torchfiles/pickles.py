@@ -22,7 +22,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import BY_NAME, DType
-from reshard.errors import ReshardError, said
+from reshard.base.errors import ReshardError, said
 from reshard.formats.torchfiles import opcodes
 from reshard.formats.torchfiles.untrusted import damaged, sizes
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from reshard.algebra.dtypes import BY_NAME, BY_STORAGE, DType
 from reshard.algebra.storage import Storage, StoredTensor
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 from reshard.formats.torchfiles.archive import EDGE, Archive, Window, damaged_file, edges
 from reshard.formats.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
 from reshard.formats.torchfiles.untrusted import shape_of, sizes

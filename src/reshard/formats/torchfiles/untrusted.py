@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import StoredTensor
-from reshard.errors import ReshardError
+from reshard.base.errors import ReshardError
 
 MOST = 1 << 62
 """More elements or bytes than any tensor has."""

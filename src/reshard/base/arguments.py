@@ -1,0 +1,176 @@
+"""Arguments of the public functions, checked as click checks the command line."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Collection
+from os import PathLike
+from typing import Any
+
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.suggest import meant
+
+StrPath = str | PathLike[str]
+OnBytes = Callable[[int], None]
+"""Callback that receives the number of bytes just completed."""
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+LARGEST = 2**31 - 1
+"""The largest number of ranks, threads, rows and the like: frameworks keep most of them in 32 bits."""
+
+
+def is_whole(value: object, least: int = 1) -> bool:
+    """Whether a value is an integer from `least` to `LARGEST`. True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
+
+
+def whole_number(least: int = 1) -> str:
+    """What `is_whole` accepts, in words."""
+    return f"an integer of at least {least}, and below 2^31"
+
+
+def parse_size(size: int | str, flag: str = "size") -> int:
+    """Bytes of "5GB", "1GiB", "500M" or a plain number, at least one. Raises ReshardError naming `flag`."""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?\s*", str(size).lower())
+    if isinstance(size, int) and not isinstance(size, bool):
+        nbytes = size
+    else:
+        nbytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if nbytes < 1:
+        raise ReshardError(
+            "size-malformed",
+            f"{flag} is not a size",
+            expected="a number of bytes above 0, or one with a unit, such as 5GB or 512MiB",
+            found=str(size),
+            remedy=f"correct {flag}",
+        )
+    return nbytes
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is no float
+        return False
+
+
+class Arguments:
+    """The arguments of one call. Each check records a problem; `settle` raises all of them together."""
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self.problems: list[Problem] = []
+
+    def choice(self, name: str, value: Any, choices: Collection[str]) -> None:
+        """Check for one of the `choices`, or None."""
+        if value is None or (isinstance(value, str) and value in choices):
+            return
+        near = meant(value, choices) if isinstance(value, str) else None
+        self._wrong(name, value, f"one of {', '.join(choices)}", f"{name}={near!r}" if near else None)
+
+    def known(self, name: str, value: Any, known: Callable[[str], object]) -> None:
+        """Check for a name that `known` accepts, or None. `known` raises ReshardError for others."""
+        if value is None:
+            return
+        if not isinstance(value, str):
+            self._wrong(name, value, "a name")
+            return
+        try:
+            known(value)
+        except ReshardError as error:
+            self.problems += error.problems
+
+    def count(self, name: str, value: Any, least: int = 1) -> None:
+        """Check for an integer of at least `least`."""
+        if not is_whole(value, least):
+            self._wrong(name, value, whole_number(least))
+
+    def counted(self, name: str, value: Any, least: int = 1) -> None:
+        """Check for an integer of at least `least`, or None."""
+        if value is not None:
+            self.count(name, value, least)
+
+    def number(self, name: str, value: Any) -> None:
+        """Check for a finite number, or None."""
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and _is_finite(value)):
+            self._wrong(name, value, "a finite number")
+
+    def counts(self, name: str, values: Any) -> None:
+        """Check for several integers. Layout checks their values."""
+        if not isinstance(values, (tuple, list)) or not all(
+            type(each) is int and each >= 0 for each in values
+        ):
+            self._wrong(name, values, "integers, for example (10, 12, 12, 10)")
+
+    def texts(self, name: str, values: Any) -> None:
+        """Check for several strings, but not one string, which would be a sequence of its letters."""
+        if not isinstance(values, (tuple, list)) or not all(isinstance(each, str) for each in values):
+            self._wrong(name, values, 'several strings, for example ("_orig_mod.",)')
+
+    def step(self, name: str, value: Any) -> None:
+        """Check for a step number, "release", or None."""
+        is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not (value is None or value == "release" or is_step):
+            self._wrong(name, value, 'a step number, or "release"')
+
+    def text(self, name: str, value: Any, example: str) -> None:
+        """Check for text such as `example`, or None."""
+        if not (value is None or isinstance(value, str)):
+            self._wrong(name, value, f"text, for example {example!r}")
+
+    def path(self, name: str, value: Any) -> None:
+        """Check for a path or a URL."""
+        text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+        if not isinstance(text, str) or not text or "\0" in text:
+            self._wrong(name, value, "a path, a URL or Org/Model")
+
+    def switches(self, **values: Any) -> None:
+        """Check for True or False: any text would be true."""
+        for name, value in values.items():
+            if not isinstance(value, bool):
+                self._wrong(name, value, "True or False")
+
+    def callbacks(self, **values: Any) -> None:
+        """Check for functions, or None."""
+        for name, value in values.items():
+            if not (value is None or callable(value)):
+                self._wrong(name, value, "a function")
+
+    def size(self, flag: str, value: Any) -> int:
+        """A size in bytes, or 0 if it is malformed."""
+        try:
+            return parse_size(value, flag)
+        except ReshardError as error:
+            self.problems += error.problems
+            return 0
+
+    def _wrong(self, name: str, value: Any, expected: str, remedy: str | None = None) -> None:
+        self.problems.append(
+            Problem(
+                "argument-wrong",
+                f"{self._function}: wrong value for {name}",
+                expected=expected,
+                found=f"{name}={value!r}",
+                remedy=f"did you mean {remedy}?" if remedy else None,
+            )
+        )
+
+    def settle(self) -> None:
+        """Raise ReshardError with all recorded problems, if there are any."""
+        if self.problems:
+            raise ReshardError(self.problems)

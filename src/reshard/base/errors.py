@@ -1,0 +1,256 @@
+"""One kind of error for everything that a user can fix.
+
+Code that finds problems collects a `Problem` for each offender and raises them together, so that one run shows
+everything that needs fixing. Commands print them and exit with status 2.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import reprlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, overload
+
+from reshard.base.shown import shown, without_secrets
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with one tensor or file, and what to do about it.
+
+    Attributes
+    ----------
+    code : str
+        Kind of problem, for example "tensor-missing". It stays the same when the message is reworded, so that scripts
+        and translations can rely on it.
+    message : str
+        What is wrong.
+    tensor, file : str, optional
+        Where.
+    rule : str, optional
+        Why it is wrong.
+    expected, found : str, optional
+        The expected and the actual value.
+    remedy : str, optional
+        What to do.
+    severity : str
+        "error" or "warning".
+    values : mapping
+        What a translation needs besides the other fields.
+    """
+
+    code: str
+    message: str
+    _: KW_ONLY
+    tensor: str | None = None
+    file: str | None = None
+    rule: str | None = None
+    expected: str | None = None
+    found: str | None = None
+    remedy: str | None = None
+    severity: str = "error"
+    values: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        """Leave out secrets in URLs, wherever the texts come from and whoever prints or records them."""
+        for name in ("message", "tensor", "file", "rule", "expected", "found", "remedy"):
+            if type(text := getattr(self, name)) is str:  # texts in two languages are printed through `shown`
+                object.__setattr__(self, name, without_secrets(text))
+
+    def __str__(self) -> str:
+        """The message, and one line for each field that is set."""
+        fields = ("tensor", "file", "rule", "expected", "found", "remedy")
+        lines = [f"  {name}: {shown(value)}" for name in fields if (value := getattr(self, name)) is not None]
+        return "\n".join([shown(self.message), *lines])
+
+    def as_dict(self) -> dict[str, str]:
+        """The fields that are set, for `--json`, without `values`."""
+        names = (each.name for each in fields(Problem) if each.name != "values")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class ReshardError(Exception):
+    """The request cannot be carried out. `problems` lists every reason that was found."""
+
+    @overload
+    def __init__(self, problems: Problem | Iterable[Problem], /) -> None: ...
+
+    @overload
+    def __init__(self, code: str, message: str, /, **fields: Any) -> None: ...
+
+    def __init__(self, problems: Any, message: str = "", /, **fields: Any) -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems, message, **fields)
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the problems and the cause, for errors from another process."""
+        return type(self), (self.problems,), {"__cause__": self.__cause__}
+
+
+def given_twice(name: str, typed: Iterable[str], file: str | None = None) -> Problem:
+    """The problem of an option or key that is set to different values; `typed` is each of them as it was written."""
+    return Problem(
+        "option-given-twice",
+        f"{name} is set twice, to different values",
+        file=file,
+        found=", ".join(typed),
+        remedy="leave out one of them",
+    )
+
+
+@contextmanager
+def along_with(problems: Sequence[Problem]) -> Iterator[None]:
+    """Raise ReshardError with the problems of the block and these `problems`, so that one run shows all of them."""
+    try:
+        yield
+    except ReshardError as error:
+        raise ReshardError(dict.fromkeys([*error.problems, *problems])) from error
+    if problems:
+        raise ReshardError(problems)
+
+
+STACK = 9 << 20
+"""Address space of a thread by default, in bytes."""
+
+
+def can_reserve(nbytes: int) -> bool:
+    """Whether the process can get this much more address space, which `ulimit -v` limits."""
+    try:
+        mmap.mmap(-1, nbytes).close()
+    except (MemoryError, OSError):
+        return False
+    return True
+
+
+def is_no_memory(error: BaseException) -> bool:
+    """Whether an error means that the system has no memory left, for Python, a system call, a library or a thread."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, ImportError):  # an error of the dynamic loader, which numpy quotes
+        return any(words in str(error) for words in ("failed to map segment", "cannot allocate memory"))
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return not can_reserve(STACK)
+    return isinstance(error, MemoryError)
+
+
+def no_memory(error: BaseException) -> Problem:
+    """The problem to report when the system has no memory left."""
+    path = getattr(error, "filename", None)
+    found = str(getattr(error, "strerror", None) or error)
+    return Problem(
+        "out-of-memory",
+        "the system has no memory left",
+        file=os.fsdecode(path) if isinstance(path, (str, bytes)) else None,
+        found=found.strip().rpartition("\n")[2] or None,
+        remedy="end other programs, pass a smaller --memory, or raise the limits of the process (`ulimit -v`, "
+        "the container's memory)",
+    )
+
+
+class RunFailedError(ReshardError):
+    """A run failed after it had started, and may have left files behind. Commands exit with status 1."""
+
+
+def said(error: Exception) -> str:
+    """The type and message of an error. Arguments that are not strings are abbreviated, since they can be huge."""
+    plain = all(isinstance(argument, str) for argument in error.args)
+    return f"{type(error).__name__}: {error if plain else ', '.join(map(reprlib.repr, error.args))}"
+
+
+UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors caused by values that are missing or have the wrong type or size."""
+
+
+@contextmanager
+def understood(file: Path) -> Iterator[None]:
+    """Raise ReshardError for a value of `file`, or of a file in it, that its format does not allow.
+
+    Readers report the mistakes that they expect in better words; this catches all others.
+    """
+    try:
+        yield
+    except UNUSABLE as error:
+        raise ReshardError(
+            "value-of-wrong-kind",
+            "a value has the wrong type for its format",
+            file=str(file),
+            found=said(error),
+            remedy="the files are damaged or were edited: copy them again; if they are as a framework wrote them, "
+            "please report what the same command prints with --debug",
+        ) from error
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """The first names as text, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def size(nbytes: float) -> str:
+    """A file size as text: 1.3 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def count(number: float) -> str:
+    """A number of parameters as text: 30.5B."""
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}B"
+
+
+GIB = 1 << 30
+"""Unit of memory sizes, in bytes."""
+
+
+def memory_size(nbytes: float) -> str:
+    """An amount of memory as text, in the units of drivers and kernels: 79.6 GiB."""
+    mib = 1024 * nbytes / GIB
+    return f"{nbytes / GIB:.1f} GiB" if mib >= 100 else f"{mib:.1f} MiB"
+
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def one_for_all(problems: Iterable[Problem], names: Iterable[str], file: str) -> list[Problem]:
+    """`problems`, with those that are the same for every layer and expert merged into one.
+
+    A wrong size in a config causes a problem in every tensor that depends on it. `names` are all tensors, and `file` is
+    where to look for them.
+    """
+    instances = Counter(_INDEX.sub("*", name) for name in names)
+    groups: dict[Problem, list[Problem]] = {}
+    for problem in problems:
+        pattern = _INDEX.sub("*", problem.tensor or "")
+        groups.setdefault(replace(problem, tensor=pattern, file=file), []).append(problem)
+    merged = []
+    for alike, members in groups.items():
+        if 1 < len(members) == instances[str(alike.tensor)]:
+            merged.append(replace(alike, tensor=f"{alike.tensor} (all {len(members)})"))
+        else:
+            merged += members
+    return merged
+
+
+def one_for_each_file(problems: Iterable[Problem]) -> list[Problem]:
+    """`problems`, with those of one file and one code merged into one."""
+    groups: dict[tuple[str, str | None], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.code, problem.file), []).append(problem)
+    return [
+        replace(alike[0], tensor=listed([str(each.tensor) for each in alike], 1)) if alike[1:] else alike[0]
+        for alike in groups.values()
+    ]

@@ -1,0 +1,1 @@
+"""What the commands do with checkpoints: convert, inspect, verify, prove, open."""

@@ -1,0 +1,96 @@
+"""Checkpoints of one kind passed to code for another: by names in a message, a listing, a command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from reshard.diagnosis.finding import Finding, Place
+from reshard.diagnosis.rules import told
+from reshard.diagnosis.tracebacks import Traceback
+from reshard.diagnosis.words import words
+
+
+class Kind(NamedTuple):
+    """A kind of checkpoint, the pattern of its paths, and the phrases of two remedies.
+
+    `way_out` is for a checkpoint of this kind that was passed to a program for another one, `sought` for the reverse:
+    "" where entries know the messages.
+    """
+
+    name: str
+    pattern: re.Pattern[str]
+    way_out: str
+    sought: str
+
+
+def _kind(name: str, pattern: str, way_out: str, sought: str = "") -> Kind:
+    return Kind(name, re.compile(pattern), f"artefact-{way_out}", sought)
+
+
+KINDS = (
+    _kind("LoRA adapter", r"adapter_(?:model|config)\.|(?:^|/)adapter(?:_\w+)?/?$", "adapter"),
+    _kind(
+        "Megatron", r"iter_\d{7}|mp_rank_\d\d(?:_\d{3})?/model_optim|latest_checkpointed_iteration", "convert"
+    ),
+    _kind(
+        "DeepSpeed",
+        r"global_step\d+(?:/?$|/(?:mp_rank|zero_pp|bf16_zero))|_optim_states\.pt|zero_pp_rank",
+        "convert",
+    ),
+    _kind("verl", r"global_step_\d+/(?:actor|critic)|model_world_size_\d+_rank_\d+", "convert"),
+    _kind("FSDP", r"pytorch_model_fsdp_\d|\.distcp$|__\d+_\d+\.distcp", "convert"),
+    _kind("InternEvo", r"model_tp\d+_pp\d+\.pt|model_config\.pt", "convert"),
+    _kind("original Llama", r"(?:^|/)(?:consolidated\.\d\d\.pth|params\.json)$", "meta", "sought-meta"),
+    _kind("GGUF", r"(?i:\.gguf$|[-_]gguf\b)", "gguf"),
+    _kind("NeMo", r"\.nemo$", "nemo"),
+    _kind("Lightning", r"\.ckpt$", "lightning"),
+)
+
+_LOADS_FOLDERS = re.compile(
+    r"(?:transformers|tokenizers|huggingface_hub|peft|vllm|sglang|trl|llamafactory|unsloth)/.*"
+    r" (?:from_pretrained|_from_pretrained|cached_files?|get_config_dict|_get_config_dict|validate_repo_id|_inner_fn"
+    r"|load_adapter|get_peft_model_state_dict|_get_checkpoint_shard_files|find_adapter_config_file|get_config)\b"
+)
+"""Functions that take a Hugging Face folder, by the frames of a traceback."""
+_SAYS_SO = re.compile(
+    r"OSError: (?:Error no file named|Can't load (?:\w+ ){1,3}for '|\S{1,300} does not appear to have a file)"
+)
+"""What they report, where the traceback is not shown."""
+_PATH = re.compile(r"""(?<![\w/])(?:[~.]{0,2}/)?[\w.+=@-]+(?:/[\w.+=@-]+)*/?""")
+_QUOTED = re.compile(
+    r"""(?<!\w)['"`‘“]([^'"`’”\n]{2,300})['"`’”]|\bin (?:directory )?([^\s'"`]+?)\.?(?:\s|$)"""
+)
+
+VETOED = frozenset(
+    {"hf-no-config", "hf-path-taken-for-repo", "hf-no-weights", "hf-trainer-checkpoint-sharded"}
+)
+"""Entries that treat such a path as an incomplete Hugging Face folder."""
+
+
+def mixed_up(root: Traceback, place: Place) -> Finding | None:
+    """The finding if a checkpoint was passed to code for another kind; None otherwise."""
+    if not _SAYS_SO.search(root.said) and not any(_LOADS_FOLDERS.search(frame) for frame in root.frames):
+        return None
+    wants_adapter = any("/peft/" in frame for frame in root.frames)
+    kinds = [kind for kind in KINDS if not (wants_adapter and kind.name == "LoRA adapter")]
+    for path in _paths(root.said.replace("\\", "/")):
+        for kind in kinds:
+            if kind.pattern.search(path):
+                way_out = words(kind.way_out, path=path)
+                values = {"path": path, "kind": kind.name, "way_out": way_out}
+                return told("artefact-mixed-up", [place], values, certainty="likely")
+    return None
+
+
+def kind_of_file(path: str) -> Kind | None:
+    """The kind of checkpoint to which a file that a program looks for belongs; None if entries know it."""
+    return next((kind for kind in KINDS if kind.sought and kind.pattern.search(path)), None)
+
+
+def _paths(said: str) -> Iterator[str]:
+    """Paths that a message quotes, or names after "in"."""
+    for match in _QUOTED.finditer(said):
+        if _PATH.fullmatch(path := re.sub(r"^[A-Za-z]:/", "/", (match[1] or match[2]).strip())):
+            yield path

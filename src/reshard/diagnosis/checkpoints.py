@@ -1,0 +1,290 @@
+"""Diagnose a checkpoint: the findings of `inspect`, and whether it would load and train."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.shown import shown
+from reshard.commands.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
+from reshard.diagnosis.finding import Finding, Place, Text
+from reshard.diagnosis.reading import clipped
+from reshard.diagnosis.rules import told
+from reshard.diagnosis.trainable import trainability
+from reshard.diagnosis.words import translated, words
+from reshard.formats import foreign, iterations
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.companions import CODE_MOST, find_companions, read_object
+from reshard.formats.megatron import legacy, torch_dist
+from reshard.formats.target import Options
+from reshard.model.vocabulary import EMBEDDINGS
+from reshard.planning import IS_ADAPTER, plan_conversion
+from reshard.transfer.sources import read_source
+
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+MARKS = (
+    *("config.json", "adapter_config.json", "*.index.json", "*.safetensors", "*.bin", "*.pt", "*.pth"),
+    *(
+        "*.distcp",
+        ".metadata",
+        "latest",
+        iterations.TRACKER,
+        "iter_*",
+        "release",
+        "mp_rank_*",
+        "global_step*",
+    ),
+)
+"""Files that show that a checkpoint was intended, even if it cannot be opened."""
+OF_OTHERS = (".bin", ".pt", ".pth")
+"""Suffixes that other programs use, too: such a file has to begin as one with weights does."""
+
+
+def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
+    """The findings about the checkpoint at `path`, and the command to run next ("" if there is none).
+
+    Raises ReshardError if there is no checkpoint: a damaged or incomplete one is a finding.
+    """
+    try:
+        inspection = inspect_checkpoint(_tracked(path))
+    except ReshardError as error:
+        if any(problem.code in foreign.CODES for problem in error.problems):
+            raise
+        if not is_meant(path):
+            raise (_unknown(path) if path.is_file() else error) from None
+        return [_damage(problem, path) for problem in error.problems], ""
+    checkpoint = inspection.checkpoint
+    findings = [_of_problem(problem, inspection) for problem in inspection.problems if not _lacks(problem)]
+    findings += _missing(inspection, _tracked(path))
+    try:
+        findings += [*_tokenizer(checkpoint), *remote_code(checkpoint.root), *trainability(checkpoint)]
+    except ReshardError as error:  # a config or a tokenizer that is not JSON
+        findings += [
+            _damage(problem, path) for problem in error.problems if problem not in inspection.problems
+        ]
+    return findings, inspection.next
+
+
+def of_pair(first: Path, second: Path) -> list[Finding]:
+    """Whether a checkpoint and a Hugging Face folder belong together, as with `convert --base`.
+
+    The base is the second, unless only the first has a config.json. An adapter belongs to the base that it can be
+    merged into. Raises nothing: misfits are findings.
+    """
+    checkpoint, base = (second, first) if _has_config(first) and not _has_config(second) else (first, second)
+    problems = _refused(checkpoint, base, merge=False)
+    if any(problem.code == IS_ADAPTER for problem in problems):
+        problems = _refused(checkpoint, base, merge=True)
+    return [_misfit(problem, checkpoint, base) for problem in problems]
+
+
+def _refused(checkpoint: Path, base: Path, *, merge: bool) -> list[Problem]:
+    """Why a conversion with this base would be refused."""
+    try:
+        plan_conversion(checkpoint, Options(to="huggingface", base=base, merge=merge))
+    except ReshardError as error:
+        return error.problems
+    return []
+
+
+def _has_config(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def _misfit(problem: Problem, checkpoint: Path, base: Path) -> Finding:
+    values = {
+        "message": translated(problem, "message"),
+        "shows": Text.lines(_said(problem, "tensor", "rule", "expected", "found")),
+        "remedy": _said_or(problem, "remedy", "problem-name-base"),
+        "path": checkpoint,
+        "base": base,
+    }
+    return told("base-does-not-fit", [Place(problem.file or str(base), None, problem.tensor or "")], values)
+
+
+def _unknown(path: Path) -> ReshardError:
+    return ReshardError(
+        "target-unknown",
+        "the doctor does not know this kind of file",
+        file=str(path),
+        expected="weights: safetensors, a zip archive (torch.save) or a pickle",
+        remedy="check where the file comes from; for a checkpoint, pass the folder",
+    )
+
+
+def _tracked(path: Path) -> Path:
+    """The path; for a Megatron run without a tracker file, its last iteration."""
+    steps = iterations.found_in(path)
+    return path if not steps or (path / iterations.TRACKER).exists() else list(steps.values())[-1]
+
+
+def is_meant(path: Path) -> bool:
+    """Whether a path was intended as a checkpoint: a weight file, or a folder with part of one."""
+    if path.is_file():
+        return _begins_as_weights(path)
+    folders = [path, *(child for child in path.glob("*") if child.is_dir())]
+    found = (file for folder in folders for mark in MARKS for file in folder.glob(mark))
+    return any(
+        each.suffix not in OF_OTHERS or not each.is_file() or _begins_as_weights(each) for each in found
+    )
+
+
+def _begins_as_weights(path: Path) -> bool:
+    """Whether a file begins like safetensors, a zip archive, a pickle or a Git LFS pointer, or has only zeros."""
+    with path.open("rb") as file:
+        begin = file.read(64)
+    starts = (
+        b"PK\x03\x04",
+        b"PK\x05\x06",
+        b"\x80\x02",
+        b"\x80\x03",
+        b"\x80\x04",
+        b"\x80\x05",
+        b"version https",
+    )
+    return begin.startswith(starts) or begin[8:9] == b"{" or not begin.strip(b"\0")
+
+
+def _damage(problem: Problem, path: Path) -> Finding:
+    """The finding why a checkpoint cannot be opened."""
+    values = {
+        "message": translated(problem, "message"),
+        "shows": Text.lines(_said(problem, "tensor", "rule", "expected", "found")),
+        "remedy": _said_or(problem, "remedy", "problem-copy-again"),
+        "path": path,
+    }
+    return told("checkpoint-damaged", [Place(problem.file or str(path), None, problem.tensor or "")], values)
+
+
+def _said(problem: Problem, *fields: str) -> Iterator[Text]:
+    """The fields of a problem that are set, one line each."""
+    for field in fields:
+        if value := getattr(problem, field):
+            yield words(f"problem-{field}", value=value if field == "tensor" else translated(problem, field))
+
+
+def _said_or(problem: Problem, field: str, phrase: str) -> Text:
+    """A field of a problem, or a phrase if it is not set."""
+    return translated(problem, field) if getattr(problem, field) else words(phrase)
+
+
+def _lacks(problem: Problem) -> bool:
+    """Whether a problem is among those that `_missing` combines into one."""
+    return problem.code in (NO_CONFIG, NO_TOKENIZER)
+
+
+class Part(NamedTuple):
+    """A file that should be next to the weights, and the flags that replace it."""
+
+    name: Text
+    is_missing: bool
+    flags: str
+
+
+def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
+    """Which of weights, config, tokenizer and tracker are there, and how to supply the others."""
+    checkpoint = inspection.checkpoint
+    parts = list(_parts(inspection, iterations.root_of(checkpoint.path)))
+    lost = [part.name for part in parts if part.is_missing]
+    if not lost:
+        return
+    what = ", ".join(filter(None, (checkpoint.format, str(checkpoint.layout))))
+    held = {"count": len(checkpoint.tensors), "what": what}
+    shows = [
+        words("part-missing" if part.is_missing else "part-there", name=part.name, flags=part.flags)
+        for part in parts
+    ]
+    values = {
+        "missing": Text(", ".join(part.en for part in lost), "、".join(part.zh for part in lost)),
+        "command": inspection.next or f"reshard inspect {path}",
+        "shows": Text.lines([words("part-weights", **held), *shows]),
+    }
+    yield told("checkpoint-lacks", [Place(str(path))], values)
+
+
+def _parts(inspection: Inspection, root: Path) -> Iterator[Part]:
+    lacking = {problem.code for problem in inspection.problems}
+    checkpoint = inspection.checkpoint
+    is_there = (checkpoint.root / "config.json").is_file()
+    if is_there or NO_CONFIG in lacking:  # otherwise the checkpoint itself tells what it would contain
+        yield Part(Text.same("config.json"), not is_there, "--base DIR")
+    yield Part(words("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
+    if checkpoint.format in (torch_dist.NAME, legacy.NAME):
+        tracker = root / iterations.TRACKER
+        yield Part(
+            Text.same(iterations.TRACKER), not tracker.is_file(), f"--iteration {checkpoint.iteration}"
+        )
+
+
+def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
+    """A problem that `inspect` found, in the doctor's words."""
+    where = Place(problem.file or str(inspection.checkpoint.path), None, problem.tensor or "")
+    rule = _said_or(problem, "rule", "problem-whole")
+    cure = [_said_or(problem, "remedy", "problem-copy-again")]
+    if inspection.next:
+        cure.append(Text.same(f"```\n{shown(inspection.next)}\n```"))
+    return _finding(problem, where, [words("problem-cause", rule=rule)], cure)
+
+
+def of_recorded(problem: Problem, folder: Path) -> Finding:
+    """A problem for which the training run in `folder` ended, as the run recorded it."""
+    where = Place(problem.file or str(folder), None, problem.tensor or "")
+    cure = [translated(problem, "remedy")] if problem.remedy else []
+    return _finding(problem, where, [*_said(problem, "rule")], cure)
+
+
+def _finding(problem: Problem, where: Place, why: Iterable[Text], cure: Iterable[Text]) -> Finding:
+    return Finding(
+        code=problem.code,
+        message=translated(problem, "message"),
+        rule=Text.lines([*why, *_said(problem, "expected", "found")]),
+        remedy=Text.lines(cure),
+        severity=problem.severity,
+        places=(where,),
+    )
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Whether the tokenizer fits the embedding, has a chat template, and opens in transformers 4."""
+    companions = find_companions(*checkpoint.folders)
+    names = EMBEDDINGS.get(checkpoint.dialect, ())
+    table = next((t for name in names if (t := checkpoint.tensors.get(name))), None)
+    tokens = companions.vocab_size
+    if table is not None and tokens is not None and tokens > table.shape[0]:
+        shows = f"tokens: {tokens}, embedding: {table.shape[0]}"
+        place = Place(str(checkpoint.root), None, shows)
+        yield told("checkpoint-vocabulary", [place], {"tokens": tokens, "rows": table.shape[0]})
+    path = companions.files.get("tokenizer_config.json")
+    if path is None:
+        return
+    config = read_object(path)
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        yield told("checkpoint-tokenizer-of-5", [_line_of(path, "TokenizersBackend")])
+    if "chat_template" not in config and not any(name in companions.files for name in TEMPLATE_FILES):
+        yield told("checkpoint-no-template", [Place(str(path))])
+
+
+def remote_code(folder: Path) -> Iterator[Finding]:
+    """The old checkpointing method in modeling files, and a config that disables the cache."""
+    for path in sorted(folder.glob("modeling*.py")):
+        try:
+            tree = ast.parse(read_source(path, CODE_MOST).decode("utf-8"))
+        except (SyntaxError, ValueError, OSError, RecursionError, MemoryError, ReshardError):
+            continue
+        methods = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+        for method in methods:
+            is_old = "enable" not in {argument.arg for argument in method.args.args}
+            if method.name == "_set_gradient_checkpointing" and is_old:
+                yield told("checkpoint-old-gradient-checkpointing", [_line_of(path, f"def {method.name}")])
+    config = folder / "config.json"
+    if config.is_file() and read_object(config).get("use_cache") is False:
+        yield told("checkpoint-use-cache", [_line_of(config, '"use_cache"')])
+
+
+def _line_of(path: Path, word: str) -> Place:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    number = next((i for i, line in enumerate(lines, 1) if word in line), None)
+    return Place(str(path), number, clipped(lines[number - 1].strip(), 200) if number else word)

@@ -1,0 +1,345 @@
+"""Diagnose targets: what each one is, what is wrong with it, and which finding is the cause of the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+
+from reshard.base.arguments import Arguments
+from reshard.base.boundary import for_users
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.shown import shown
+from reshard.diagnosis.checkpoints import diagnose_checkpoint, of_pair, of_recorded
+from reshard.diagnosis.configs import diagnose_config
+from reshard.diagnosis.environment import diagnose_environment
+from reshard.diagnosis.finding import CERTAINTIES, Finding, Text
+from reshard.diagnosis.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
+from reshard.diagnosis.freezes import diagnose_freeze, versions_in
+from reshard.diagnosis.launches import SHELL, diagnose_launch, processes_of, under_launch
+from reshard.diagnosis.logs import STDIN, WORKER_UNSEEN, diagnose_log
+from reshard.diagnosis.notebooks import diagnose_notebook
+from reshard.diagnosis.reading import BEGIN, decoded, encoding_of
+from reshard.diagnosis.rules import CAUSES
+from reshard.diagnosis.scripts import diagnose_script
+from reshard.diagnosis.spelling import Usage, spelled
+from reshard.diagnosis.words import words
+from reshard.formats import foreign
+from reshard.formats.not_found import ANYWHERE, NOTHING_FOUND
+from reshard.stores import as_path, typed_path
+
+CONFIGS = {".yaml", ".yml", ".json"}
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
+
+
+@for_users()
+def diagnose(
+    *targets: str | PathLike[str],
+    on_bytes: Callable[[int], None] = lambda count: None,
+    on_read: Callable[[Text], None] = lambda read: None,
+) -> list[Finding]:
+    """Find what is wrong with logs, scripts, configs and checkpoints, and the cure.
+
+    Several targets are seen together: what one shows and another explains is one finding.
+
+    Parameters
+    ----------
+    *targets : str or path-like
+        Logs, scripts, notebooks, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
+        standard input. Without a target, this machine and its Python environment are diagnosed.
+    on_bytes : callable
+        Called with the number of bytes of logs as they are read.
+    on_read : callable
+        Called, for each target without findings, with what it was taken for and how much of it was read.
+
+    Returns
+    -------
+    list of Finding
+        The one to fix first comes first.
+
+    Raises
+    ------
+    ReshardError
+        For every target that cannot be read.
+
+    Examples
+    --------
+    >>> reshard.diagnose("train.log")[0].code
+    'cuda-out-of-memory'
+    """
+    if not targets:
+        return spelled(diagnose_environment(), Usage())
+    given = Arguments("diagnose")
+    for each in targets:
+        given.path("target", each)
+    given.callbacks(on_bytes=on_bytes, on_read=on_read)
+    given.settle()
+    paths = (str(each) if _is_plain(str(each)) else str(typed_path(str(each))) for each in targets)
+    named = list(dict.fromkeys(paths))
+    seen = _Seen(on_bytes, on_read)
+    for target in named:
+        seen.of_usage(target)
+    found = [finding for target in named for finding in seen.of_target(target)]
+    if seen.problems:
+        raise ReshardError(seen.problems)
+    if len(seen.checkpoints) == 2:
+        found += of_pair(*seen.checkpoints)
+    launch = next((started for target in named if (started := processes_of(target))), None)
+    found = [under_launch(finding, *launch) if launch else finding for finding in found]
+    return spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
+
+
+def _is_plain(target: str) -> bool:
+    """Whether a target is a local path that needs no expansion: it is shown as it was typed."""
+    return "://" not in target and not target.startswith("~")
+
+
+@dataclass
+class _Seen:
+    """What the targets of one diagnosis have shown besides findings."""
+
+    on_bytes: Callable[[int], None]
+    on_read: Callable[[Text], None]
+    commands: list[str] = field(default_factory=list)
+    """Commands that convert a checkpoint."""
+    checkpoints: list[Path] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    """Why targets cannot be read."""
+    usage: Usage = field(default_factory=Usage)
+    """What was run, according to all targets."""
+
+    def of_usage(self, target: str) -> None:
+        """Record what a script or a config shows about the run; logs are read later, only once."""
+        path = as_path(target)
+        if target == STDIN or not path.exists():
+            return
+        if path.is_dir():
+            texts = [*configs_in(path), *(path / name for name in ARGUMENTS if (path / name).is_file())]
+        else:
+            texts = [path] if path.suffix not in WEIGHTS and _kind(path) is not diagnose_log else []
+        for each in texts:
+            with each.open("rb") as file:
+                self.usage.see(decoded(file.read(LONGEST_LIST)))
+
+    def of_target(self, target: str) -> Sequence[Finding]:
+        """The findings of one target."""
+        try:
+            if is_checkpoint(target):
+                path = as_path(target)
+                return self._of_folder(path) if path.is_dir() else self._of_weights(path)
+            kind = kind_of(target)
+            if kind is diagnose_log:
+                return self._of_text(target)
+            return kind(target)
+        except ReshardError as error:
+            self.problems += error.problems
+            return []
+
+    def _of_text(self, target: str, on_read: Callable[[Text], None] | None = None) -> Sequence[Finding]:
+        """The findings of a log, or of a list of packages."""
+        on_read = on_read or self.on_read
+        if target != STDIN and (versions := versions_in(_first_lines(as_path(target)))):
+            if not (found := diagnose_freeze(target, versions)):
+                on_read(words("read-packages", target=target, count=len(versions)))
+            return found
+        count = 0
+
+        def counted(lines: int) -> None:
+            nonlocal count
+            count += lines
+
+        if not (found := diagnose_log(target, self.on_bytes, counted, self.usage)):
+            on_read(words("read-lines", target="stdin" if target == STDIN else target, count=count))
+        return found
+
+    def _of_weights(self, path: Path) -> Sequence[Finding]:
+        findings, command = diagnose_checkpoint(path)
+        self.commands.append(command)
+        self.checkpoints.append(path)
+        return findings
+
+    def _of_folder(self, folder: Path) -> Sequence[Finding]:
+        """The findings of a checkpoint, or of the folder of a run with its logs and configs."""
+        logs, configs, recorded = logs_in(folder), configs_in(folder), problems_in(folder)
+        found = [of_recorded(problem, folder) for problem in recorded]
+        without_weights: ReshardError | None = None
+        try:
+            found += self._of_weights(folder)
+        except ReshardError as error:
+            without_weights = error
+        known = {problem.message for problem in recorded}
+        found += [
+            each
+            for each in self._of_logs(folder, logs)
+            if each.message.en not in known and not (recorded and each.code == WORKER_UNSEEN)
+        ]
+        for path in configs:
+            with suppress(ReshardError):  # files of other tools
+                found += diagnose_config(str(path))
+        if without_weights and not (found or logs):
+            raise nothing_in(without_weights)
+        return found
+
+    def _of_logs(self, folder: Path, logs: Sequence[Path]) -> list[Finding]:
+        """The findings of the logs of a run. Those without any are counted if they are many."""
+        clean: list[Text] = []
+        found = [each for path in logs[:MOST] for each in self._of_text(str(path), clean.append)]
+        if len(clean) > SHOWN:
+            clean = [words("read-logs", count=len(clean), total=min(len(logs), MOST), target=folder)]
+        if len(logs) > MOST:
+            clean.append(words("logs-not-read", count=len(logs) - MOST, target=folder))
+        for each in clean:
+            self.on_read(each)
+        return found
+
+
+SHOWN = 8
+"""Logs without findings that are named one by one."""
+
+
+def nothing_in(error: ReshardError) -> ReshardError:
+    """The error for a folder that has no logs either."""
+    return ReshardError(
+        Problem(
+            "folder-without-logs",
+            "neither a checkpoint nor a log is in this folder",
+            file=problem.file,
+            expected=f"a checkpoint, or logs: {', '.join(LOGS)}",
+            found=problem.found,
+            remedy="pass the console output of the run: many programs print it and do not save it",
+        )
+        if problem.code == NOTHING_FOUND and problem.remedy == ANYWHERE
+        else problem
+        for problem in error.problems
+    )
+
+
+LONGEST_LIST = 1 << 20
+"""Bytes at the beginning of a file that show whether it is a list of packages, and what was run."""
+
+
+def _first_lines(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        return decoded(file.read(LONGEST_LIST)).splitlines()
+
+
+def bytes_of_logs(*targets: str) -> int:
+    """The total that `on_bytes` will report; the size of standard input is unknown."""
+    paths = [Path(target) for target in targets if target != STDIN]
+    files = [path for path in paths if path.is_file() and _kind(path) is diagnose_log]
+    files += [log for path in paths if path.is_dir() for log in logs_in(path)[:MOST]]
+    return sum(path.stat().st_size for path in files)
+
+
+def is_checkpoint(target: str) -> bool:
+    """Whether a target is a folder, or a weight file."""
+    path = as_path(target)
+    if target == STDIN or path.is_dir():
+        return target != STDIN
+    return path.exists() and (path.suffix in WEIGHTS or foreign.recognized(path) is not None)
+
+
+def kind_of(target: str) -> Callable[[str], list[Finding]]:
+    """The function that diagnoses a target other than a checkpoint. Raises ReshardError if it does not exist."""
+    path = as_path(target)
+    if target == STDIN:
+        return diagnose_log
+    if not path.exists():
+        raise ReshardError(
+            "target-not-found",
+            "no such file or directory",
+            file=target,
+            expected="a log, a script, a config, a checkpoint, or - for standard input",
+            remedy="check the path",
+        )
+    if not path.is_file():
+        raise ReshardError(  # it is opened twice, and may never have a writer
+            "target-not-a-regular-file",
+            "not a regular file",
+            file=target,
+            remedy="pipe its content in: COMMAND | reshard doctor -",
+        )
+    _readable(path)
+    return _kind(path)
+
+
+def _kind(path: Path) -> Callable[[str], list[Finding]]:
+    """The function that diagnoses a file, by its suffix."""
+    if path.suffix == ".py":
+        return diagnose_script
+    if path.suffix == ".ipynb":
+        return diagnose_notebook
+    if path.suffix in SHELL:
+        return diagnose_launch
+    return diagnose_config if path.suffix in CONFIGS else diagnose_log
+
+
+def _readable(path: Path) -> None:
+    """Raise ReshardError for an empty file, and for one that is not text."""
+    with path.open("rb") as file:
+        begin = file.read(BEGIN)
+    if not begin or encoding_of(begin) is None:
+        raise ReshardError(
+            "target-not-text" if begin else "target-empty",
+            "this file is not text" if begin else "this file is empty",
+            file=str(path),
+            expected="a log, a script, a config, or a checkpoint",
+            remedy="pass a file that the run wrote, or pipe a log: … 2>&1 | reshard doctor -",
+        )
+
+
+_CONVERT = re.compile(r"^reshard convert .+ --to huggingface.*$", re.MULTILINE)
+
+
+def typed(finding: Finding, commands: Sequence[str]) -> Finding:
+    """A finding whose remedy names the given checkpoint where it explains how to convert one, if there is only one."""
+    if len(commands) != 1 or not commands[0] or "--to" in commands[0].split():
+        return finding
+    cure = (
+        _CONVERT.sub(lambda _: shown(commands[0]), text) for text in (finding.remedy.en, finding.remedy.zh)
+    )
+    return replace(finding, remedy=Text(*cure))
+
+
+def combined(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding per cause: what a script or an environment breaks explains what a log shows of it."""
+    by_id: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_id.setdefault(finding.code, []).append(finding)
+    explained: dict[str, str] = {}
+    for cause, effects in CAUSES.items():
+        if cause in by_id:
+            explained.update((effect, cause) for effect in effects if effect in by_id)
+    result = []
+    for identifier, same in by_id.items():
+        if identifier not in explained:
+            shown_by = [
+                each for effect, cause in explained.items() if cause == identifier for each in by_id[effect]
+            ]
+            result.append(_merged(same, shown_by))
+    return sorted(result, key=lambda each: (each.severity != "error", CERTAINTIES.index(each.certainty)))
+
+
+def _merged(same: Sequence[Finding], effects: Sequence[Finding]) -> Finding:
+    """One finding from those of several targets, and from those that only show its effect."""
+    first, every = same[0], [*same, *effects]
+    evidence = [each for finding in same for each in finding.evidence]
+    evidence += [
+        words("shown-by", place=effect.places[0], title=effect.message) for effect in effects if effect.places
+    ]
+    return replace(
+        first,
+        certainty="sure" if effects else min((each.certainty for each in same), key=CERTAINTIES.index),
+        severity="error" if any(each.severity == "error" for each in every) else first.severity,
+        places=tuple(dict.fromkeys(place for finding in every for place in finding.places)),
+        evidence=tuple(dict.fromkeys(evidence)),
+        sources=tuple(dict.fromkeys(source for finding in every for source in finding.sources)),
+        also=tuple(
+            dict.fromkeys(
+                [*first.also, *(each for effect in effects for each in (effect.code, *effect.also))]
+            )
+        ),
+    )

@@ -1,0 +1,120 @@
+"""Findings of the doctor: problems in both languages, with their evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from reshard.base.errors import Problem
+from reshard.base.shown import shown, shown_lines
+from reshard.diagnosis.reading import clipped
+
+LANGUAGES = ("en", "zh")
+CERTAINTIES = ("sure", "likely", "possible")
+
+
+class Text(str):
+    """A sentence, with its Chinese version (`zh`)."""
+
+    zh: str
+
+    def __new__(cls, en: str, zh: str) -> Text:
+        text = super().__new__(cls, en)
+        text.zh = zh
+        return text
+
+    def __reduce__(self) -> tuple[type[Text], tuple[str, str]]:
+        """For pickling and copying."""
+        return Text, (self.en, self.zh)
+
+    @property
+    def en(self) -> str:
+        """The English sentence."""
+        return str(self)
+
+    def of(self, language: str) -> str:
+        """The text in one of `LANGUAGES`."""
+        return self.zh if language == "zh" else self.en
+
+    @staticmethod
+    def same(text: str) -> Text:
+        """A text that is the same in both languages: code, names, numbers."""
+        return Text(text, text)
+
+    @staticmethod
+    def lines(texts: Iterable[Text]) -> Text:
+        """Texts below each other."""
+        given = list(texts)
+        return Text("\n".join(each.en for each in given), "\n".join(each.zh for each in given))
+
+
+SHOWN = 300
+"""Maximum characters of a line that are shown: some messages list every model."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a problem shows. `line` counts from 1, `text` is that line, `fixed` its fixed version."""
+
+    target: str
+    line: int | None = None
+    text: str = ""
+    fixed: str = ""
+
+    @staticmethod
+    def of(target: str, line: int, said: str) -> Place:
+        """The place of a message: its first line, as far as it is shown."""
+        return Place(target, line, clipped(said.strip().split("\n")[0], SHOWN))
+
+    def __str__(self) -> str:
+        return self.target if self.line is None else f"{self.target}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Finding(Problem):
+    """A problem that the doctor found: what happened (`message`), why (`rule`), and what to do (`remedy`).
+
+    `code` is that of a catalogue entry, a rule or another problem, `certainty` one of `CERTAINTIES`. `evidence` is the
+    basis of the certainty; `sources` are upstream threads, and `also` the codes of other messages of the same failure.
+    """
+
+    message: Text
+    rule: Text
+    remedy: Text
+    certainty: str = "sure"
+    places: tuple[Place, ...] = ()
+    evidence: tuple[Text, ...] = ()
+    sources: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Finding {self.code}, {self.severity}, {self.certainty}: {self.message}>"
+
+    def __str__(self) -> str:
+        """What happened, where, why, and what to do."""
+        where = [shown(f"{place}  {place.text}".rstrip()) for place in self.places]
+        fields = [*(("where", each) for each in where), ("rule", self.rule), ("remedy", self.remedy)]
+        lines = [f"  {name}: " + shown_lines(text).replace("\n", "\n    ") for name, text in fields if text]
+        return "\n".join([shown(self.message), *lines])
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `doctor --json` says of it, in both languages."""
+        return self.told()
+
+    def told(self, language: str | None = None) -> dict[str, Any]:
+        """For `doctor --json`: both languages, or only one. Evidence is always in one: English by default."""
+        texts = {"title": self.message, "cause": self.rule, "cure": self.remedy}
+        return {
+            "id": self.code,
+            **{
+                key: text.of(language) if language else {"en": text.en, "zh": text.zh}
+                for key, text in texts.items()
+            },
+            "certainty": self.certainty,
+            "severity": self.severity,
+            "places": [asdict(place) for place in self.places],
+            "evidence": [each.of(language or "en") for each in self.evidence],
+            "sources": self.sources,
+            "also": self.also,
+        }

@@ -1,0 +1,66 @@
+"""Whether a version of a class or function accepts a parameter, including bases in other packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from reshard.diagnosis.history.table import PACKAGES, Bounds, Table, table
+from reshard.diagnosis.history.versions import Versions
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A parameter that is not accepted. `bounds` are the releases that accept it, None if none ever did."""
+
+    table: Table
+    bounds: Bounds | None
+    renamed: str | None = None
+
+
+def refused(found: Table, function: str, name: str, versions: Versions) -> Refused | None:
+    """Why a call with this keyword raises a TypeError; None if it does not, or if this is unknown."""
+    known = parameters(found, function, versions)
+    if known is None or name in known:
+        return None
+    for each, target in _with_bases(found, function):
+        presence = each.parameter(target, name)
+        bounds = presence.bounds(versions.assumed(each)) if presence.there else None
+        if bounds:
+            new = each.renames.get(name) or found.renames.get(name)
+            return Refused(each, bounds, new if new in known else None)
+    return Refused(found, None)
+
+
+def parameters(found: Table, function: str, versions: Versions) -> set[str] | None:
+    """All parameters of a function; None if they are unknown."""
+    own = found.parameters(function, versions.assumed(found))
+    if own is None:
+        return None
+    result: set[str] = set()
+    for each in own:
+        if each[0] != "@":
+            result.add(each)
+            continue
+        base = base_of(each)
+        more = parameters(*base, versions) if base else None
+        if more is None:
+            return None
+        result |= more
+    return result
+
+
+def base_of(marked: str) -> tuple[Table, str] | None:
+    """The table and constructor of `@module:Class`."""
+    module, _, name = marked[1:].partition(":")
+    package = PACKAGES.get(module.partition(".")[0])
+    found = table(package) if package else None
+    return (found, f"{name.rpartition('.')[2]}.__init__") if found else None
+
+
+def _with_bases(found: Table, function: str) -> Iterator[tuple[Table, str]]:
+    """A function, then the constructors of its present and past bases in other packages."""
+    yield found, function
+    for marked in found.marked(function):
+        if base := base_of(marked):
+            yield from _with_bases(*base)

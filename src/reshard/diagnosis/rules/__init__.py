@@ -1,0 +1,109 @@
+"""The texts of the doctor's own rules, in this folder: what happens, why, and what to do.
+
+Braces are filled in by whoever tells a rule. `said` has messages with one meaning, whatever the run does: their named
+groups fill the braces (`defaults`: those that a message may lack), and the first rule that matches counts, by the names
+of the files (`meanings.py`). If such words have several meanings, `beside` has what else the log must contain.
+`certainty` is the most that a rule may claim: "possible" for those that say where to look rather than why.
+`over_history` rules know a message better than the history of releases. `shows` has the words in which people
+describe a run that does not fail, `over` the catalogue's entries that the rule knows better than. Without `said` or
+`shows`, code computes when a rule applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from reshard.diagnosis.data import FOLDER, data
+from reshard.diagnosis.finding import CERTAINTIES, Finding, Place, Text
+from reshard.diagnosis.words import filled
+
+Told = tuple[str, Mapping[str, object]]
+"""The id of a rule, and the values for its braces."""
+CAUSES: dict[str, tuple[str, ...]] = {
+    "env-device-map-tp": (
+        "dtensor-mixed-cat-ddp",
+        "dtensor-sharded-then-ddp",
+        "dtensor-mixed-copy",
+        "dtensor-ddp",
+    ),
+    "script-device-map": (
+        *("device-map-distributed", "device-map-zero3", "dtensor-mixed-cat-ddp", "dtensor-ddp"),
+        *("dtensor-mixed-copy", "dtensor-sharded-then-ddp", "devices-mixed", "device-cpu"),
+        *("dtensor-mixed-cat", "dtensor-mixed", "dtensor-mixed-clip", "dtensor-mixed-submodule"),
+        *("data-parallel-spread-model", "quantized-other-device"),
+    ),
+    "script-export-device-map": ("dtensor-mixed-copy", "dtensor-copy-sharded", "dtensor-mixed"),
+    "script-first-rank-only": ("internlm-convert-tp", "hf-size-mismatch", "hf-size-mismatch-vocab"),
+    "checkpoint-lacks": ("export-without-tokenizer", "tokenizer-not-found", "hf-no-config"),
+    "safetensors-truncated": ("checkpoint-damaged",),
+    "safetensors-bad-header": ("checkpoint-damaged",),
+    "safetensors-git-lfs": ("checkpoint-damaged",),
+    "torch-load-truncated": ("checkpoint-damaged",),
+    "torch-load-lfs": ("checkpoint-damaged",),
+    "dcp-no-metadata": ("checkpoint-damaged",),
+    "dcp-shard-missing": ("checkpoint-damaged",),
+    "hf-missing-shard": ("checkpoint-damaged",),
+    "verl-rank-missing": ("checkpoint-damaged",),
+    "checkpoint-old-gradient-checkpointing": ("old-gc", "old-gc-crash", "old-gc-435"),
+    "checkpoint-tokenizer-of-5": ("tok5",),
+    "checkpoint-no-template": ("template",),
+    "checkpoint-vocabulary": ("vocab-index", "vllm-vocab-size", "hf-set-tensor-shape"),
+    "env-no-bf16": ("bf16", "fa2-arch", "vllm-bf16"),
+    "env-more-processes-than-gpus": ("dup-gpu", "cuda-invalid-ordinal"),
+    "script-removed-keyword": ("kw-removed", "api-is-gone"),
+    "script-name-gone": ("import-removed", "api-is-gone"),
+    "script-name-later": ("import-name-missing", "api-came-later"),
+    "script-grpo-arithmetic": ("grpo-div", "grpo-one"),
+    "script-rank-guard": ("hang-gloo", "hang-nccl", "collective-mismatch"),
+    "script-no-set-device": ("dup-gpu",),
+    "script-optimizer-before-sharding": ("fsdp2-optimizer",),
+}
+"""What a script, an environment or a checkpoint breaks, and the catalogue entries for its effects in a log."""
+
+
+def told(
+    identifier: str,
+    places: Iterable[Place],
+    values: Mapping[str, object] | None = None,
+    *,
+    severity: str | None = None,
+    certainty: str = "sure",
+    evidence: Iterable[Text] = (),
+) -> Finding:
+    """The finding of one rule; `values` fill the braces of its texts, a `Text` among them in each language.
+
+    It is as certain as the rule allows, and at most `certainty`.
+    """
+    rule = rules()[identifier]
+
+    def text(key: str) -> Text:
+        return filled(rule[key], values or {})
+
+    return Finding(
+        code=identifier,
+        message=text("title"),
+        rule=text("cause"),
+        remedy=text("cure"),
+        certainty=max(certainty, rule.get("certainty", "sure"), key=CERTAINTIES.index),
+        severity=severity or rule["severity"],
+        places=tuple(places),
+        evidence=tuple(evidence),
+        sources=tuple(rule["sources"]),
+    )
+
+
+def told_at(found: Told, target: str, line: int, said: str) -> Finding:
+    """The finding of a rule for what a line says: at most `likely`."""
+    identifier, values = found
+    return told(identifier, [Place.of(target, line, said)], values, certainty="likely")
+
+
+@lru_cache(maxsize=1)
+def rules() -> dict[str, dict[str, Any]]:
+    """All rules by id."""
+    content: dict[str, dict[str, Any]] = {}
+    for file in sorted((FOLDER / "rules").glob("*.yaml")):
+        content |= data(f"rules/{file.name}")
+    return content

@@ -1,0 +1,231 @@
+"""The reason why two shapes differ: a shard, padding, a placeholder, packed values, another model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+from reshard.diagnosis.rules import Told
+
+Shape = tuple[int, ...]
+_SIZE = r"(?:torch\.Size\()?[\[(](?P<{0}>[\d, ]*)[\])]\)?"
+_PAIRS = tuple(
+    re.compile(pattern.replace("SAVED", _SIZE.format("saved")).replace("WANTED", _SIZE.format("wanted")))
+    for pattern in (
+        r"size mismatch for (?P<name>[\w.]+): copying a param with shape SAVED from checkpoint, "
+        r"the shape in current model is WANTED",
+        r"(?<![\w.{}, ])(?P<name>[\w.{}, ]*[\w.{},])\s*\|\s*MISMATCH\s*\|.{0,80}?ckpt: SAVED vs model: ?WANTED",
+        r'Trying to set a tensor of shape SAVED in "(?P<name>\w+)" \(which has shape WANTED\)',
+        r"Size mismatch between saved SAVED and current: WANTED for (?P<name>[\w.]+)",
+        r"Global shape mismatch for loaded \(SAVED\) and expected \(WANTED\) tensor for key (?P<name>[\w.]+)",
+    )
+)
+_INVALID = re.compile(r"shape '\[(?P<wanted>[\d, -]+)\]' is invalid for input of size (?P<size>\d+)")
+_UNEQUAL = re.compile(
+    r"size of (?:the )?tensor (?:a )?\((?P<a>\d+)\) must match the (?:existing )?size (?:of tensor b )?\((?P<b>\d+)\)"
+    r"(?: at non-singleton dimension (?P<dimension>\d+))?"
+)
+
+_EMPTY = re.compile(r"size of (?:the )?tensor (?:a )?\(0\) must match the (?:existing )?size\s*$")
+"""The beginning of the same message, as people cut it."""
+_NARROW = re.compile(
+    r"start \((?P<start>\d+)\) \+ length \((?P<length>[1-9]\d*)\) exceeds dimension size \((?P<size>\d+)\)"
+)
+
+_EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score")
+_VOCABULARY = re.compile(
+    r"lm_head|embed_tokens|\bw[tp]e\b|word_embeddings|output_layer|(?:^|\.)output\.weight|score"
+    r"|embed_positions|position_embeddings?|embed_out"
+)
+"""Embeddings and heads of which no tensor-parallel rank has a part of each row. Llama's `tok_embeddings` are cut so."""
+_COLUMNS = re.compile(r"\b(?:(?:[qkv]|gate|up|gate_up|qkv)_proj|query_key_value|linear_qkv|linear_fc1)\b")
+"""Layers that tensor parallelism cuts along their outputs: their other dimension is the hidden size."""
+_ROWS = re.compile(r"\b(?:o_proj|down_proj|linear_proj|linear_fc2|dense_4h_to_h)\b")
+"""Layers that it cuts along their inputs."""
+_NORM = re.compile(r"norm\w*\.(?:weight|bias)$|\bln_\w+\.(?:weight|bias)$")
+PADDED = 128
+"""`--make-vocab-size-divisible-by`, unless it is set."""
+_LABELS = re.compile(
+    r"(?:^|\.)(?:classifier|score|qa_outputs|classification_head)\b"
+    r"|^(?:\w{1,40}\.)?(?:fc|head|heads\.head)\.(?:weight|bias)$"
+)
+MOST_LABELS = 1000
+"""Rows up to which a head classifies: a vocabulary is larger."""
+_EXPERTS = re.compile(r"expert|router|mlp\.gate\.weight|gate\.weight$|gate_inp")
+_ADAPTER = re.compile(r"lora_[AB]|lora_(?:up|down)|linear_(?:in|out)\.weight")
+_KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|\b(?:key|value)\b")
+_LORA = re.compile(r"(?i)lora")
+MOST_RANK = 1024
+"""The highest rank of adapters."""
+POSITIONS = (512, 514, 1024, 1026, 2048, 4096)
+"""Lengths for which models have embeddings of positions; some keep two rows for padding."""
+LARGEST_LAYER = 100_000
+"""Rows from which a weight without a name is an embedding: no layer of known models has as many."""
+FLAT = 100_000
+"""Elements from which a tensor of one dimension is a flattened parameter."""
+MOST_PADDING = 0.5
+"""Maximum share of rows that are padding or added tokens. A shard has half of the rows or fewer."""
+
+
+class Pair(NamedTuple):
+    """A tensor by name, its shape in the file, and its shape in the model."""
+
+    name: str
+    saved: Shape
+    wanted: Shape
+
+
+def pairs(said: str) -> Iterator[Pair]:
+    """All pairs of shapes in a message."""
+    for pattern in _PAIRS:
+        for match in pattern.finditer(said):
+            yield Pair(match["name"].strip(), _shape(match["saved"]), _shape(match["wanted"]))
+
+
+def computed(said: str) -> Told | None:
+    """The rule for what the shapes in a message show; None if there are none, or nothing follows."""
+    classes = [(pair, found) for pair in pairs(said) if (found := _class_of(pair))]
+    if not classes:
+        return _of_elements(said)
+    if classes[0][1][0] in _SHARDS:
+        rows = (each for each in classes if each[1][0] == _HIDDEN and each[1][1]["dimension"])
+        classes = [*rows, *classes]
+    pair, (kind, values) = classes[0]
+    shown = {"name": pair.name, "saved": list(pair.saved), "wanted": list(pair.wanted), **values}
+    if kind == "rows":
+        kind += "-more" if pair.saved > pair.wanted else "-fewer"
+    return f"shape-{'other-size' if kind == _HIDDEN else kind}", shown
+
+
+_HIDDEN = "hidden"
+"""The class of two hidden sizes, of which no tensor-parallel rank has a part: all shapes are another model's then."""
+_SHARDS = ("shard", "model-shard")
+
+
+OF_ENTRY = {
+    "peft-size-mismatch-rank": {"rank"},
+    "peft-size-mismatch-vocab": {"rows"},
+    "hf-size-mismatch-vocab": {"rows"},
+    "zero3-size-0": {"placeholder"},
+}
+"""The classes that catalogue entries cover."""
+
+
+def contradict(identifier: str, said: str) -> bool:
+    """Whether the first pair of shapes in a message is of another class than the entry covers."""
+    classes = (found[0] for pair in pairs(said) if (found := _class_of(pair)))
+    first = next(classes, None)
+    return first is not None and first not in OF_ENTRY.get(identifier, {first})
+
+
+def _shape(text: str) -> Shape:
+    return tuple(int(part) for part in text.replace(" ", "").split(",") if part)
+
+
+def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
+    """The class of a pair, the most specific one, and the numbers that show it."""
+    name, saved, wanted = pair
+    if saved == wanted:
+        return None
+    if not prod(saved):
+        return ("placeholder" if saved == (0,) or len(saved) != len(wanted) else "empty-shard"), {}
+    if not prod(wanted):
+        return "model-placeholder", {}
+    packed = prod(wanted) / prod(saved)
+    if len(saved) == 2 and saved[1] == 1 and packed in (2, 8):
+        return "packed", {"ratio": int(packed)}
+    if len(wanted) == 2 and wanted[1] == 1 and 1 / packed in (2, 8):
+        return "packed-model", {"ratio": int(1 / packed)}
+    if len(saved) != len(wanted):
+        return (
+            ("flat", {"elements": f"{prod(saved):,}", "whole": f"{prod(wanted):,}"})
+            if len(saved) == 1
+            else None
+        )
+    differs = [at for at, (ours, theirs) in enumerate(zip(saved, wanted, strict=True)) if ours != theirs]
+    if len(differs) > 1:
+        return "other-model", {}
+    (at,) = differs
+    ours, theirs = saved[at], wanted[at]
+    numbers: dict[str, object] = {"saved_size": ours, "wanted_size": theirs, "dimension": at}
+    if _ADAPTER.search(name) and min(ours, theirs) <= 1024 and max(ours, theirs) <= 1024:
+        return "rank", numbers
+    if _EXPERTS.search(name) and at == 0 and not _ADAPTER.search(name):
+        return "experts", numbers
+    if _LABELS.search(name) and at == 0 and max(ours, theirs) <= MOST_LABELS:
+        return "labels", numbers
+    embeds = _EMBEDDING.search(name) or (name == "weight" and min(saved[0], wanted[0]) > LARGEST_LAYER)
+    if at == 0 and embeds and (ranks := _ranks_of_padded(ours, theirs)):
+        return "shard", {**numbers, "ratio": ranks}
+    if _is_hidden(pair, at, embeds=bool(embeds)):
+        return _HIDDEN, numbers
+    if at == 0 and embeds and abs(ours - theirs) < MOST_PADDING * max(ours, theirs):
+        return "rows", {**numbers, "more": abs(ours - theirs)}
+    small, large = sorted((ours, theirs))
+    if large % small:
+        return "other-size", numbers
+    numbers["ratio"] = large // small
+    if _KEYS_VALUES.search(name) and ours > theirs:
+        return "heads", numbers
+    return ("shard" if ours < theirs else "model-shard"), numbers
+
+
+def _is_hidden(pair: Pair, at: int, *, embeds: bool) -> bool:
+    """Whether a dimension is a model's hidden size, which tensor parallelism does not cut."""
+    name, dimensions = pair.name, len(pair.saved)
+    if _ADAPTER.search(name):
+        return True
+    if dimensions == 1:
+        return bool(_NORM.search(name))
+    if at == 1:
+        return bool(_VOCABULARY.search(name) or _COLUMNS.search(name) or (embeds and name == "weight"))
+    return at == 0 and bool(_ROWS.search(name))
+
+
+def _ranks_of_padded(rows: int, whole: int) -> int:
+    """The ranks over which Megatron has cut a vocabulary of which `rows` are one part; 0 if it has not.
+
+    It pads the vocabulary to a multiple of 128 for each rank, so another number of ranks has other padding.
+    """
+    fits = (ranks for ranks in (2, 4, 8, 16) if abs(rows * ranks - whole) < PADDED * ranks)
+    return next(fits, 0) if rows % PADDED == 0 else 0
+
+
+def _of_elements(said: str) -> Told | None:
+    """The same for messages with counts only."""
+    if match := _NARROW.search(said):
+        start, length, size = (int(match[part]) for part in ("start", "length", "size"))
+        if not size:
+            return "shape-placeholder", {"name": "a weight", "saved": "[0]", "wanted": f"[{length}, …]"}
+        if start % length == 0:
+            return "shape-beyond", {"start": start, "length": length, "size": size, "rank": start // length}
+    if match := _INVALID.search(said):
+        wanted, size = _shape(re.sub(r"-1\b", "", match["wanted"])), int(match["size"])
+        if not size and wanted:
+            return "shape-nothing", {"wanted": match["wanted"]}
+        if wanted and size and all(wanted):
+            small, large = sorted((prod(wanted), size))
+            shown = {"wanted": match["wanted"], "size": f"{size:,}", "ratio": large // small}
+            if large % small == 0 and large != small:
+                return "shape-fewer" if size < prod(wanted) else "shape-more", shown
+            return "shape-uneven", shown
+    if _EMPTY.search(said):
+        return "shape-empty-side", {"a": 0, "b": "…"}
+    if match := _UNEQUAL.search(said):
+        small, large = sorted((int(match["a"]), int(match["b"])))
+        if not small:
+            return "shape-empty-side", {"a": match["a"], "b": match["b"]}
+        if small > 1 and large <= MOST_RANK and _LORA.search(said) and large != small:
+            return "shape-ranks", {"a": match["a"], "b": match["b"]}
+        if small > 1 and large % small == 0 and large != small:
+            return "shape-multiple", {"a": match["a"], "b": match["b"], "ratio": large // small}
+        if small > FLAT and (ratio := round(large / small)) > 1 and -(-large // ratio) == small:
+            return "shape-flat-shard", {"a": match["a"], "b": match["b"], "ratio": ratio}
+        if match["dimension"] == "1" and small in POSITIONS and large > small + 2:
+            return "shape-positions", {"small": small, "large": large}
+        if small != large and match["dimension"]:
+            shown = {"a": match["a"], "b": match["b"], "more": large - small}
+            return "shape-apart", {**shown, "dimension": match["dimension"]}
+    return None

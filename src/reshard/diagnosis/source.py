@@ -1,0 +1,304 @@
+"""A Python script as rules see it: calls in order, values of names and where they flow, rank guards. Never executed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import BytesIO
+from typing import Any
+
+from reshard.base.errors import ReshardError
+from reshard.diagnosis.finding import Place
+from reshard.formats.companions import CODE_MOST
+from reshard.stores import as_path
+from reshard.transfer.sources import read_source as read_file
+
+_RANK = (
+    r"(?:(?<![\w.])(?:\w+\.)*(?:get_)?(?:local_|global_|dp_|dist_)?(?:process_|global_|local_)?(?:rank|process_index)\b(?:\(\))?"
+    r"|environ\W{0,9}(?:get\()?\W{0,9}(?:LOCAL_)?RANK\b[^)\]]*[)\]]+)"
+)
+_MAIN = re.compile(
+    rf"{_RANK}\s*(?:==\s*0|in\s*[\[(]|<=\s*0|<\s*1)|\bis_(?:local_)?(?:main_process|world_process_zero|rank_?0|master)"
+    rf"|\bnot\s+(?:\w+\.)*(?:local_|global_)?rank\b",
+    re.IGNORECASE,
+)
+_OTHERS = re.compile(
+    rf"{_RANK}\s*(?:!=\s*0|>\s*0|>=\s*1)|\bnot\s+(?:\w+\.)*is_(?:local_)?(?:main_process|world_process_zero|master)"
+    r"|^(?:\w+\.)*(?:local_|global_)?rank$",
+    re.IGNORECASE,
+)
+_ONE_RANK = re.compile(r"on_(?:local_)?main_process|rank_?zero_only|master_only|main_process_only")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `name` (dotted, as written) in the function `scope` ("" in the module).
+
+    `guard` is the line of its rank guard, `others` whether that includes all ranks except the first.
+    """
+
+    name: str
+    node: ast.Call
+    assigned: tuple[str, ...] = ()
+    guard: int | None = None
+    others: bool = False
+    scope: str = ""
+
+    @property
+    def line(self) -> int:
+        return self.node.lineno
+
+    @property
+    def last(self) -> str:
+        """The last part of the name: the class or method."""
+        return self.name.rsplit(".", 1)[-1]
+
+    @property
+    def owner(self) -> str:
+        """The object of a method call, as written."""
+        return self.name.rpartition(".")[0]
+
+    def keyword(self, name: str) -> ast.keyword | None:
+        """A keyword argument."""
+        return next((each for each in self.node.keywords if each.arg == name), None)
+
+    def constant(self, name: str) -> Any:
+        """The value of a keyword argument if it is a constant, else None."""
+        found = self.keyword(name)
+        return found.value.value if found and isinstance(found.value, ast.Constant) else None
+
+    def names(self) -> set[str]:
+        """All variables and attributes among the arguments."""
+        return names_in(*self.node.args, *(each.value for each in self.node.keywords))
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The scope and the guard of the code being visited."""
+
+    scope: str = ""
+    guard: int | None = None
+    others: bool = False
+
+
+@dataclass
+class Source:
+    """A parsed script. `calls` are in the order of the text."""
+
+    path: str
+    text: str
+    tree: ast.Module
+    calls: list[Call] = field(default_factory=list)
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    def place(self, line: int, fixed: str = "") -> Place:
+        """A line of the script, with its fixed version."""
+        return Place(self.path, line, self.lines[line - 1].strip(), fixed.strip())
+
+    def replaced(self, node: ast.expr | ast.keyword, by: str) -> Place:
+        """The line of an expression with a replacement for the expression; unchanged if that spans lines."""
+        line = self.lines[node.lineno - 1].encode()
+        if node.end_lineno != node.lineno:
+            return self.place(node.lineno)
+        return self.place(
+            node.lineno, (line[: node.col_offset] + by.encode() + line[node.end_col_offset :]).decode()
+        )
+
+    def find(self, *last: str) -> list[Call]:
+        """Calls of any of these classes, functions or methods."""
+        return [call for call in self.calls if call.last in last]
+
+    def assignments(self, variable: str, before: int) -> list[Call]:
+        """The calls whose result a variable had before a line; the latest first."""
+        return [call for call in self.calls if variable in call.assigned and call.line < before][::-1]
+
+    @cached_property
+    def values(self) -> dict[str, list[ast.expr]]:
+        """All values of each name: from assignments, defaults of parameters, fields and argparse."""
+        found: dict[str, list[ast.expr]] = {}
+        for name, value in _bindings(self.tree):
+            found.setdefault(name, []).append(value)
+        return found
+
+    def flow(self, names: Iterable[str]) -> set[str]:
+        """All names that the values of these names may reach: by assignment, return, or as arguments."""
+        reached = set(names)
+        steps = list(self._steps())
+        while True:
+            more = {to for origin, to in steps if origin & reached and to not in reached}
+            if not more:
+                return reached
+            reached |= more
+
+    def _steps(self) -> Iterator[tuple[set[str], str]]:
+        functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
+        for name, value in _bindings(self.tree):
+            yield names_in(value), name
+        for function in functions.values():
+            for node in ast.walk(function):
+                if isinstance(node, ast.Return) and node.value is not None:
+                    yield names_in(node.value), function.name
+        for call in self.calls:
+            if call.last in functions:
+                yield from _parameters(functions[call.last], call.node)
+
+
+def _parameters(function: ast.FunctionDef, call: ast.Call) -> Iterator[tuple[set[str], str]]:
+    """From the arguments of a call to the parameters of the function."""
+    given = [each.arg for each in function.args.args if each.arg != "self"]
+    for value, name in zip(call.args, given, strict=False):
+        yield names_in(value), name
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            yield names_in(keyword.value), keyword.arg
+
+
+def names_in(*nodes: ast.AST) -> set[str]:
+    """All variables in expressions, and attributes as written (`args.device_map`)."""
+    every = [node for each in nodes for node in ast.walk(each)]
+    names = {node.id for node in every if isinstance(node, ast.Name)}
+    return names | {ast.unparse(node) for node in every if isinstance(node, ast.Attribute)}
+
+
+def _bindings(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Each name that is bound, with its value. Fields and options are bound under their own name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for name in _targets(node.targets):
+                yield name, node.value
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            for name in _targets([node.target]):
+                yield name, _field_default(node.value)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args]
+            for argument, value in zip(arguments[::-1], node.args.defaults[::-1], strict=False):
+                yield argument.arg, value
+            for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+                if default is not None:
+                    yield argument.arg, default
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument"):
+            yield from _option(node)
+
+
+def _field_default(value: ast.expr) -> ast.expr:
+    """The default of a dataclass field."""
+    if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
+        return next((each.value for each in value.keywords if each.arg == "default"), value)
+    return value
+
+
+def _option(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    """The default of an argparse option."""
+    default = next((each.value for each in call.keywords if each.arg == "default"), None)
+    for flag in call.args:
+        if default is not None and isinstance(flag, ast.Constant) and isinstance(flag.value, str):
+            yield flag.value.lstrip("-").replace("-", "_"), default
+
+
+NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""Exceptions for text that is not Python, or nested too deep: which of the two depends on the limit reached first."""
+
+
+def read_source(path: str) -> Source:
+    """Parse a script. Raises ReshardError if it is not Python."""
+    try:
+        raw = read_file(as_path(path), CODE_MOST)
+        tree = ast.parse(raw)  # bytes: parsed in the encoding that the script declares, as in Python
+        encoding, _ = tokenize.detect_encoding(BytesIO(raw).readline)
+        return parsed(path, "\n".join(raw.decode(encoding).splitlines()), tree)
+    except (*NOT_PYTHON, OSError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: str, error: Exception) -> ReshardError:
+    line, said = getattr(error, "lineno", None), getattr(error, "msg", None) or str(error)
+    remedy = "fix its syntax first"
+    if isinstance(error, RecursionError | MemoryError):
+        said, remedy = "it is nested too deeply", "split the long expression or chain"
+    elif "codec" in said or "encoding" in said or "Non-UTF-8" in said:
+        remedy = "save it as UTF-8, or declare its encoding in the first line: # -*- coding: gbk -*-"
+    elif "Missing parentheses" in said or "except" in said:
+        remedy = "it is a Python 2 script: translate it (2to3)"
+    return ReshardError(
+        "script-not-python",
+        "the script cannot be read as Python",
+        file=f"{path}:{line}" if line else path,
+        found=said,
+        remedy=f"{remedy}; if it is not a script, rename it: a log may have any other suffix",
+    )
+
+
+def parsed(path: str, text: str, tree: ast.Module) -> Source:
+    """A parsed script, with its calls."""
+    source = Source(path, text, tree)
+    source.calls = sorted(_calls(source.tree, _Where()), key=lambda call: (call.line, call.node.col_offset))
+    return source
+
+
+def _calls(node: ast.AST, where: _Where, assigned: tuple[str, ...] = ()) -> Iterator[Call]:
+    if isinstance(node, ast.Call):
+        yield Call(ast.unparse(node.func), node, assigned, where.guard, where.others, where.scope)
+        assigned = ()
+    if isinstance(node, ast.Assign):
+        assigned = tuple(_targets(node.targets))
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        alone = [each.lineno for each in node.decorator_list if _ONE_RANK.search(ast.unparse(each))]
+        where = _Where(f"{where.scope}.{node.name}", alone[0] if alone else None)
+    elif isinstance(node, ast.If) and (side := rank_side(node.test)) is not None:
+        yield from _calls(node.test, where)
+        yield from _block(node.body, _Where(where.scope, node.lineno, others=side == "others"))
+        yield from _block(node.orelse, _Where(where.scope, node.lineno, others=side == "main"))
+        return
+    for _, value in ast.iter_fields(node):
+        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+            yield from _block(value, where)
+        else:
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _calls(child, where, assigned if child is getattr(node, "value", None) else ())
+
+
+def _block(statements: list[ast.stmt], where: _Where) -> Iterator[Call]:
+    """The calls of a block. After `if rank != 0: return`, only the first rank remains."""
+    for statement in statements:
+        yield from _calls(statement, where)
+        if (
+            isinstance(statement, ast.If)
+            and rank_side(statement.test) == "others"
+            and _leaves(statement.body)
+        ):
+            where = _Where(where.scope, statement.lineno)
+
+
+def rank_side(test: ast.expr) -> str | None:
+    """Whether a condition includes only the "main" rank, or only the "others"."""
+    words = ast.unparse(test)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+        return None  # includes others in another way
+    if _OTHERS.search(words):
+        return "others"
+    return "main" if _MAIN.search(words) else None
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    last = body[-1]
+    ended = isinstance(last, ast.Expr) and bool(re.match(r"(?:sys\.|os\._)?exit\(", ast.unparse(last)))
+    return ended or isinstance(last, ast.Return | ast.Continue)
+
+
+def _targets(targets: list[ast.expr]) -> Iterator[str]:
+    """Names and attributes that are assigned; for `d["key"] = …` the variable d."""
+    for target in targets:
+        if isinstance(target, ast.Tuple | ast.List):
+            yield from _targets(target.elts)
+        elif isinstance(target, ast.Subscript | ast.Starred):
+            yield from _targets([target.value])
+        else:
+            yield ast.unparse(target)

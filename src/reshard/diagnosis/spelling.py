@@ -1,0 +1,111 @@
+"""Spells the settings in remedies for the program that was run.
+
+For example, `<<micro-batch>>` is `--per_device_train_batch_size 1` for ms-swift, `micro_batch_size: 1` for Axolotl, an
+override for verl (`settings.yaml`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from reshard.diagnosis.data import data
+from reshard.diagnosis.finding import Finding, Text
+
+USUAL = "script"
+"""The tool that has a spelling for every setting: the user's own script."""
+SEEN = 1 << 20
+"""Characters of a text that are searched for tools."""
+_HOLE = re.compile(r"<<(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>[^<>\n]*))?>>")
+_FP16 = re.compile(
+    r"\bfp16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--fp16\b(?! (?:[Ff]alse|0))|mixed_precision['\"]?(?:\s*[=:]\s*|\s+)['\"]?fp16"
+    r"|(?:dtype|DTYPE)['\"]?(?:\s*[=:]\s*|\s+)['\"]?(?:torch\.)?(?:float16|fp16|half)\b"
+)
+_BF16 = re.compile(r"\bbf16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--bf16\b(?! (?:[Ff]alse|0))|\bbfloat16\b")
+
+
+@dataclass
+class Usage:
+    """What was run, by the texts about it: the tools by precedence, and whether in float16."""
+
+    found: set[str] = field(default_factory=set)
+    fp16: bool = False
+    bf16: bool = False
+
+    def see(self, text: str) -> None:
+        """Record what a log, a script or a config shows."""
+        begin = text[:SEEN]
+        self.found |= {
+            name for name, shows in _shows().items() if name not in self.found and shows.search(begin)
+        }
+        self.fp16 = self.fp16 or bool(_FP16.search(begin))
+        self.bf16 = self.bf16 or bool(_BF16.search(begin))
+
+    @property
+    def tools(self) -> list[str]:
+        """The tools that were seen, the most specific first, and the usual one."""
+        return [name for name in _data()["tools"] if name in self.found or name == USUAL]
+
+    def spelled(self, text: str) -> str:
+        """A text with its settings as the tools write them."""
+        return _HOLE.sub(lambda hole: self._setting(hole["name"], hole["value"]), text)
+
+    def _setting(self, name: str, value: str | None) -> str:
+        setting = _data()["settings"][name]
+        given = value if value is not None else setting.get("value")
+        if self.fp16 and not self.bf16 and value is None and name in ("dtype", "dtype-name"):
+            given = "float16"
+        for tool in self.tools:
+            spelling = setting.get(
+                tool, setting.get("key") if _data()["tools"][tool].get("trainer") else None
+            )
+            if spelling is not None:
+                return _written(tool, spelling, given)
+        raise KeyError(name)
+
+
+def _written(tool: str, spelling: str, value: object) -> str:
+    """A key with its value in a tool's syntax; a spelling that is not a bare key is used as it is."""
+    form = _data()["tools"][tool]
+    shown = str(value) if form.get("titled") or not isinstance(value, bool) else str(value).lower()
+    if _KEY.fullmatch(spelling):
+        return str(form["form"]).format(key=spelling, value=shown)
+    return spelling.replace("{value}", shown)
+
+
+def spelled(findings: Iterable[Finding], usage: Usage) -> list[Finding]:
+    """Findings whose causes and remedies use the spelling of the tools that were run."""
+    return [replace(each, rule=_of(each.rule, usage), remedy=_of(each.remedy, usage)) for each in findings]
+
+
+def keys_of(tool: str) -> set[str]:
+    """The keys that a tool has for settings, as it writes them."""
+    found: set[str] = set()
+    for setting in _data()["settings"].values():
+        shared = setting.get("key") if _data()["tools"][tool].get("trainer") else None
+        spelling = setting.get(tool, shared) or ""
+        flags = re.findall(r"(?<!\S)--([\w-]+)|(?:^|(?<=\s))\+?([a-z][\w.]*)(?==|: )", spelling)
+        found |= {spelling} if _KEY.fullmatch(spelling) else {name for pair in flags for name in pair if name}
+    return found
+
+
+_KEY = re.compile(r"\w[\w.-]*")
+
+
+def _of(text: Text, usage: Usage) -> Text:
+    return Text(usage.spelled(text.en), usage.spelled(text.zh))
+
+
+@lru_cache(maxsize=1)
+def _shows() -> dict[str, re.Pattern[str]]:
+    tools = _data()["tools"]
+    return {name: re.compile(tool["shows"], re.MULTILINE) for name, tool in tools.items() if "shows" in tool}
+
+
+@lru_cache(maxsize=1)
+def _data() -> dict[str, Any]:
+    content: dict[str, Any] = data("settings.yaml")
+    return content

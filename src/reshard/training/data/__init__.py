@@ -1,0 +1,369 @@
+"""Training data: JSONL, JSON and Parquet, read record by record. Faulty records are reported by file and line.
+
+`read_records` needs neither torch nor datasets, and keeps one record in memory. `load_dataset` converts the records to
+what TRL takes, as Arrow tables in memory: a cache on disk could be stale.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any
+
+from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.plain import json_of
+from reshard.training.data.faults import Template, faults, show
+from reshard.training.data.indexed import INDEX
+from reshard.training.data.mix import Mix
+from reshard.training.data.records import Row, kind_of, shapes_of, standard
+
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+SPLITS = {"test", "valid", "validation", "val", "eval", "dev"}
+"""Names of splits that are usually kept out of training."""
+NAMED = 12
+"""Maximum number of faulty records that are reported; the others are only counted."""
+BATCH = 4096
+"""Rows of an Arrow batch."""
+ANY_TEMPLATE = Template()
+
+
+def files_of(path: Path) -> list[Path]:
+    """The data files at a path, sorted by name. Raises ReshardError if there are none."""
+    if not path.exists():
+        raise ReshardError(
+            "data-missing", "there is no data", file=str(path), remedy="pass a file or folder with --data"
+        )
+    if path.suffix == INDEX:
+        return [path]
+    inside = [path] if path.is_file() else _inside(path)
+    found = [file for file in inside if file.name.lower().endswith(SUFFIXES)]
+    if not found:
+        names = [file.name for file in inside]
+        raise ReshardError(
+            "data-files-missing",
+            "there are no data files",
+            file=str(path),
+            expected=f"files that end in {', '.join(SUFFIXES)}",
+            found=", ".join(names[:8]) + " …" * (len(names) > 8) if names else "an empty folder",
+            remedy="write the data as JSONL: one JSON object on each line",
+        )
+    return found
+
+
+def _inside(folder: Path) -> list[Path]:
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for path in paths if not any(p.startswith(".") for p in path.relative_to(folder).parts)]
+
+
+def held_out(path: Path) -> list[Path]:
+    """Files named after an evaluation split that would be used for training with the others."""
+    files = files_of(path)
+    named = [file for file in files if SPLITS & set(_words(file, path))]
+    return named if len(named) < len(files) else []
+
+
+def _words(file: Path, root: Path) -> list[str]:
+    name = str(file.relative_to(root)) if root.is_dir() else file.name
+    return name.lower().replace("-", ".").replace("_", ".").replace("/", ".").split(".")
+
+
+def read_records(
+    path: Path,
+    method: str,
+    template: Template = ANY_TEMPLATE,
+    *,
+    chosen: str | None = None,
+    system: str | None = None,
+    shapes: Counter[str] | None = None,
+) -> Iterator[Row]:
+    """The records of a file or folder, in TRL's standard shape.
+
+    `chosen` is the shape for records that fit several, `system` the system message for chats without one; `shapes`
+    counts the records of each shape. Faulty records are skipped, and at the end raised together as a ReshardError, by
+    file and line.
+    """
+    faulty, first = _Faulty(), None
+    more = {"chosen": chosen, "system": system}
+    for where, row in _rows(path):
+        found = [row] if isinstance(row, Problem) else faults(row, method, template, **more)
+        problems = [replace(each, file=each.file or where) for each in found]
+        if not problems:
+            (shape,) = shapes_of(row, method, chosen)
+            if shapes is not None:
+                shapes[shape] += 1
+            clean = standard(row, shape, system)
+            kind = kind_of(clean)
+            first = first or (kind, where)
+            problems = [] if kind == first[0] else [_mixed(kind, where, first)]
+        if problems:
+            faulty.add(problems)
+        else:
+            yield clean
+    if first is None and not faulty.count:
+        raise ReshardError(
+            "data-empty", "the data is empty", file=str(path), found="no records", remedy="check the path"
+        )
+    faulty.end()
+
+
+@dataclass
+class _Faulty:
+    """The problems of faulty records. Those that differ only in place are merged; beyond a limit they are counted."""
+
+    places: dict[Problem, list[str]] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, problems: list[Problem]) -> None:
+        self.count += 1
+        for problem in problems:
+            alike = replace(problem, file=None)
+            if alike in self.places or len(self.places) < NAMED:
+                self.places.setdefault(alike, []).append(problem.file or "")
+
+    def end(self) -> None:
+        problems = [replace(alike, file=listed(places, 3)) for alike, places in self.places.items()]
+        named = len({place for places in self.places.values() for place in places})
+        if self.count > named:
+            message = f"{self.count - named} more records are wrong"
+            problems.append(Problem("records-wrong", message, found=f"{self.count} wrong records in all"))
+        if problems:
+            raise ReshardError(problems)
+
+
+def _mixed(kind: str, where: str, first: tuple[str, str]) -> Problem:
+    return Problem(
+        "records-of-different-shapes",
+        "the data has records of different shapes",
+        file=where,
+        expected=f"{first[0]}, as in {first[1]}",
+        found=kind,
+        remedy="train on one shape, or convert the others to it",
+    )
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each record and its place; a Problem if it cannot be read."""
+    for file in files_of(path):
+        yield from _READERS[file.suffix.lower()](file) if file.suffix.lower() != ".gz" else _lines(file)
+
+
+def _open(file: Path) -> IO[bytes]:
+    return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")  # type: ignore[return-value]
+
+
+def _lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """JSON Lines, or one JSON array, which some tools write with the same suffix."""
+    try:
+        with _open(file) as lines:
+            for number, line in enumerate(lines, 1):
+                text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if number == 1 and text.lstrip().startswith(b"["):
+                    yield from _array(file, text + lines.read())
+                    return
+                if text.strip():
+                    yield f"{file}:{number}", _parse(text, f"{file}:{number}")
+    except (OSError, EOFError, zlib.error) as error:
+        yield (
+            str(file),
+            Problem(
+                "data-file-unreadable",
+                "the file cannot be read",
+                file=str(file),
+                found=str(error),
+                remedy=_AGAIN,
+            ),
+        )
+
+
+_AGAIN = "copy or download it again"
+
+
+def _parse(text: bytes, where: str) -> Any:
+    try:
+        return json_of(text)
+    except ValueError as error:
+        if isinstance(error, UnicodeDecodeError):
+            return Problem(
+                "line-not-utf8",
+                "a line is not UTF-8",
+                file=where,
+                found=str(error),
+                remedy="save the file as UTF-8",
+            )
+        if not text.endswith(b"\n"):
+            return Problem(
+                "last-line-truncated",
+                "the last line is cut off",
+                file=where,
+                found=_end_of(text),
+                remedy=_AGAIN,
+            )
+        expected = "one JSON object on each line"
+        return Problem(
+            "line-not-json",
+            "a line is not JSON",
+            file=where,
+            expected=expected,
+            found=str(error),
+            remedy="fix it",
+        )
+
+
+def _end_of(text: bytes) -> str:
+    return "… " + text.decode("utf-8", "replace")[-40:]
+
+
+def _array(file: Path, text: bytes) -> Iterator[tuple[str, Any]]:
+    try:
+        content = json_of(text)
+    except ValueError as error:
+        yield (
+            str(file),
+            Problem("data-not-json", "not a JSON file", file=str(file), found=str(error), remedy="fix it"),
+        )
+        return
+    if not isinstance(content, list):
+        problem = Problem(
+            "data-no-records",
+            "the file contains no records",
+            file=str(file),
+            expected="an array of records, or one record on each line",
+            found=show(content),
+            remedy="write the data as JSONL: one JSON object on each line",
+        )
+        yield str(file), problem
+        return
+    for number, row in enumerate(content, 1):
+        yield f"{file}: record {number}", row
+
+
+def _json(file: Path) -> Iterator[tuple[str, Any]]:
+    """A `.json` file: an array, an object on each line, or a single object over several lines, which is rejected."""
+    with _open(file) as lines:
+        first = lines.readline().removeprefix(b"\xef\xbb\xbf").strip()
+    if first not in (b"", b"{"):
+        yield from _lines(file)
+        return
+    with _open(file) as whole:
+        text = whole.read().removeprefix(b"\xef\xbb\xbf")
+    if text.lstrip().startswith(b"{"):
+        expected = "an array of records, or one record on each line"
+        remedy = "keep the list of records that is inside, or move the file out of the folder"
+        problem = Problem(
+            "data-one-json-object",
+            "the file is one JSON object",
+            file=str(file),
+            expected=expected,
+            remedy=remedy,
+        )
+        yield str(file), problem
+    elif text.strip():
+        yield from _array(file, text)
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ReshardError(
+            "pyarrow-not-installed",
+            "reading Parquet needs pyarrow",
+            file=str(file),
+            remedy="pip install pyarrow, or write the data as JSONL",
+        ) from None
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches(BATCH):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}: row {number}", row
+    except (arrow.ArrowException, ArithmeticError, ValueError, OSError) as error:
+        found = str(error).split("\n")[0]
+        yield (
+            str(file),
+            Problem("data-not-parquet", "not a Parquet file", file=str(file), found=found, remedy=_AGAIN),
+        )
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _lines,
+    ".json": _json,
+    ".parquet": _parquet,
+}
+
+
+def load_dataset(mix: Mix, method: str, **more: Any) -> Any:
+    """The data as a `datasets.Dataset` in TRL's standard shape; for a mix, one epoch of it. Raises ReshardError."""
+    import pyarrow as arrow
+    from datasets import Dataset
+
+    tables, sizes = [], []
+    for path in mix.paths:
+        records = read_records(path, method, **more)
+        sizes.append(0)
+        while rows := list(islice(records, BATCH)):
+            sizes[-1] += len(rows)
+            tables.append(arrow.table({key: _column(key, rows, path) for key in dict.fromkeys(chain(*rows))}))
+    try:
+        whole = Dataset(arrow.concat_tables(tables, promote_options="permissive"))
+    except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+        raise _of_several_types("a column", mix, error) from None
+    picks = mix.picks(sizes)
+    return whole if picks is None else whole.select(picks)
+
+
+def _column(key: str, rows: list[Row], path: Path) -> Any:
+    import pyarrow as arrow
+
+    try:
+        return arrow.array([row.get(key) for row in rows])
+    except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+        raise _of_several_types(f'"{key}"', path, error) from None
+
+
+def _of_several_types(what: str, path: Path | Mix, error: Exception) -> ReshardError:
+    return ReshardError(
+        "column-of-several-types",
+        f"{what} has values of several types",
+        file=str(path),
+        rule="a column has one type in all records",
+        found=str(error).split("\n")[0],
+        remedy="write them all as strings",
+    )
+
+
+def digest_of(mix: Mix) -> str:
+    """The digest of a mix: that of its data, or for several sources that of all their digests and weights."""
+    if len(mix.sources) == 1:
+        return digest(mix.sources[0].path)
+    facts = [f"{digest(source.path)}  {source.weight}\n" for source in mix.sources]
+    return hashlib.sha256("".join(facts).encode()).hexdigest()
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file; for a folder, that of the list that `sha256sum` prints for its data files."""
+    files = digests(path)
+    if path.is_file():
+        return str(files[path.name]["sha256"])
+    listing = "".join(f"{each['sha256']}  {name}\n" for name, each in files.items())
+    return hashlib.sha256(listing.encode()).hexdigest()
+
+
+def digests(path: Path) -> dict[str, dict[str, str | int]]:
+    """SHA-256 and size in bytes of each data file, by name."""
+    result: dict[str, dict[str, str | int]] = {}
+    for file in files_of(path):
+        whole = hashlib.sha256()
+        with file.open("rb") as source:
+            while block := source.read(1 << 20):
+                whole.update(block)
+        name = file.relative_to(path).as_posix() if path.is_dir() else file.name
+        result[name] = {"sha256": whole.hexdigest(), "bytes": file.stat().st_size}
+    return result

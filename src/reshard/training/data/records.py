@@ -1,0 +1,183 @@
+"""A record of data: its shape, and its conversion to TRL's standard shape. `faults.py` finds its problems.
+
+The shapes are those of TRL's documentation ("Dataset formats and types"): chat, prompt and completion, plain text,
+preference pairs, only prompts. ShareGPT's `conversations`, and Alpaca's `instruction`, `input` and `output`, become
+`messages`, joined as in LLaMA-Factory and ms-swift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Any
+
+from reshard.base.plain import json_of
+from reshard.training import methods
+from reshard.training.methods import is_rewarded
+
+Row = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHARE_GPT = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+}
+"""Roles by the values of ShareGPT's `from`."""
+
+SHAPES = {
+    "preference pairs": ("chosen", "rejected"),
+    "rated answers": ("prompt", "completion", "label"),
+    "prompt and completion": ("prompt", "completion"),
+    "chat": ("messages",),
+    "ShareGPT": ("conversations",),
+    "Alpaca": ("instruction", "output"),
+    "prompts": ("prompt",),
+    "plain text": ("text",),
+}
+"""The columns that identify each shape, the more specific shape first."""
+CHATS = ("chat", "ShareGPT", "Alpaca")
+"""Shapes that become `messages`."""
+METHODS = {name: method.shapes for name, method in methods.METHODS.items()}
+"""The shapes that each method supports."""
+DATA_SHAPES = tuple(shape.lower().replace(" ", "-") for shape in METHODS["sft"])
+"""Shapes as users type them; a record may fit several."""
+BESIDES = ("tools", "chat_template_kwargs")
+"""Columns that chat templates use in addition to the messages."""
+
+
+def word_of(shape: str) -> str:
+    """A shape as users type it: `plain-text`."""
+    return shape.lower().replace(" ", "-")
+
+
+def shapes_of(row: Mapping[str, Any], method: str, chosen: str | None = None) -> list[str]:
+    """The shapes of a row that a method supports; if there are several, only the `chosen` one."""
+    keys = {key for key, value in row.items() if value is not None}
+    found = [shape for shape in METHODS[method] if keys.issuperset(SHAPES[shape])]
+    return [shape for shape in found if len(found) == 1 or chosen in (None, word_of(shape))]
+
+
+def kind_of(row: Row) -> str:
+    """The kind of a standard row: `chat as messages`, `plain text as strings`."""
+    shape = next(shape for shape, columns in SHAPES.items() if row.keys() >= set(columns))
+    return f"{shape} as {'messages' if isinstance(row[SHAPES[shape][0]], list) else 'strings'}"
+
+
+def standard(row: Row, shape: str, system: str | None = None) -> Row:
+    """A row of a known shape in TRL's standard shape, without unused columns, except for GRPO's reward.
+
+    `system` is the system message for chats without one.
+    """
+    if shape == "prompts":
+        return {**row, "prompt": _with_system(_as_messages(row["prompt"]), system)}
+    beside = {key: row[key] for key in BESIDES if row.get(key) is not None}
+    if shape in CHATS:
+        return {"messages": _with_system(_chat(row, shape), row.get("system") or system), **beside}
+    kept = _pair(row) if shape == "preference pairs" else {key: row[key] for key in SHAPES[shape]}
+    kept = {key: _as_messages(value) for key, value in kept.items()}
+    if shape == "preference pairs" and _repeats_prompt(kept):
+        del kept["prompt"]  # TRL would put it in front once more
+    opened = ("prompt",) if "prompt" in kept else tuple(kept)
+    return {
+        key: _with_system(value, system) if key in opened else value for key, value in kept.items()
+    } | beside
+
+
+def _chat(row: Row, shape: str) -> Any:
+    if shape == "chat":
+        return _as_messages(row["messages"])
+    if shape == "ShareGPT":
+        return _as_messages(row["conversations"])
+    turns = [*(row.get("history") or []), (_asked(row), row["output"])]
+    roles = ("user", "assistant")
+    return [_message(*each) for turn in turns for each in zip(roles, turn, strict=False)]
+
+
+def _asked(row: Row) -> str:
+    """Alpaca's instruction, followed by its input."""
+    return "\n".join(part for part in (row["instruction"], row.get("input")) if part)
+
+
+def _message(role: str, content: Any) -> Row:
+    return {"role": role, "content": content}
+
+
+def _pair(row: Row) -> Row:
+    """The columns of a preference pair. With ShareGPT's or Alpaca's prompt, answers are messages, or strings."""
+    answers = {key: row[key] for key in ("chosen", "rejected")}
+    if row.get("prompt") is not None:
+        return {**answers, "prompt": row["prompt"]}
+    if row.get("conversations") is not None:
+        prompt = row["conversations"]
+    elif row.get("instruction") is not None:
+        prompt = [_message("user", _asked(row))]
+    else:
+        return answers
+    return {key: _answer(value) for key, value in answers.items()} | {"prompt": prompt}
+
+
+def _repeats_prompt(pair: Row) -> bool:
+    """Whether both answers contain the prompt as their first turns, as in UltraFeedback."""
+    prompt, chosen, rejected = pair.get("prompt"), pair["chosen"], pair["rejected"]
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        return False
+    if isinstance(prompt, list):
+        return bool(prompt) and all(each[: len(prompt)] == prompt for each in (chosen, rejected))
+    both = takewhile(lambda turns: turns[0] == turns[1], zip(chosen, rejected, strict=False))
+    return any(isinstance(turn, Mapping) and turn.get("content") == prompt is not None for turn, _ in both)
+
+
+def _answer(value: Any) -> Any:
+    if isinstance(value, str):
+        return [_message("assistant", value)]
+    return [value] if isinstance(value, Mapping) else value
+
+
+def seen(row: Row, method: str) -> Row:
+    """The columns of a standard row that are tokenized: GRPO's reward gets all columns, its model only the prompt."""
+    return {key: row[key] for key in row if key == "prompt"} if is_rewarded(method) else row
+
+
+def _with_system(messages: Any, system: Any) -> Any:
+    """Messages with a system message in front, unless they begin with one."""
+    if not (isinstance(messages, list) and isinstance(system, str) and system):
+        return messages
+    first = messages[0].get("role") if messages and isinstance(messages[0], Mapping) else None
+    return messages if first in ("system", "developer") else [_message("system", system), *messages]
+
+
+def _as_messages(value: Any) -> Any:
+    """Messages with `role` and `content`, from ShareGPT's names; other values are unchanged."""
+    if not isinstance(value, list):
+        return value
+    return [_as_message(each) for each in value]
+
+
+def _as_message(value: Any) -> Any:
+    if not isinstance(value, Mapping) or "from" not in value or "role" in value:
+        return value
+    rest = {key: each for key, each in value.items() if key not in ("from", "value")}
+    who, content = value["from"], value.get("value")
+    if who == "function_call" and (calls := _calls(content)):
+        return {"role": "assistant", "content": None, "tool_calls": calls, **rest}
+    return {"role": SHARE_GPT.get(who, who) if isinstance(who, str) else who, "content": content, **rest}
+
+
+def _calls(text: Any) -> list[Row]:
+    """LLaMA-Factory's `function_call`, a string of JSON, as tool calls; empty if it is invalid."""
+    try:
+        given = json_of(text.encode())
+    except (AttributeError, ValueError):
+        return []
+    calls = given if isinstance(given, list) else [given]
+    right = all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls)
+    return [{"type": "function", "function": call} for call in calls] if right else []
+
+
+def tools_of(row: Mapping[str, Any]) -> Any:
+    """The tools of a record, which may be a string of JSON because their schemas differ. Raises ValueError."""
+    tools = row.get("tools")
+    return json_of(tools.encode()) if isinstance(tools, str) else tools

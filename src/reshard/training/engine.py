@@ -1,0 +1,237 @@
+"""The interface of an engine: its name, its features, its requirements and options, and how it trains.
+
+All other code uses the `Engine` of a run, and does not depend on its name. `engines.py` lists the engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reshard.algebra.layout import Layout
+from reshard.base.errors import Problem
+from reshard.training.complete import lacking
+from reshard.training.data.tokens import EVERYTHING, Learning
+from reshard.training.run import SIZES, Run
+
+if TYPE_CHECKING:
+    from reshard.diagnosis.environment import Environment
+    from reshard.training.data.tokens import Lengths
+    from reshard.training.planning.speed import Work
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Samples per optimizer step, and the number of steps of a run."""
+
+    per_device: int
+    accumulation: int
+    replicas: int
+    steps: int
+    length: int
+    """Maximum tokens per sequence."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self.per_device * self.accumulation * self.replicas
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per parameter of its states. `recomputation` means that activations are recomputed."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int = 2
+    recomputation: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run records after its last step. `digests` are CRC32s of the weights in memory.
+
+    The names and the parts of the weights are up to the engine, whose `check` reads them.
+    """
+
+    checkpoint: Path
+    step: int
+    digests: Mapping[str, int] = field(default_factory=dict)
+
+
+class Monitor(Protocol):
+    """Receives an engine's reports; only those of rank 0 are written."""
+
+    def begin(self, steps: int, done: int = 0) -> None:
+        """Training starts after step `done`, and ends with step `steps`."""
+
+    def step(self, step: int, **metrics: float) -> None:
+        """Values of a step: loss, learning_rate, grad_norm, tokens (of all ranks in this step), memory (bytes)."""
+
+    def unlogged(self, step: int) -> None:
+        """The first step of an attempt is done, and nothing of it is logged."""
+
+    def evaluated(self, step: int, **metrics: float) -> None:
+        """Values of an evaluation after a step: eval_loss, eval_… of others, and its duration in `seconds`."""
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Answers of the model in a step: prompt, completion, and numbers by their names. Some are kept."""
+
+    def saved(self, checkpoint: Path) -> None:
+        """A checkpoint is complete on disk."""
+
+    def note(self, text: str) -> None:
+        """A note for the user."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of an engine, for `reshard train … --options`. `kind` is its type in words."""
+
+    name: str
+    kind: str
+    default: str
+    help: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How an engine makes sequences from records. `length` is the option that limits them."""
+
+    length: str
+    limit: int | None = None
+    """Maximum tokens used of a record; None if it continues in the next sequence, or has no limit."""
+    learning: Learning = EVERYTHING
+    packed: bool = False
+    """Whether several records share a sequence."""
+    full: bool = False
+    """Whether each sequence has the maximum length: packed, or padded."""
+    mixed: bool = False
+    """Whether evaluation records may have another shape than training records."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Checkpoints that an engine saves during training.
+
+    `pattern` matches the folders, `name` is the name for a step. `saved` returns those that were saved completely, the
+    latest last; `expected` describes what is searched for, and `bound` what must not have changed, by flag.
+    `interval` is the number of steps between checkpoints, None if only the last step is saved; `shares` returns over
+    how many ranks weights and optimizer are sharded. `fewer` is the remedy if the disk is too small.
+    """
+
+    pattern: str
+    name: Callable[[int], str]
+    saved: Callable[[Path], list[Path]]
+    expected: str
+    interval: Callable[[Mapping[str, Any]], float | None]
+    shares: Callable[[Run, int], tuple[int, int]]
+    fewer: Callable[[Run], str]
+    bound: Callable[[Run], Mapping[str, Any]] = lambda run: {}
+
+    def last(self, output: Path) -> Path | None:
+        """The checkpoint from which a run continues: the last one that has all its files."""
+        return next((each for each in reversed(self.saved(output)) if not lacking(each)), None)
+
+    def damaged(self, output: Path) -> dict[Path, list[str]]:
+        """What later checkpoints have lost."""
+        found = [(each, lacking(each)) for each in self.saved(output)]
+        whole = max((at for at, (_, lost) in enumerate(found) if not lost), default=-1)
+        return dict(found[whole + 1 :])
+
+
+Parts = Mapping[str, int]
+"""Bytes by purpose."""
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Estimates of an engine for the fullest GPU, and of plans that need less.
+
+    `parts(run, batches, precision, world_size, gpu=…)` returns bytes that are always allocated, that a step adds and
+    that generation adds; it raises ReshardError if they cannot be estimated. `parallelisms` are other ways to shard the
+    model over as many ranks, with their flags; `savings` are options that reduce memory for the same steps; both are
+    sorted by cost, cheapest first. `smaller_batch` are the options for the smallest batch. `work(run, batches,
+    precision, world_size)` is the computation and communication of a GPU in a step, `reserved` the share of a GPU's
+    memory for other purposes.
+    """
+
+    parts: Callable[..., tuple[Parts, Parts, Parts]]
+    parallelisms: Callable[[Run, int], Iterator[tuple[tuple[str, ...], Run]]]
+    savings: Callable[[Run], Iterator[dict[str, object]]]
+    smaller_batch: Callable[[Run], dict[str, object]]
+    work: Callable[[Run, Batches, Precision, int], Work]
+    reserved: Callable[[Run], float] = lambda run: 0.0
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Checks of an engine before a run starts; each yields problems, and starts nothing.
+
+    `asked` checks the requested run, and needs no packages or files. `machine(run, options, environment)` checks GPUs
+    and packages, `model` the folder and its division over the ranks.
+    """
+
+    asked: Callable[[Run], Iterator[Problem]]
+    machine: Callable[[Run, Mapping[str, Any], Environment], Iterator[Problem]]
+    model: Callable[[Run], Iterator[Problem]] = lambda run: iter(())
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine. Only `train` starts processes or needs a GPU; importing an engine imports no framework.
+
+    `name` is what users type, `title` its name in texts. `methods` are those of `METHODS` that it supports. `packages`
+    are those whose versions matter to a run; `requires` returns the required ones with their versions. `leaves` are
+    patterns of its files in the output besides checkpoints, `dtypes` are the options that set the dtype of training. An
+    engine that `tracks` reports to trackers itself, one that `dequantizes` can start from a quantized model.
+
+    `options` returns all options of a run, typed and with defaults; it raises ReshardError naming every wrong one, with
+    the nearest valid name. `known_options` lists the options for a method.
+
+    `batches(run, world_size, samples, tokens)` computes the steps of a run over these ranks and samples, with their
+    number of tokens if known; it raises ReshardError if they do not divide. `precision` is the bytes per parameter,
+    `evaluation` describes in words when evaluations run; `plan` describes how the model is sharded over the ranks.
+    `reading(run, options, record)` is how records like this one are read.
+
+    `indexed` checks Megatron's indexed datasets, if the engine reads them, and returns the lengths of an epoch's
+    sequences. It raises ReshardError for their problems.
+
+    `warm` imports what `train` needs, and uses no device: it is called on each rank during the preflight.
+
+    `train` loads, asserts the plan, trains and saves; it is called on each rank, with the launcher's environment set.
+    `check(run, trained, final)` returns differences between the weights in the folder `final` and the trained ones.
+    """
+
+    name: str
+    title: str
+    methods: tuple[str, ...]
+    packages: tuple[str, ...]
+    requires: Callable[[Run], Mapping[str, str]]
+    known_options: Callable[[str], list[Option]]
+    options: Callable[[Run], dict[str, Any]]
+    looks: Looks
+    reading: Callable[[Run, Mapping[str, Any], Mapping[str, Any]], Reading]
+    batches: Callable[..., Batches]
+    precision: Callable[[Run], Precision]
+    dtypes: tuple[str, ...]
+    evaluation: Callable[[Run], str]
+    plan: Callable[[Run, int], list[str]]
+    estimates: Estimates
+    checkpoints: Checkpoints
+    train: Callable[[Run, Monitor], Trained]
+    check: Callable[[Run, Trained, Path], list[Problem]]
+    warm: Callable[[Run], None] = lambda run: None
+    indexed: Callable[[Run], Lengths] | None = None
+    leaves: tuple[str, ...] = ()
+    tracks: bool = False
+    dequantizes: bool = False
+
+
+def sizes_in_words(layout: Layout) -> list[str]:
+    """The sizes of a layout that are not 1, in words: TP2, PP4."""
+    sizes = {name.upper(): getattr(layout, name) for name in SIZES}
+    return [f"{name}{size}" for name, size in sizes.items() if size > 1]

@@ -1,0 +1,324 @@
+"""Checks that the final folder of a run has to pass, though reshard itself wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from reshard import adapters
+from reshard.adapters.adapter import Pair
+from reshard.base.errors import Problem, ReshardError
+from reshard.families.config import portable_config
+from reshard.formats import open_checkpoint
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.companions import CONFIG, find_companions, read_object
+from reshard.formats.peft import CONFIG as ADAPTER_CONFIG
+from reshard.model.heads import resolve_if_declared
+from reshard.stores.hub import name_of
+from reshard.training.run import Run
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check: what was found, and its problems."""
+
+    name: str
+    found: str
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def right(self) -> bool:
+        """Whether there are no problems."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "name": self.name,
+            "found": self.found,
+            "right": self.right,
+            "problems": [problem.as_dict() for problem in self.problems],
+        }
+
+
+def checked(name: str, look: Callable[[], str]) -> Check:
+    """The result of `look`, which returns what it found, or raises ReshardError or OSError."""
+    try:
+        return Check(name, look())
+    except ReshardError as error:
+        return Check(name, error.problems[0].message, tuple(error.problems))
+    except OSError as error:
+        problem = Problem(
+            "system-refused",
+            "the system refused to read or to write",
+            file=str(error.filename) if error.filename else None,
+            found=error.strerror or str(error),
+            remedy="fix what the system reports; then --resume writes the final folder from the last checkpoint",
+        )
+        return Check(name, problem.message, (problem,))
+
+
+def of_model(folder: Path, run: Run, *, of: str = "") -> Iterator[Check]:
+    """The checks of a folder with a model. `of` is a prefix of their names."""
+    yield checked(f"{of}loads strictly", lambda: _loads(folder, run))
+    yield checked(f"{of}config", lambda: _config(folder))
+    yield checked(f"{of}tied head", lambda: _head(folder))
+    yield from _texts(folder, run, of)
+    yield checked(f"{of}generation config", lambda: _generation(folder))
+
+
+def of_adapter(folder: Path, run: Run) -> Iterator[Check]:
+    """The checks of a folder with an adapter."""
+    yield checked("adapter fits its base", lambda: _fits(folder, run))
+    yield checked("adapter config", lambda: _adapter_config(folder, run))
+    yield from _texts(folder, run, "")
+
+
+def _texts(folder: Path, run: Run, of: str) -> Iterator[Check]:
+    yield checked(f"{of}tokenizer", lambda: _tokenizer(folder, run))
+    yield checked(f"{of}chat template", lambda: _template(folder, run))
+
+
+def _loads(folder: Path, run: Run) -> str:
+    """Check strictly that all tensors are there and no others: with reshard, and with transformers if installed.
+
+    The model's own code is not executed here, even if the run trusted it.
+    """
+    checkpoint = open_checkpoint(folder)
+    count = len(resolve_if_declared(checkpoint).checkpoint.tensors)
+    if find_spec("transformers") is None:
+        return f"{count} tensors; transformers, which is not installed, was not asked"
+    if run.options.get("trust_remote_code") and "auto_map" in read_object(folder / CONFIG):
+        return f"{count} tensors; transformers was not asked, because the code of the model is its own"
+    from importlib.metadata import version
+
+    from reshard.oracle.transformers import assert_loads
+
+    assert_loads(folder)
+    return f"{count} tensors, none missing and none left over, by transformers {version('transformers')}"
+
+
+def _config(folder: Path) -> str:
+    """Check that the config agrees with the weights, and has the keys that older readers expect."""
+    config = read_object(folder / CONFIG)
+    checkpoint = open_checkpoint(folder)
+    model = resolve_if_declared(checkpoint).model
+    dtype = _main_dtype(checkpoint)
+    expected = portable_config(config, dtype, model.family.config if model else None)
+    problems = [
+        Problem(
+            "config-not-portable",
+            "the config is wrong or incomplete for some version of transformers",
+            tensor=name,
+            file=str(folder / CONFIG),
+            expected=repr(value),
+            found=repr(config.get(name)),
+            remedy="export the checkpoint again with `reshard export`",
+        )
+        for name, value in expected.items()
+        if config.get(name) != value
+    ]
+    if problems:
+        raise ReshardError(problems)
+    return f"{dtype}, use_cache, keys of transformers 4 and 5"
+
+
+def _main_dtype(checkpoint: Checkpoint) -> str:
+    """The dtype with the most bytes."""
+    counted: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        counted[tensor.dtype.name] = counted.get(tensor.dtype.name, 0) + tensor.nbytes
+    return max(counted, key=lambda name: counted[name])
+
+
+def _head(folder: Path) -> str:
+    tensors = open_checkpoint(folder).tensors
+    if not read_object(folder / CONFIG).get("tie_word_embeddings"):
+        return "not tied"
+    if HEAD in tensors and EMBEDDING in tensors:
+        raise ReshardError(
+            "tied-head-stored",
+            "a tied head is stored in addition to the embedding",
+            tensor=HEAD,
+            file=str(folder),
+            rule="tie_word_embeddings is true",
+            remedy="export the checkpoint again with `reshard export`",
+        )
+    return "tied, stored once"
+
+
+def _tokenizer(folder: Path, run: Run) -> str:
+    """Check that every token of the base has the same id here. Added tokens are allowed."""
+    ours, theirs = _vocabulary(folder, run), _vocabulary(run.model, run)
+    changed = [token for token, number in theirs.items() if ours.get(token) != number]
+    rows, highest = _rows(folder), max(ours.values(), default=0)
+    problem = None
+    if len(ours) < 2:
+        problem = Problem(
+            "tokenizer-without-vocabulary", "the tokenizer has no vocabulary", found=f"{len(ours)} tokens"
+        )
+    elif changed:
+        some = ", ".join(repr(token) for token in changed[:5])
+        problem = Problem(
+            "tokens-renumbered",
+            "tokens of the base have different ids or are missing",
+            found=f"{len(changed)}: {some}",
+        )
+    elif rows is not None and highest >= rows:
+        problem = Problem(
+            "token-without-row",
+            "a token has no row in the embedding",
+            expected=f"ids below {rows}",
+            found=str(highest),
+        )
+    if problem:
+        raise ReshardError(
+            replace(
+                problem,
+                file=str(folder),
+                expected=problem.expected or f"the {len(theirs)} tokens of {run.model}",
+                remedy=f"copy the tokenizer of {run.model} into the checkpoint, and export it again",
+            )
+        )
+    added = f", {len(ours) - len(theirs)} added" if len(ours) > len(theirs) else ""
+    return f"{len(theirs)} tokens as in the base{added}"
+
+
+def _rows(folder: Path) -> int | None:
+    """Rows of the embedding according to the config; None for an adapter, which may add rows to its base."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return None
+    config = read_object(folder / CONFIG)
+    rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return int(rows) if rows else None
+
+
+def _vocabulary(folder: Path, run: Run) -> dict[str, int]:
+    found: dict[str, int] = _loaded_tokenizer(folder, run).get_vocab()
+    return found
+
+
+def _loaded_tokenizer(folder: Path, run: Run) -> Any:
+    """The tokenizer as transformers loads it. Raises ReshardError if transformers cannot load it."""
+    from transformers import AutoTokenizer
+
+    if not find_companions(folder).has_tokenizer:  # transformers 5 would make a tokenizer of a single token
+        raise ReshardError(
+            "final-tokenizer-missing",
+            "there is no tokenizer",
+            file=str(folder),
+            expected="tokenizer.json, tokenizer.model or vocab.json",
+            remedy=f"copy the tokenizer of {run.model} into the checkpoint, and export it again",
+        )
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=bool(run.options.get("trust_remote_code"))
+        )
+    except Exception as error:
+        raise ReshardError(
+            "tokenizer-not-loadable",
+            "transformers does not load the tokenizer",
+            file=str(folder),
+            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            remedy="fix what it reports, and export the checkpoint again",
+        ) from error
+
+
+def _template(folder: Path, run: Run) -> str:
+    ours = _loaded_tokenizer(folder, run).chat_template
+    theirs = _loaded_tokenizer(run.model, run).chat_template
+    if theirs and not ours:
+        raise ReshardError(
+            "chat-template-lost",
+            "the chat template is lost",
+            file=str(folder),
+            expected=f"that of {run.model}",
+            remedy="copy chat_template.jinja into the checkpoint, and export it again",
+        )
+    if not ours:
+        return "none, as in the base"
+    return "as in the base" if ours == theirs else "of its own"
+
+
+def _generation(folder: Path) -> str:
+    """Check that it loads, and that its token ids are in the vocabulary."""
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").is_file():
+        return "none: transformers makes it from the config"
+    try:
+        config = GenerationConfig.from_pretrained(folder)
+    except Exception as error:
+        raise ReshardError(
+            "generation-config-not-loadable",
+            "transformers does not load the generation config",
+            file=str(folder / "generation_config.json"),
+            found=f"{type(error).__name__}: {error}",
+            remedy="fix it in the checkpoint, and export it again",
+        ) from error
+    rows = _rows(folder)
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    tokens = (*ends, config.pad_token_id, config.bos_token_id)
+    beyond = [token for token in tokens if token is not None and rows is not None and token >= rows]
+    if beyond:
+        raise ReshardError(
+            "generation-config-tokens-unknown",
+            "the generation config names tokens that do not exist",
+            file=str(folder / "generation_config.json"),
+            expected=f"ids below {rows}",
+            found=", ".join(map(str, beyond)),
+            remedy="fix it in the checkpoint, and export it again",
+        )
+    return "loads, its tokens are in the vocabulary"
+
+
+def _fits(folder: Path, run: Run) -> str:
+    """Check that every lora_A and lora_B is complete and has the shape that its linear layer needs."""
+    adapter = adapters.find(open_checkpoint(folder))
+    base = open_checkpoint(run.model).tensors
+    problems = [
+        problem
+        for module, pair in adapter.pairs.items()
+        if f"{module}.weight" in base
+        for problem in _misshapen(module, pair, base[f"{module}.weight"].shape, folder)
+    ]
+    if problems:
+        raise ReshardError(problems)
+    ranks = ", ".join(map(str, adapter.ranks))
+    return f"{len(adapter.pairs)} layers, rank {ranks}, each whole"
+
+
+def _misshapen(module: str, pair: Pair, shape: tuple[int, ...], folder: Path) -> Iterator[Problem]:
+    if pair.embedding:
+        shape = (shape[1], shape[0])
+    whole = {"lora_A": (pair.a.shape, (pair.rank, shape[1])), "lora_B": (pair.b.shape, (shape[0], pair.rank))}
+    for name, (found, expected) in whole.items():
+        if tuple(found) != expected:
+            yield Problem(
+                "adapter-tensor-incomplete",
+                "a tensor of the adapter is incomplete",
+                tensor=f"{module}.{name}",
+                file=str(folder),
+                expected=str(list(expected)),
+                found=str(list(found)),
+                remedy="it was saved while it was sharded: export another checkpoint",
+            )
+
+
+def _adapter_config(folder: Path, run: Run) -> str:
+    base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if base != name_of(run.model):
+        raise ReshardError(
+            "final-adapter-base-differs",
+            "the adapter names another base",
+            file=str(folder / ADAPTER_CONFIG),
+            expected=name_of(run.model),
+            found=str(base),
+            remedy="export the checkpoint again with `reshard export`",
+        )
+    return f"its base is {base}"

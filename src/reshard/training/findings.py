@@ -1,0 +1,105 @@
+"""Problems of a run that others found: the doctor, checkpoint readers, the list of installed packages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from textwrap import shorten
+
+from packaging.specifiers import SpecifierSet
+
+from reshard.base.errors import Problem
+from reshard.base.installing import install_command
+from reshard.diagnosis.environment import Environment, diagnose_environment
+from reshard.diagnosis.finding import Finding, Place, Text
+from reshard.diagnosis.spelling import Usage, spelled
+
+LONGEST = 160
+"""Maximum characters of a line in a problem: a config can consist of one line."""
+
+
+def in_short(finding: Finding, severity: str | None = None) -> Problem:
+    """A finding as a problem with the options of `reshard train`: its first place, and its remedy in one line."""
+    (finding,) = spelled([finding], Usage({"reshard"}))
+    where = finding.places[0] if finding.places else Place("")
+    lines = (line for line in finding.remedy.en.split("\n") if line and not line.startswith("```"))
+    return replace(
+        finding,
+        file=str(where) or None,
+        found=shorten(where.text, LONGEST, placeholder=" …") or None,
+        remedy=Text.same(" ".join(lines)),
+        severity=severity or finding.severity,
+    )
+
+
+def without_bf16(environment: Environment) -> Iterator[Problem]:
+    """A problem if the GPUs are too old for bfloat16 and flash-attention."""
+    found = diagnose_environment(environment)
+    yield from (in_short(finding, "error") for finding in found if finding.code == "env-no-bf16")
+
+
+def lacking(
+    floors: Mapping[str, str], installed: Mapping[str, str] | None = None, rule: str | None = None
+) -> Iterator[Problem]:
+    """Packages that are missing or too old. `installed` replaces the versions that are installed here."""
+    missing = []
+    for package, floor in floors.items():
+        found = _version(package) if installed is None else installed.get(package)
+        if found is None:
+            missing.append(package)
+        elif not SpecifierSet(floor).contains(found, prereleases=True):
+            yield Problem(
+                "package-too-old",
+                f"this {package} is too old",
+                rule=rule,
+                expected=f"{package}{floor}",
+                found=found,
+                remedy=f"pip install {_LONE.get(package, '')}'{package}{floor}'",
+            )
+    if missing:
+        yield Problem(
+            "train-package-not-installed",
+            f"not installed: {', '.join(missing)}",
+            rule=rule,
+            expected=", ".join(f"{package}{floors[package]}" for package in missing),
+            remedy=_install(missing),
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+_LONE = {"megatron-core": "--no-deps "}
+"""How to install packages whose requirements pull in CUDA packages that nothing uses."""
+
+
+def _install(packages: Sequence[str]) -> str:
+    """One command for all of them, with the extra of reshard that contains them."""
+    plain = [package for package in packages if package not in _LONE]
+    commands = [install_command(*plain)] if plain else []
+    return " && ".join(commands + [f"pip install {_LONE[each]}{each}" for each in packages if each in _LONE])
+
+
+_ELSEWHERE = (
+    (r": --base DIR", ": put its config.json into the folder"),
+    (r" \(--base DIR\), or force --family NAME", ": put its config.json into the folder"),
+    (r", or name the layers of each stage: --stages \S+", ""),
+    (r"if it computes the same as \w+: --family .*", "correct config.json, or train it with --engine trl"),
+    (r"; to convert the weights anyway: --family \w+", ", or train it with --engine trl"),
+)
+"""Options of `convert` in remedies that `train` does not have, and their replacements."""
+
+
+def in_training(problem: Problem) -> Problem:
+    """A problem of a checkpoint or a layout, with a remedy that works in training."""
+    remedy, expected = problem.remedy, problem.expected
+    for pattern, instead in _ELSEWHERE:
+        remedy = re.sub(pattern, instead, remedy) if remedy else remedy
+    expected = re.sub(r", or \d+ numbers that add up to \d+", "", expected) if expected else expected
+    return replace(problem, remedy=remedy, expected=expected)

@@ -1,0 +1,407 @@
+"""Start the ranks of a run and wait until the last has ended; or run a rank that another launcher has started.
+
+torchrun starts the ranks in a separate session. Their output goes to `train.log`; the console shows one line of
+progress, read from `metrics.jsonl`. Whatever ends this process ends the ranks; signals that can be caught let them
+finish and save their step.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from reshard.base.errors import Problem, ReshardError, RunFailedError
+from reshard.base.shown import escape
+from reshard.training import signals
+from reshard.training.launching import failure, meeting
+from reshard.training.launching.places import Place, forget, place_of
+from reshard.training.launching.provenance import record_of
+from reshard.training.launching.torchrun import Torchrun
+from reshard.training.lifetime import children
+from reshard.training.run import RECORD, Run, conclude, put
+from reshard.training.show import report, trackers
+from reshard.training.show.monitor import METRICS, Row, Tail, append, begun, last_checkpoint, monitor_of
+from reshard.training.show.watch import Watch
+from reshard.training.worker import PROBLEMS, REFUSED, TRAINED, claim, claimed, work
+
+LOG = "train.log"
+WORKER = "reshard.training.worker"
+"""The module that each rank runs."""
+FAILED = 1
+POLL = 0.1
+"""Seconds between two checks of the ranks."""
+PATIENCE = 40.0
+"""Seconds that torchrun gets to end its ranks; it gives them 30 itself."""
+
+
+def processes(run: Run) -> int:
+    """The number of ranks that reshard starts on each node: the requested one, or one per visible GPU, or one."""
+    if run.ranks.nproc:
+        return run.ranks.nproc
+    import torch
+
+    return torch.cuda.device_count() or 1
+
+
+def world_size(run: Run) -> int:
+    """The number of ranks of a run, over all nodes."""
+    place = place_of(run)
+    return place.world_size if place else processes(run) * run.ranks.nnodes
+
+
+def leads(run: Run) -> bool:
+    """Whether this process acts for the run: it is rank 0, or the launcher on the first node."""
+    place = place_of(run)
+    return place.rank == 0 if place else run.ranks.node_rank == 0
+
+
+def command(run: Run) -> list[str]:
+    """The command that starts the ranks of this node. Raises ReshardError if nodes could not find each other."""
+    ranks = run.ranks
+    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes(run)}"]
+    if ranks.nnodes == 1:  # by address, because a host's own name may not resolve; port 0 selects a free port
+        words += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    else:
+        host, port = _rendezvous(run)
+        words += [f"--nnodes={ranks.nnodes}", f"--node-rank={ranks.node_rank}"]
+        words += [f"--master-addr={host}", f"--master-port={port}"]
+    words += [f"--max-restarts={ranks.max_restarts}"] if ranks.max_restarts else []
+    return [*words, "--tee=3", "-m", WORKER, str(run.output / of_node(run, RECORD))]
+
+
+def _rendezvous(run: Run) -> tuple[str, int]:
+    ranks = run.ranks
+    host, _, port = (ranks.rendezvous or "").rpartition(":")
+    if host and port.isdecimal() and ranks.node_rank < ranks.nnodes:
+        return host.strip("[]"), int(port)
+    raise ReshardError(
+        "rendezvous-local",
+        "the nodes cannot find each other",
+        expected="--nnodes N --node-rank 0…N-1 --rendezvous HOST:PORT, with the host of node 0 on all of them",
+        found=f"--nnodes {ranks.nnodes} --node-rank {ranks.node_rank} --rendezvous {ranks.rendezvous}",
+        remedy="pass each node its own --node-rank, and all nodes the same --rendezvous",
+    )
+
+
+def ahead(run: Run) -> Torchrun | None:
+    """Start torchrun during the preflight, with ranks that import what they need, and then wait for `launch`.
+
+    Returns None if another launcher starts the ranks, if several nodes have to meet first, or if it cannot be started.
+    """
+    with suppress(ReshardError, ImportError, OSError):  # the preflight reports it
+        if run.ranks.nnodes == 1 and place_of(run) is None:
+            near = next(each for each in run.output.absolute().parents if each.exists())
+            return Torchrun.start(command(run), environment(run), near, run)
+    return None
+
+
+def wait_for_first(run: Run) -> None:
+    """Wait until the first node has checked the run. Raises ReshardError if it refuses.
+
+    Other launchers end all their ranks with the first.
+    """
+    if run.ranks.node_rank and place_of(run) is None:
+        meeting.wait(*_rendezvous(run))
+
+
+def refuse(run: Run, problems: list[Problem]) -> None:
+    """Let the nodes that wait for this one end as well."""
+    if run.ranks.nnodes > 1 and place_of(run) is None:
+        with suppress(ReshardError):  # without an address, no node waits
+            meeting.refuse(_rendezvous(run)[1], run.ranks.nnodes - 1, problems)
+
+
+def of_node(run: Run, name: str) -> str:
+    """A file name for each node: nodes may share one output."""
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}-node{run.ranks.node_rank}{dot}{suffix}" if run.ranks.node_rank else name
+
+
+def environment(run: Run, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of the ranks: without variables of earlier launches, and with no more threads than cores."""
+    told = dict(os.environ if given is None else given)
+    forget(told)
+    for name, value in _defaults(run, one_node=run.ranks.nnodes == 1).items():
+        told.setdefault(name, value)
+    return told
+
+
+def _defaults(run: Run, *, one_node: bool) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    defaults = {
+        "OMP_NUM_THREADS": str(max(cores // processes(run), 1)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if one_node and Path("/sys/class/net/lo").exists():
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise by the host's name, which may not resolve
+    return defaults
+
+
+@dataclass(frozen=True)
+class Screen:
+    """The output of a launch. `language` is that of causes and remedies, "en" or "zh"."""
+
+    console: Console
+    quiet: bool = False
+    language: str = "en"
+
+
+def launch(
+    run: Run,
+    record: Mapping[str, Any] | None = None,
+    *,
+    started: Torchrun | None = None,
+    quiet: bool = False,
+    language: str = "en",
+    console: Console | None = None,
+) -> int:
+    """Train on all ranks. Returns the exit status.
+
+    0: trained, `finish` can begin. 1: a rank failed, and the reason was printed. 128 and above: a signal ended the run.
+    `record` is added to run.json, and `started` is the result of `ahead`. Raises ReshardError if ranks refuse to
+    continue.
+    """
+    screen = Screen(console or Console(stderr=True, soft_wrap=True, highlight=False), quiet, language)
+    trackers.check(run)
+    place = place_of(run)
+    if place:
+        return _take(place, run, record or {}, screen)
+    words = command(run)
+    _prepare(run, record or {})
+    if not quiet:
+        screen.console.print(f"[dim]$ {escape(shlex.join(words))}[/]")
+    if started is None or started.process.poll() is not None:
+        started = Torchrun.start(words, environment(run), run.output)
+    return _told(run, *_ranks(started, run, screen), screen)
+
+
+def _prepare(run: Run, record: Mapping[str, Any]) -> None:
+    """Write the run's record, and move or remove the files of an earlier attempt."""
+    run.output.mkdir(parents=True, exist_ok=True)
+    log = run.output / of_node(run, LOG)
+    if log.exists():
+        older = len(list(run.output.glob(f"{log.stem}-before-*{log.suffix}")))
+        log.rename(log.with_name(f"{log.stem}-before-{older + 1}{log.suffix}"))
+    if run.ranks.node_rank == 0:
+        for name in (PROBLEMS, TRAINED, failure.CLAIM, *(() if run.resume else (METRICS,))):
+            (run.output / name).unlink(missing_ok=True)
+    put(run.output / of_node(run, RECORD), record_of(run, record))
+
+
+@dataclass
+class _Caught:
+    """What was caught while the ranks ran, and what they reported about it."""
+
+    first: int = 0
+    """The first signal."""
+    at_once: bool = False
+    """Whether Ctrl-C was pressed again."""
+    training: bool = False
+    """Whether the ranks have begun training, so that they finish their step."""
+    stop: str = ""
+    """Why the ranks stopped, according to them."""
+    late: bool = False
+    """Whether they exceeded their time."""
+    ranks: tuple[int, ...] = ()
+    """The ranks of this node that were asked to stop. Each leads a process group."""
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.at_once = self.at_once or (bool(self.first) and number == signal.SIGINT)
+        self.first = self.first or number
+
+    def read(self, row: Row) -> None:
+        """Read a row of the metrics."""
+        self.training = self.training or row["event"] == "begin"
+        if row["event"] == "stop":
+            self.first, self.stop = self.first or int(row["signal"]), str(row["why"])
+
+    def told(self, run: Run) -> str:
+        """How the run ended, in words."""
+        if self.stop or not self.first:
+            return self.stop
+        if self.late:
+            return str(signals.late(self.first, run.save_on_signal))
+        why = "no step was finished" if not self.training else "the ranks ended without finishing their step"
+        return str(signals.Stopped(self.first, why=why))
+
+
+@contextmanager
+def _caught() -> Iterator[_Caught]:
+    """Catch the signals that would end this process, so that it can end its ranks first."""
+    caught = _Caught()
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    # A closed terminal sends SIGHUP; under nohup it is ignored, and stays so.
+    asked = [each for each in signals.ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, caught) for number in asked}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ranks(torchrun: Torchrun, run: Run, screen: Screen) -> tuple[int, _Caught]:
+    """Run the ranks until they end. Returns torchrun's exit status, and what was caught."""
+    watch = Watch(run, screen.console, quiet=screen.quiet)
+    tail = Tail(run.output / METRICS)
+    for row in tail.rows():  # rows of earlier attempts
+        watch.history.add(row)
+    log = run.output / of_node(run, LOG)
+    log.touch()
+    with _caught() as caught:
+        try:
+            with torchrun, watch:
+                torchrun.go(log)
+                _follow(torchrun.process, run, watch, tail, caught)
+        finally:
+            for rank in caught.ranks:  # and their child processes
+                with suppress(ProcessLookupError):
+                    os.killpg(rank, signal.SIGKILL)
+    return torchrun.process.returncode, caught
+
+
+def _follow(process: subprocess.Popen[bytes], run: Run, watch: Watch, tail: Tail, caught: _Caught) -> None:
+    """Show the ranks' rows until they end. After a signal they are asked to stop, at a second Ctrl-C immediately."""
+    deadline = None
+    while process.poll() is None:
+        _read(tail, watch, caught)
+        watch.look()
+        if caught.first and deadline is None:
+            deadline = time.monotonic() + _ask_to_end(process, run, caught)
+        if deadline and (caught.at_once or time.monotonic() > deadline):
+            caught.late = not caught.at_once
+            return
+        time.sleep(POLL)
+    _read(tail, watch, caught)
+
+
+def _read(tail: Tail, watch: Watch, caught: _Caught) -> None:
+    for row in tail.rows():
+        watch.add(row)
+        caught.read(row)
+
+
+def _ask_to_end(process: subprocess.Popen[bytes], run: Run, caught: _Caught) -> float:
+    """Make the ranks finish and save their step, or end if there is none. Returns the seconds that they get.
+
+    The ranks are signalled directly: torchrun would kill them after 30 seconds.
+    """
+    if not caught.training or caught.stop:
+        process.terminate()
+        return PATIENCE
+    caught.ranks = tuple(children(process.pid))
+    for rank in caught.ranks:
+        with suppress(ProcessLookupError):
+            os.kill(rank, caught.first)
+    return run.save_on_signal
+
+
+def _told(run: Run, status: int, caught: _Caught, screen: Screen) -> int:
+    """Report how the ranks ended. Returns the exit status of the command."""
+    if caught.first:
+        how = caught.told(run)
+        end(run, "interrupted", failure.interruption(how))
+        with suppress(OSError):  # a closed terminal cannot be written to
+            failure.print_interruption(run, screen.console, how)
+        return 128 + caught.first
+    problems = claimed(run.output)
+    if problems:
+        raise _refused(run, problems, screen)
+    if status == 0 and (run.ranks.node_rank > 0 or (run.output / TRAINED).is_file()):
+        end(run, "trained")
+        return 0
+    log = run.output / of_node(run, LOG)
+    if status < 0:
+        told = failure.print_killed(run, log, -status, screen.console)
+    else:
+        told = failure.print_failure(run, log, screen.console, screen.language).as_dict(screen.language)
+    end(run, "failed", told)
+    return FAILED
+
+
+def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | None = None) -> ReshardError:
+    """The error if ranks refuse to continue. Before the first step it is not a failure, and nothing was left behind."""
+    told = failure.refusal(problems)
+    if not begun(run.output):
+        end(run, "refused", told)
+        return ReshardError(problems)
+    end(run, "failed", told, place)
+    failure.print_way_on(run, screen.console, place)
+    return RunFailedError(problems)
+
+
+def end(run: Run, outcome: str, told: Mapping[str, Any] | None = None, place: Place | None = None) -> None:
+    """Record how a run ended, in its metrics, its record and its report; on the first node only.
+
+    `told` is why it failed.
+    """
+    if run.ranks.node_rank == 0:
+        with suppress(OSError):  # on a full disk, the ranks' failure reports it
+            row: Row = {"event": "end", "outcome": outcome, **({"failure": told} if told else {})}
+            if outcome in ("failed", "interrupted") and last_checkpoint(run.output):
+                row["resume"] = failure.resuming(run, place)
+            append(run.output, row)
+            conclude(run.output, outcome)
+            report.write(run.output)
+
+
+def interrupted(run: Run, stop: signals.Stopped) -> None:
+    """Report what is left of a run that a signal ended while no rank was running, or by this one rank."""
+    place = place_of(run)
+    end(run, "interrupted", failure.interruption(str(stop)), place)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with suppress(OSError):
+        failure.print_interruption(run, console, str(stop), place)
+
+
+def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> int:
+    """Run the rank that another launcher has started. Rank 0 writes and shows what reshard's launcher otherwise would.
+
+    Other settings of that launcher stay: the engine refuses those that contradict the plan.
+    """
+    os.environ.update(place.environment())
+    run = replace(run, ranks=replace(run.ranks, nproc=place.local_world_size or 0, node_rank=0))
+    for name, value in _defaults(run, one_node=place.local_world_size == place.world_size).items():
+        os.environ.setdefault(name, value)
+    first = place.rank == 0
+    if first:
+        _prepare(run, record)
+        if not screen.quiet:
+            screen.console.print(f"in the place that {place.launcher} gave: rank 0 of {place.world_size}")
+    watch = Watch(run, screen.console, quiet=screen.quiet or not first)
+    try:
+        with watch, signals.listening(run.save_on_signal, partial(interrupted, run) if first else None):
+            work(run, monitor_of(run, [watch.add, *trackers.listeners(run)] if first else []))
+            if number := signals.heard():
+                raise signals.Stopped(number, why="all steps are done, and the final folder is not made")
+    except ReshardError as error:
+        if not claim(run.output, error.problems):
+            return REFUSED
+        raise _refused(run, error.problems, screen, place) from None
+    except signals.Stopped as stop:
+        if first:
+            interrupted(run, stop)
+        return stop.status
+    except Exception as error:
+        told = failure.print_exception(run, place, error, screen.console, screen.language)
+        if told:
+            end(run, "failed", told.as_dict(screen.language), place)
+        return FAILED
+    if first:
+        end(run, "trained")
+    return 0

@@ -1,0 +1,228 @@
+"""Launchers that may have started this process as one of several ranks: torchrun, Slurm, MPI, `accelerate launch`.
+
+reshard then uses this rank instead of starting ranks itself. What each launcher sets:
+
+- torchrun, `accelerate launch` and DeepSpeed: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+- srun: SLURM_STEP_ID, SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST (man srun, "OUTPUT
+  ENVIRONMENT VARIABLES"); in a batch script SLURM_PROCID and SLURM_NTASKS are set as well, but no step
+- mpirun: OMPI_COMM_WORLD_RANK … of Open MPI; PMI_RANK, PMI_SIZE, MPI_LOCALRANKID of MPICH and Intel MPI
+- `accelerate launch` with one process: ACCELERATE_MIXED_PRECISION and nothing else
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+
+from reshard.base.errors import Problem, ReshardError
+from reshard.training.run import Run
+
+Environment = Mapping[str, str]
+
+RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+STALE = (
+    *(*RANK, "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+)
+"""Variables that an earlier launch may have left in the environment, and that torch would use."""
+FOREIGN = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+"""Prefixes of settings by which another launcher would change the plan that was checked."""
+LAST_STEP = 4294967290
+"""SLURM_STEP_ID from here on means no step of tasks, but interactive shells and batch scripts (slurm.h)."""
+PORTS = (20000, 10000)
+"""First port of those derived from a job's number, and their count; they are below the ephemeral ports."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank that a launcher started, and the address of rank 0."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int
+    local_world_size: int | None = None
+
+    def environment(self) -> dict[str, str]:
+        """The variables from which torch reads this rank."""
+        told = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+        }
+        return {name: str(value) for name, value in told.items() if value is not None}
+
+
+def place_of(run: Run, environment: Environment | None = None) -> Place | None:
+    """The rank that a launcher has given this process, or None if reshard has to start the ranks itself.
+
+    Raises ReshardError if the launcher started another number of processes than requested, or if variables are missing.
+    """
+    given = os.environ if environment is None else environment
+    found = _torchrun(given) or _slurm(run, given) or _mpi(given) or _accelerate(given)
+    problem = _disagreement(run, found) if found else _half_launched(run, given)
+    if problem:
+        raise ReshardError(problem)
+    return found
+
+
+def forget(environment: MutableMapping[str, str]) -> None:
+    """Remove variables of other launches, so that ranks use only those of this one."""
+    for name in list(environment):
+        if name in STALE or name.startswith(FOREIGN):
+            del environment[name]
+
+
+def _torchrun(given: Environment) -> Place | None:
+    """A single rank that torchrun did not start is ignored: a script has left the variables behind."""
+    if not all(given.get(name) for name in RANK):
+        return None
+    rank, world_size, local_rank = (int(given[name]) for name in RANK[:3])
+    if world_size == 1 and "TORCHELASTIC_RUN_ID" not in given:
+        return None
+    name = "torchrun" if "TORCHELASTIC_RUN_ID" in given else "the launcher"
+    return Place(
+        name,
+        rank,
+        world_size,
+        local_rank,
+        given["MASTER_ADDR"],
+        int(given["MASTER_PORT"]),
+        _number(given, "LOCAL_WORLD_SIZE"),
+    )
+
+
+def _slurm(run: Run, given: Environment) -> Place | None:
+    """A task of `srun`. A single task, or one on each node with --nnodes, starts its ranks by torchrun instead."""
+    step, rank = _number(given, "SLURM_STEP_ID"), _number(given, "SLURM_PROCID")
+    tasks = _number(given, "SLURM_STEP_NUM_TASKS") or _number(given, "SLURM_NTASKS") or 1
+    if step is None or step >= LAST_STEP or rank is None or tasks == 1 or run.ranks.nnodes > 1:
+        return None
+    nodes = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_NODELIST", "")
+    job = _number(given, "SLURM_JOB_ID") or 0
+    sizes = list(_repeated(given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE", "")))
+    node = _number(given, "SLURM_NODEID") or 0
+    return Place(
+        "srun",
+        rank,
+        tasks,
+        _number(given, "SLURM_LOCALID") or 0,
+        given.get("MASTER_ADDR") or first_host(nodes),
+        _number(given, "MASTER_PORT") or port_of(job * 31 + step),
+        sizes[node] if node < len(sizes) else None,
+    )
+
+
+_MPI = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def _mpi(given: Environment) -> Place | None:
+    """A process of `mpirun`. On one node, the ranks meet at a port derived from their parent process."""
+    for names in _MPI:
+        rank, world_size, local_rank, local_size = (_number(given, name) for name in names)
+        if rank is None or world_size is None or world_size == 1:
+            continue
+        address, port = given.get("MASTER_ADDR"), _number(given, "MASTER_PORT")
+        if local_size not in (None, world_size) and not (address and port):
+            raise ReshardError(
+                "rendezvous-missing",
+                "the address of the first node is unknown to the other nodes",
+                rule="MPI does not pass the address of the first node to its processes",
+                found=f"{names[0]}={rank}, {world_size} processes, {local_size} of them here",
+                remedy="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 …, with the host of rank 0",
+            )
+        return Place(
+            "mpirun",
+            rank,
+            world_size,
+            rank if local_rank is None else local_rank,
+            address or "127.0.0.1",
+            port or port_of(os.getppid()),
+            local_size or world_size,
+        )
+    return None
+
+
+def _accelerate(given: Environment) -> Place | None:
+    """`accelerate launch` with one process, for which it sets no ranks."""
+    if "ACCELERATE_MIXED_PRECISION" not in given:
+        return None
+    return Place("accelerate launch", 0, 1, 0, "127.0.0.1", port_of(os.getpid()), 1)
+
+
+def _disagreement(run: Run, place: Place) -> Problem | None:
+    asked, started = run.ranks.nproc, place.local_world_size
+    if asked and started and asked != started:
+        return Problem(
+            "launcher-processes-differ",
+            f"{place.launcher} started a different number of processes than requested",
+            expected=f"--nproc {asked}",
+            found=f"{started} on this node",
+            remedy=f"leave out {place.launcher} (reshard starts the processes itself), or leave out --nproc",
+        )
+    return None
+
+
+def _half_launched(run: Run, given: Environment) -> Problem | None:
+    """A problem if nodes were allocated of which this process would use only one."""
+    if run.ranks.nnodes > 1:
+        return None
+    world_size = _number(given, "WORLD_SIZE") or 1
+    if world_size > 1 and "RANK" in given and "MASTER_ADDR" in given and "LOCAL_RANK" not in given:
+        return Problem(
+            "local-rank-not-set",
+            "RANK and WORLD_SIZE are set, and LOCAL_RANK is not",
+            rule="torchrun sets all three; a pod of Kubernetes gets its number as RANK",
+            found=f"RANK={given['RANK']}, WORLD_SIZE={world_size}",
+            remedy="on several pods or nodes: --nnodes $WORLD_SIZE --node-rank $RANK --rendezvous "
+            "$MASTER_ADDR:$MASTER_PORT; else unset RANK WORLD_SIZE",
+        )
+    nodes = _number(given, "SLURM_JOB_NUM_NODES") or 1
+    step = _number(given, "SLURM_STEP_ID")
+    if nodes > 1 and (step is None or step >= LAST_STEP):
+        return Problem(
+            "slurm-nodes-unused",
+            "Slurm allocated several nodes, but this command would use only one",
+            found=f"SLURM_JOB_NUM_NODES={nodes}, outside of srun",
+            remedy="srun --ntasks-per-node=GPUS reshard train …: one task for each GPU",
+        )
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `gpu07` of "gpu[07-09,12],cpu1"."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    if not match:
+        return "127.0.0.1"
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _repeated(counts: str) -> Iterator[int]:
+    """Tasks of each node, from "4(x2),2"."""
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        yield from [int(count)] * int(times or 1)
+
+
+def port_of(number: int) -> int:
+    """A port derived from the number of a job or a process, so that all ranks use the same one."""
+    return PORTS[0] + number % PORTS[1]
+
+
+def _number(given: Environment, name: str) -> int | None:
+    value = given.get(name, "")
+    return int(value) if value.isdecimal() else None

@@ -1,0 +1,195 @@
+"""A run as a Slurm job, submitted by submitit: one task per node, which starts its ranks by torchrun.
+
+Before the job's time limit, or when it is preempted, Slurm sends SIGUSR1: the ranks finish their step and save, and the
+job is requeued and continues from there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from reshard.base.errors import ReshardError
+from reshard.base.installing import install_command
+from reshard.cluster.slurm import (
+    accepted,
+    check_texts,
+    nodes_of,
+    parameters_of,
+    settings_error,
+    submitit_executor,
+)
+from reshard.training.engines import engine_of
+from reshard.training.launching.places import port_of
+from reshard.training.launching.provenance import words_of
+from reshard.training.outputs import JOBS
+from reshard.training.run import Run
+
+SIGNAL = signal.SIGUSR1
+PREEMPT = "SUBMITIT_PREEMPT_SIGNAL"
+"""The variable from which submitit reads that signal, without SIG."""
+NOTICE = 300
+"""Seconds before a job's time limit at which it receives the signal, unless `signal_delay_s` is set."""
+TIMEOUTS = 1_000_000
+"""How often submitit may requeue a job: practically without limit."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Slurm settings of a run. `cluster` is where submitit sends it: "slurm", or "local" for this machine."""
+
+    cluster: str
+    parameters: Mapping[str, Any]
+
+    @property
+    def notice(self) -> int:
+        """Seconds between the signal and the job's time limit."""
+        return int(self.parameters["slurm_signal_delay_s"])
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A submitted job. `log` is the output of its first task."""
+
+    number: str
+    log: Path
+
+    def as_dict(self) -> dict[str, str]:
+        """For `--json`."""
+        return {"job": self.number, "log": str(self.log)}
+
+
+def submission_of(run: Run, settings: str) -> tuple[Run, Submission]:
+    """The settings of `--slurm NAME=VALUE,…`, and the run with its nodes and processes. Raises ReshardError."""
+    if not find_spec("submitit"):
+        raise ReshardError(
+            "slurm-package-not-installed",
+            "--slurm needs a package that is not installed",
+            found="there is no package 'submitit'",
+            remedy=f"{install_command('submitit')}, here and on all nodes",
+        )
+    pairs = [each.partition("=") for each in settings.split(",") if each]
+    wrong = [f"{name}{equals}{value}" for name, equals, value in pairs if not (name and equals and value)]
+    if wrong or not pairs:
+        raise settings_error(", ".join(wrong) or settings)
+    given = {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
+    cluster = given.pop("cluster", "slurm")
+    nodes, gpus = nodes_of(given.get("nodes", str(run.ranks.nnodes))), given.get("gpus_per_node", "")
+    _agreed("nnodes", run.ranks.nnodes, 1, nodes)
+    found: dict[str, Any] = {**parameters_of(given), "nodes": nodes, "tasks_per_node": 1}
+    found["stderr_to_stdout"] = True
+    found.setdefault("name", run.output.name)
+    minutes = found["timeout_min"]
+    if not isinstance(minutes, int) or minutes < 1:
+        raise settings_error(f"time={minutes}")
+    found.setdefault("slurm_signal_delay_s", min(NOTICE, minutes * 60 // 4))
+    if cluster == "slurm":
+        more = {
+            "signal": f"{SIGNAL.name.removeprefix('SIG')}@{found['slurm_signal_delay_s']}",
+            "requeue": True,
+        }
+        found["slurm_additional_parameters"] = more
+    check_texts(run.output)
+    with TemporaryDirectory() as folder:
+        submitit_executor(Path(folder), cluster, found)
+    nproc = run.ranks.nproc
+    if gpus.isdecimal() and int(gpus):  # nodes without GPUs take any number
+        _agreed("nproc", nproc, 0, int(gpus))
+        nproc = nproc or int(gpus)
+    ranks = replace(run.ranks, nnodes=nodes, nproc=nproc, rendezvous=None, node_rank=0)
+    return replace(run, ranks=ranks), Submission(cluster, found)
+
+
+def _agreed(name: str, asked: int, unsaid: int, given: int) -> None:
+    if asked not in (unsaid, given):
+        raise ReshardError(
+            "slurm-disagrees",
+            f"--slurm and --{name} disagree",
+            expected=f"--{name} {asked}",
+            found=f"{given} in --slurm",
+            remedy=f"leave out --{name}",
+        )
+
+
+def submit(run: Run, submission: Submission, *, overwrite: bool = False) -> Submitted:
+    """Submit a run. Raises ReshardError if Slurm rejects it."""
+    os.environ[PREEMPT] = SIGNAL.name.removeprefix("SIG")  # the job inherits this environment
+    folder = run.output / JOBS
+    seconds = min(run.save_on_signal, max(submission.notice - 30, submission.notice // 2))
+    job = Job(replace(run, save_on_signal=seconds), overwrite=overwrite)
+    timeouts = {f"{submission.cluster}_max_num_timeout": TIMEOUTS}
+    executor = submitit_executor(folder, submission.cluster, submission.parameters, **timeouts)
+    with accepted():
+        submitted = executor.submit(job)
+    return Submitted(str(submitted.job_id), Path(submitted.paths.stdout))
+
+
+@dataclass(frozen=True)
+class Job:
+    """The function that submitit calls on each node. `again` is set each time that the job is requeued."""
+
+    run: Run
+    overwrite: bool = False
+    again: bool = False
+
+    def __call__(self) -> None:
+        """Run `reshard train` on this node, and requeue the job if a signal ended it."""
+        requeue: Any = signal.getsignal(SIGNAL)  # submitit's own handler, which calls `checkpoint`
+        before = engine_of(self.run).checkpoints.last(self.run.output)
+        heard: list[int] = []
+        numbers = (SIGNAL, signal.SIGTERM, signal.SIGINT)
+        children: list[subprocess.Popen[bytes]] = []
+
+        def hear(number: int, frame: Any) -> None:
+            heard.append(number)
+            for child in children:
+                child.send_signal(number)
+
+        for number in numbers:
+            signal.signal(number, hear)
+        children.append(subprocess.Popen(self.words(before is not None)))
+        if heard:
+            children[0].send_signal(heard[0])
+        status = children[0].wait()
+        if status == 0:
+            return
+        if heard[:1] != [SIGNAL] or status != 128 + SIGNAL:
+            sys.exit(status)
+        saved = engine_of(self.run).checkpoints.last(self.run.output) != before
+        if not saved and requeue.__self__.has_timed_out():
+            print("the time of the job is too short to save a step: raise time= in --slurm", flush=True)
+            sys.exit(status)
+        requeue(SIGNAL, None)
+        sys.exit(status)  # on other nodes: the first node has requeued the job
+
+    def checkpoint(self) -> Any:
+        """The function that submitit requeues."""
+        return _delayed(replace(self, again=True))
+
+    def words(self, saved: bool) -> list[str]:
+        """The command of this node. After an interruption it continues from the last checkpoint if one was `saved`."""
+        import submitit
+
+        place = submitit.JobEnvironment()
+        again = self.again or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+        ranks = self.run.ranks
+        if place.num_nodes > 1:
+            port = port_of(int("".join(filter(str.isdecimal, place.job_id))))
+            ranks = replace(ranks, node_rank=place.node, rendezvous=f"{place.hostnames[0]}:{port}")
+        run = replace(self.run, ranks=ranks, resume=self.run.resume or (again and saved))
+        overwrite = ["--overwrite"] * (not run.resume and (self.overwrite or again))
+        return [sys.executable, "-m", *words_of(run), *overwrite]
+
+
+def _delayed(job: Job) -> Any:
+    from submitit.helpers import DelayedSubmission
+
+    return DelayedSubmission(job)

@@ -1,0 +1,144 @@
+"""Starts torchrun, if possible during the preflight: its ranks import what they need, and then wait.
+
+This module is run instead of torchrun. It gives the ranks a pipe as standard input, from which each reads a byte before
+it reads anything else (`wait`). `Torchrun.go` passes the path of the log and fills the pipe; until then nothing is
+written to the output. If that never happens, the ranks end with torchrun, and torchrun with the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from reshard.training.engines import engine_of
+from reshard.training.lifetime import end_with_parent
+from reshard.training.run import RECORD, Run, put
+
+GATE = "_RESHARD_GATE"
+"""Makes a rank wait, and names the folder with the record of its run, if `run.json` is only written later."""
+BYTES = b"." * (1 << 14)
+"""One for each rank and each restart: a quarter of a pipe's capacity."""
+EARLY = "early.log"
+"""The output of torchrun before it receives the path of the log."""
+
+
+@dataclass
+class Torchrun:
+    """torchrun with ranks that wait for `go`. Their output is kept in `folder`."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @staticmethod
+    def start(
+        words: Sequence[str], environment: Mapping[str, str], near: Path, run: Run | None = None
+    ) -> Torchrun:
+        """Start `python -m torch.distributed.run …` with a folder in `near`; the ranks of `run` import meanwhile.
+
+        Raises OSError if `near` is not writable.
+        """
+        folder = Path(tempfile.mkdtemp(prefix=".reshard-train-", dir=near))
+        if run:
+            put(folder / RECORD, run.as_dict())
+        with (folder / EARLY).open("wb") as early:
+            process = subprocess.Popen(
+                [words[0], "-m", "reshard.training.launching.torchrun", str(folder), *words[3:]],
+                stdin=subprocess.PIPE,
+                stdout=early,
+                stderr=subprocess.STDOUT,
+                env={**environment, GATE: str(folder) if run else ""},
+                start_new_session=True,
+                preexec_fn=partial(_be_torchrun, os.getpid()),
+            )
+        return Torchrun(process, folder)
+
+    def go(self, log: Path) -> None:
+        """Let the ranks start, and write their output to `log`."""
+        assert self.process.stdin
+        with suppress(BrokenPipeError), self.process.stdin as pipe:  # the caller notices if it has ended
+            pipe.write(os.fsencode(log.absolute()))
+
+    def __enter__(self) -> Torchrun:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """End torchrun, if it still runs, and its ranks with it. Calling it again changes nothing."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+            self.process.wait()
+        if self.process.stdin:
+            self.process.stdin.close()
+        shutil.rmtree(self.folder, ignore_errors=True)  # the log has all of it
+
+
+def _be_torchrun(parent: int) -> None:
+    """End with the launcher; and leave SIGUSR1, which Slurm may send to all processes of a step, to the ranks."""
+    end_with_parent(signal.SIGTERM, parent)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def wait() -> None:
+    """In a rank: import what its engine needs, if there is time, then wait for `go`; end here if it never comes."""
+    folder = os.environ.pop(GATE, None)
+    if folder is None:
+        return  # a user typed torchrun's command
+    if folder and not _is_left():
+        with suppress(Exception):  # it is reported when it matters
+            run = Run.read(Path(folder))
+            engine_of(run).warm(run)
+    if not os.read(0, 1):
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
+def _is_left() -> bool:
+    """Whether the launcher, which could call `go`, has ended."""
+    poll = select.poll()
+    poll.register(0, select.POLLHUP)
+    return any(event & select.POLLHUP and not event & select.POLLIN for _, event in poll.poll(0))
+
+
+def main(folder: Path, words: Sequence[str]) -> None:
+    """Run torchrun, and the gate of its ranks."""
+    told, (gate, opened) = os.fdopen(os.dup(0), "rb"), os.pipe()
+    os.dup2(gate, 0)
+    os.close(gate)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # until torchrun has its own
+    threading.Thread(target=_open, args=(told, folder / EARLY, opened), daemon=True).start()
+    try:
+        from torch.distributed.run import main as torchrun
+
+        torchrun([f"--log-dir={folder}", *words])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open(told: IO[bytes], early: Path, gate: int) -> None:
+    """Receive the path of the log, move the earlier output there, and open the gate; or close it without opening."""
+    if log := told.read():
+        with suppress(OSError):  # on a full disk, the ranks report it
+            into = os.open(log, os.O_WRONLY | os.O_APPEND)
+            os.dup2(into, 1)
+            os.dup2(into, 2)
+            os.write(into, early.read_bytes())
+        os.write(gate, BYTES)
+    os.close(gate)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,47 @@
+"""Check that a folder stores what was trained, by CRC32s of every rank's shards, from the folder and from memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.base.errors import Problem
+from reshard.training.engine import Trained
+from reshard.training.megatron.options import Options, read
+from reshard.training.megatron.weights import Weights, adapters_of, checksums, weights_of
+from reshard.training.run import Run
+
+
+def check(run: Run, trained: Trained, final: Path) -> list[Problem]:
+    """Differences between a Hugging Face folder (or a PEFT folder with LoRA) and the weights that were trained."""
+    options = read(run)
+    transformer_engine = _by_transformer_engine(trained)
+    found = checksums(_weights(run, options, final, transformer_engine))
+    problems = []
+    for name in sorted(trained.digests.keys() | found.keys()):
+        expected, there = trained.digests.get(name), found.get(name)
+        if expected != there:
+            problems.append(
+                Problem(
+                    "trained-weight-differs",
+                    "a weight differs from the trained one",
+                    tensor=name,
+                    file=str(final),
+                    rule="CRC32 of a rank's shard",
+                    expected="no such shard" if expected is None else f"{expected:08x}",
+                    found="no such shard" if there is None else f"{there:08x}",
+                    remedy=f"convert {trained.checkpoint} again: reshard convert {trained.checkpoint} DST",
+                )
+            )
+    return problems
+
+
+def _by_transformer_engine(trained: Trained) -> bool:
+    """Whether TransformerEngine's layers were trained, by the name of the norm before attention."""
+    return any("layer_norm_weight" in name for name in trained.digests)
+
+
+def _weights(run: Run, options: Options, final: Path, transformer_engine: bool) -> Weights:
+    if not run.lora:
+        return weights_of(final, run, options, transformer_engine=transformer_engine, dtype=None)
+    base = weights_of(run.model, run, options, transformer_engine=transformer_engine, dtype="float32")
+    return adapters_of(final, base, transformer_engine=transformer_engine)

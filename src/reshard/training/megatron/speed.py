@@ -1,0 +1,39 @@
+"""Computation and communication of a Megatron-Core step, for estimates of its speed."""
+
+from __future__ import annotations
+
+from reshard.formats.companions import read_object
+from reshard.training.engine import Batches, Precision
+from reshard.training.megatron.memory import parameters_of
+from reshard.training.megatron.options import read
+from reshard.training.memory.activations import Widths
+from reshard.training.planning.speed import Traffic, Work, flops_of_token, passes
+from reshard.training.run import Run
+
+
+def work_of(run: Run, batches: Batches, precision: Precision, world_size: int) -> Work:
+    """The work of one GPU in a step: its average share of the stages. Raises ReshardError."""
+    options, layout = read(run), run.layout
+    widths = Widths.of(read_object(run.model / "config.json"))
+    micro = batches.per_device * batches.length // layout.cp
+    shared = layout.tp * layout.pp
+    each = passes(recomputed=precision.recomputation, frozen=run.lora)
+    hidden = float(micro * widths.hidden * precision.activations * batches.accumulation)
+    layers = widths.layers / layout.pp
+    again = 1 + precision.recomputation / 2
+    exchanged = 4 * again * max(widths.experts, 1) * hidden * widths.sparse / layout.pp
+    held = parameters_of(run, options)
+    copies = world_size // (shared * layout.cp)
+    distributed = precision.weights if options.use_distributed_optimizer else precision.gradients
+    reduced = held * (precision.gradients + distributed)
+    waiting = layout.pp - 1
+    return Work(
+        flops=micro * batches.accumulation * flops_of_token(widths, batches.length) * each / shared,
+        hidden=(Traffic(float(reduced), copies * layout.cp, layout.tp),),
+        waited=(
+            Traffic(2 * 4 * again * layers * hidden if layout.tp > 1 else 0.0, layout.tp),
+            Traffic(exchanged, layout.ep, layout.tp),
+            Traffic(2 * 2 * hidden if layout.pp > 1 else 0.0, layout.pp, world_size // layout.pp),
+        ),
+        idle=waiting / (layout.vpp * batches.accumulation + waiting),
+    )

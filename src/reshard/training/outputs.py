@@ -1,0 +1,135 @@
+"""The output folder before a run starts: whether it is writable, and what --overwrite removes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.base.errors import Problem, listed
+from reshard.formats.companions import RECORD as WRITTEN
+from reshard.formats.contents import foreign_in
+from reshard.training.engines import MODULES, engine_named
+from reshard.training.launching.lock import LOCK
+from reshard.training.run import RECORD, Run
+
+JOBS = "slurm"
+"""The folder for logs of Slurm jobs and submitit's files. Jobs read them, so the folder is not removed."""
+RESULTS = ("final", "merged", "final.replaced", "merged.replaced")
+"""Folders with what a run has made, to which users may add files of their own."""
+MADE = {
+    *(*RESULTS, "*.unchecked", RECORD, "run-node*.json", "trained.json", "problems.json"),
+    *("metrics.jsonl", "report.html", "train*.log", "logs*", "tensorboard", ".failed"),
+}
+"""Files that a run of any engine writes to its output."""
+
+
+def patterns() -> set[str]:
+    """Patterns of the files that runs write to their output. Engines' copies of the model's files are overwritten."""
+    engines = [engine_named(name) for name in MODULES]
+    return MADE | {pattern for each in engines for pattern in (each.checkpoints.pattern, *each.leaves)}
+
+
+def there(run: Run) -> list[Path]:
+    """The contents of the output, except those of Slurm jobs, and files of other nodes that start before the first."""
+    if not run.output.is_dir():
+        return []
+    several = run.ranks.nnodes > 1
+    others = [LOCK, JOBS, *(path.name for path in run.output.glob("*-node*") if several)]
+    return [path for path in run.output.iterdir() if path.name not in others]
+
+
+def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
+    """Problems of the output for a new run."""
+    found = there(run)
+    if (run.output / WRITTEN).is_file():
+        yield Problem(
+            "output-is-a-result",
+            "the output is a checkpoint, not the folder of a run",
+            file=str(run.output),
+            found=f"{WRITTEN}, which reshard writes next to weights",
+            remedy="choose another folder with -o; to start its run again, the folder above",
+        )
+    elif found and not overwrite:
+        is_ours = (run.output / RECORD).is_file()
+        again = "--resume to continue, --overwrite to start again, or " if is_ours else "name "
+        yield Problem(
+            "output-not-empty",
+            "the output is not empty",
+            file=str(run.output),
+            found=", ".join(sorted(path.name for path in found)[:6]),
+            remedy=f"{again}another folder with -o",
+        )
+    elif run.output.exists() and not run.output.is_dir():
+        yield Problem(
+            "output-is-a-file", "the output is a file", file=str(run.output), remedy="choose a folder with -o"
+        )
+    else:
+        yield from cleared(run)
+
+
+def made(run: Run) -> list[Path]:
+    """Files that an earlier run left in the output."""
+    mine = set(there(run))
+    return [path for pattern in patterns() for path in run.output.glob(pattern) if path in mine]
+
+
+def cleared(run: Run) -> Iterator[Problem]:
+    """Problems unless the output is an earlier run's, has no other files in its results, and this run reads none."""
+    output = run.output
+    if not there(run):
+        return
+    if not (output / RECORD).is_file():
+        yield Problem(
+            "output-foreign-files",
+            "the output folder contains files that no run wrote",
+            file=str(output),
+            expected=f"an empty folder, or one with {RECORD}",
+            remedy="choose another folder with -o, or remove this one yourself",
+        )
+    foreign = [f"{name}/{each}" for name in RESULTS for each in _foreign(output / name)]
+    if foreign:
+        yield Problem(
+            "output-foreign-results",
+            "the results of the earlier run contain files that --overwrite does not delete",
+            file=str(output),
+            rule="--overwrite deletes what reshard wrote, and nothing else",
+            found=listed(foreign),
+            remedy="move these files elsewhere, or choose another folder with -o",
+        )
+    going = [path.resolve() for path in made(run)]
+    for name, source in (("model", run.model), *(("data", path) for path in run.data.paths)):
+        if any(source.resolve().is_relative_to(path) for path in going):
+            yield Problem(
+                "overwrite-would-remove-input",
+                f"--overwrite would remove the {name} of this run",
+                file=str(source),
+                found=f"-o {output} --overwrite",
+                remedy="choose another folder with -o",
+            )
+
+
+def _foreign(folder: Path) -> list[str]:
+    """Files in a folder that reshard did not write there."""
+    return foreign_in(folder) if folder.is_dir() and not folder.is_symlink() else []
+
+
+def unwritable(output: Path) -> Iterator[Problem]:
+    """Problems if the output cannot be created or written to."""
+    place = next(path for path in (output, *output.parents) if path.exists())
+    if place != output and not place.is_dir():
+        yield Problem(
+            "output-below-a-file",
+            "the output folder cannot be created: a file has its name",
+            file=str(place),
+            found=f"-o {output}",
+            remedy="choose another folder with -o",
+        )
+    elif place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
+        yield Problem(
+            "output-not-writable",
+            "the output cannot be written to",
+            file=str(place),
+            found="no permission to write",
+            remedy="choose another folder with -o, or change its permissions",
+        )

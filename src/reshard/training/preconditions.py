@@ -1,0 +1,297 @@
+"""Problems of a run before it starts, about machine, model and output, in the doctor's words."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.base.errors import Problem, ReshardError, listed, memory_size
+from reshard.base.plain_yaml import yaml_of
+from reshard.commands.inspection import inspect_checkpoint
+from reshard.diagnosis import diagnose
+from reshard.diagnosis.environment import Environment, Gpu
+from reshard.diagnosis.finding import Place
+from reshard.diagnosis.rules import told
+from reshard.formats.companions import CONFIG, read_object
+from reshard.stores.hub import url_of
+from reshard.training import data, outputs
+from reshard.training.complete import SAVED
+from reshard.training.data.mix import Mix
+from reshard.training.engines import engine_of
+from reshard.training.findings import in_short, in_training, lacking
+from reshard.training.run import RECORD, Run, read_record
+
+MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Device maps of accelerate that distribute a model over devices."""
+HARMLESS = (
+    "checkpoint-use-cache",
+    "checkpoint-tokenizer-of-5",
+    "checkpoint-no-template",
+    "checkpoint-lacks",
+    "checkpoint-old-gradient-checkpointing",
+)
+"""The doctor's findings about a model folder that do not affect training, or that other checks cover."""
+
+
+def packages(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
+    """Packages of the engine that are missing or too old."""
+    return lacking(engine_of(run).requires(run), installed)
+
+
+def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
+    """Problems of the environment that prevent this run with the engine; GPUs that torch cannot use."""
+    if environment.gpus and "use_cpu" not in run.options and "+cpu" in environment.versions.get("torch", ""):
+        yield Problem(
+            "torch-without-cuda",
+            "this torch was built without CUDA, and there are GPUs",
+            found=f"torch {environment.versions['torch']}, {len(environment.gpus)} × {environment.gpus[0].name}",
+            remedy="pip install --force-reinstall torch, from the index for your CUDA version; or --use_cpu to stay "
+            "on the CPU",
+            severity="warning",
+        )
+    yield from engine_of(run).looks.machine(run, options, environment)
+
+
+def ranks(processes: int, gpus: list[Gpu], *, on_cpu: bool) -> Iterator[Problem]:
+    """A problem if this node has more processes than GPUs."""
+    if gpus and not on_cpu and processes > len(gpus):
+        shows = f"--nproc {processes}, {len(gpus)} GPUs visible"
+        values = {"local": processes, "count": len(gpus)}
+        yield in_short(
+            told("env-more-processes-than-gpus", [Place("environment", None, shows)], values), "error"
+        )
+
+
+def visible(environment: Environment) -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES selects; by index, otherwise as many as it names."""
+    told_of = environment.variables.get("CUDA_VISIBLE_DEVICES")
+    if told_of is None:
+        return list(environment.gpus)
+    names = [name.strip() for name in told_of.split(",") if name.strip()]
+    if all(name.isdecimal() for name in names):
+        return [environment.gpus[int(name)] for name in names if int(name) < len(environment.gpus)]
+    return [] if names[0].startswith("-") else list(environment.gpus[: len(names)])
+
+
+def model(run: Run) -> Iterator[Problem]:
+    """Problems unless the folder is a Hugging Face one with complete weights; other findings of the doctor about it."""
+    try:
+        inspection = inspect_checkpoint(run.model)
+        found = inspection.checkpoint
+        if found.format != "huggingface":
+            yield Problem(
+                "model-format-not-trainable",
+                "training cannot start from this format",
+                file=str(found.path),
+                expected="a Hugging Face folder",
+                found=found.format,
+                remedy=inspection.next,
+            )
+            return
+        findings = diagnose(run.model)
+    except ReshardError as error:
+        yield from map(in_training, error.problems)
+        return
+    own = {problem.code: problem for problem in inspection.problems}
+    for finding in findings:
+        if finding.code not in HARMLESS:
+            said = own.get(finding.code)
+            yield in_training(said) if said else in_short(finding)
+    yield from _named(found.path)
+    yield from _quantized(run)
+
+
+def _quantized(run: Run) -> Iterator[Problem]:
+    """A problem if the base has fewer bits than it would be trained in."""
+    config = read_object(run.model / CONFIG).get("quantization_config")
+    if config and not engine_of(run).dequantizes:
+        yield Problem(
+            "model-quantized",
+            "the model is quantized",
+            file=str(run.model / CONFIG),
+            rule="a quantized base cannot be bit-identical to the trained weights",
+            found=f"quantization_config: {config.get('quant_method') if isinstance(config, dict) else config}",
+            remedy="use the unquantized weights of the same model, with --lora to save memory",
+        )
+
+
+def unindexed(run: Run) -> Problem:
+    """The problem that the engine does not read Megatron's datasets."""
+    return Problem(
+        "indexed-data-unsupported",
+        f"the {engine_of(run).title} engine does not read Megatron's indexed datasets",
+        file=str(run.data),
+        expected="records: JSONL, JSON or Parquet",
+        found="token ids, without the tokenizer that made them",
+        remedy="use --engine megatron, or pass the records that the dataset was made from",
+    )
+
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
+
+
+def _named(folder: Path) -> Iterator[Problem]:
+    """A problem for weight files that reshard finds, but transformers does not, as it needs usual names or an index."""
+    names = [path for name in WEIGHTS for path in (folder / name, folder / f"{name}.index.json")]
+    if not any(path.is_file() for path in names):
+        yield Problem(
+            "weights-misnamed",
+            "transformers does not find the weights: they have other names, and no index names them",
+            file=str(folder),
+            expected=f"{WEIGHTS[0]}, or {WEIGHTS[0]}.index.json",
+            found=", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)[:3]),
+            remedy=f"reshard convert {folder} {folder.name}-named --to huggingface, and train on that; or download the "
+            "index as well",
+        )
+
+
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+def template(folder: Path) -> Problem:
+    """The doctor's problem for a tokenizer without chat template, if the data are chats."""
+    return in_short(told("checkpoint-no-template", [Place(str(folder))]), "error")
+
+
+def output(run: Run, *, overwrite: bool) -> Iterator[Problem]:
+    """Problems if the output cannot be written to; with --resume, if it has nothing from which to continue."""
+    if run.resume:
+        yield from _resumable(run)
+    else:
+        yield from outputs.refused(run, overwrite=overwrite)
+    yield from outputs.unwritable(run.output)
+
+
+def _resumable(run: Run) -> Iterator[Problem]:
+    kept = engine_of(run).checkpoints
+    checkpoint, damaged = kept.last(run.output), kept.damaged(run.output)
+    yield from (_damaged(each, lost, checkpoint) for each, lost in damaged.items())
+    if checkpoint is None and damaged:
+        return
+    if checkpoint is None:
+        yield Problem(
+            "checkpoint-to-resume-missing",
+            "no checkpoint to resume from",
+            file=str(run.output),
+            expected=kept.expected,
+            remedy=f"this is a checkpoint: pass the folder of the run, -o {run.output.parent}"
+            if (run.output / SAVED).is_file()
+            else "leave out --resume, or pass the output of the run to continue",
+        )
+        return
+    try:
+        record = read_record(
+            next(path / RECORD for path in (checkpoint, run.output) if (path / RECORD).is_file())
+        )
+    except (ReshardError, StopIteration):
+        yield Problem(
+            "checkpoint-without-run",
+            "the checkpoint does not record its run",
+            file=str(checkpoint),
+            expected=RECORD,
+            remedy="start over in another folder",
+        )
+        return
+    before = Run.of_dict(record)
+    names = ("engine", "method", "lora")
+    pairs: dict[str, tuple[Any, Any]] = {name: (getattr(before, name), getattr(run, name)) for name in names}
+    pairs["model"] = url_of(before.model), url_of(run.model)
+    was, bound = kept.bound(before), kept.bound(run)
+    pairs |= {name: (was[name], bound[name]) for name in bound}
+    for name, (old, new) in pairs.items():
+        if old != new:
+            yield Problem(
+                "resumed-run-differs",
+                "the checkpoint belongs to another run",
+                file=str(checkpoint),
+                expected=f"{name}: {old}",
+                found=str(new),
+                remedy="resume with the options of the run, or start another run in another folder",
+            )
+    yield from _same_data(run, record)
+
+
+def _damaged(checkpoint: Path, lost: list[str], before: Path | None) -> Problem:
+    """A checkpoint that has lost files: a warning if there is one `before` from which the run can continue."""
+    return Problem(
+        "checkpoint-lost-files",
+        "the checkpoint is no longer complete",
+        file=str(checkpoint),
+        rule="only weights, optimizer, schedule and random states together give the losses of an uninterrupted run",
+        found=listed(lost, 5),
+        remedy=f"the run continues from {before.name}; to continue from here, restore the files"
+        if before
+        else "restore the files, or start over in another folder",
+        severity="warning" if before else "error",
+    )
+
+
+def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
+    if _differ(record.get("data_digest"), run.data):
+        yield Problem(
+            "resumed-data-differ",
+            "the data have changed since the run began",
+            file=str(run.data),
+            rule="only the same data give the same losses as an uninterrupted run",
+            remedy="restore the data, or start over",
+            severity="warning",
+        )
+    if run.eval_data and _differ(record.get("eval_data_digest"), run.eval_data):
+        yield Problem(
+            "resumed-evaluation-data-differ",
+            "the evaluation data have changed since the run began",
+            file=str(run.eval_data),
+            rule="only losses on the same data can be compared",
+            remedy="restore the data; training itself continues unchanged",
+            severity="warning",
+        )
+
+
+def _differ(digest: str | None, mix: Mix) -> bool:
+    """Whether the digest of the data differs from the recorded one; missing data is reported elsewhere."""
+    try:
+        return digest not in (None, data.digest_of(mix))
+    except ReshardError:
+        return False
+
+
+def disk(run: Run, needed: int) -> Iterator[Problem]:
+    """A problem if the disk has too little space for the checkpoints and the final model."""
+    folder = next(path for path in (run.output, *run.output.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        yield Problem(
+            "disk-too-small-for-checkpoints",
+            "the disk is too small for the checkpoints",
+            file=str(folder),
+            expected=memory_size(needed),
+            found=f"{memory_size(free)} free",
+            remedy=f"{engine_of(run).checkpoints.fewer(run)}; or write to another disk with -o",
+        )
+
+
+def config_problems(path: Path) -> list[Problem]:
+    """The doctor's findings about a script or config for a run. Raises ReshardError if the file is neither."""
+    findings = diagnose(path)
+    # The doctor cannot know whether several processes will run a script; here they will.
+    problems = [in_short(each, "error" if each.code == "script-device-map" else None) for each in findings]
+    if path.suffix in (".yaml", ".yml", ".json") and not any(
+        each.code == "script-device-map" for each in findings
+    ):
+        text = path.read_text(encoding="utf-8")
+        if _spreads(yaml_of(text.encode())):
+            lines = enumerate(text.splitlines(), 1)
+            number = next((number for number, line in lines if "device_map" in line), None)
+            shows = text.splitlines()[number - 1].strip() if number else "device_map"
+            place = Place(str(path), number, shows, "device_map: null")
+            problems.append(in_short(told("script-device-map", [place])))
+    return problems
+
+
+def _spreads(content: Any) -> bool:
+    """Whether a config has a device map anywhere, including `model_init_kwargs` and similar ones."""
+    if isinstance(content, Mapping):
+        return content.get("device_map") in MAPS or any(_spreads(value) for value in content.values())
+    return isinstance(content, list) and any(_spreads(value) for value in content)

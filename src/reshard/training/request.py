@@ -1,0 +1,451 @@
+"""A run from its request: flags, then `--config`, then the record of the run to resume, then defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reshard.algebra.layout import Layout
+from reshard.base.arguments import is_whole, whole_number
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.plain_yaml import repeated_keys, yaml_of
+from reshard.base.suggest import did_you_mean
+from reshard.stores import at_home
+from reshard.training.data import SUFFIXES
+from reshard.training.data.mix import absolute, read_mix
+from reshard.training.data.records import DATA_SHAPES
+from reshard.training.engines import MODULES, engine_named, engine_of
+from reshard.training.methods import is_rewarded
+from reshard.training.mixture import mix_of_datasets, set_environment
+from reshard.training.names import NEEDED, OURS, PATHS, flag, misspelled, renamed
+from reshard.training.run import PARALLEL, RECORD, SIZES, Ranks, Run
+from reshard.training.signals import SECONDS
+
+Options = dict[str, Any]
+
+
+def run_of(
+    method: str,
+    flags: Mapping[str, Any],
+    rest: Sequence[str] = (),
+    config: Path | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Run:
+    """The run that flags (None if not given), further words and a config file describe. Raises ReshardError.
+
+    A model given by its Hub id is downloaded unless it is in the local cache; `note` is called with a text about it.
+    """
+    told = renamed(read_config(config).items(), str(config)) if config else {}
+    mistyped = _mistyped(told)
+    if mistyped:
+        raise ReshardError(mistyped)
+    told = _of_scripts(told, str(config), note)
+    if flags.get("resume") and flags.get("output"):
+        told = {**recorded(Path(flags["output"])), **told}
+    flags_given = [
+        (name.replace("_", "-"), value) for name, value in flags.items() if value not in (None, ())
+    ]
+    typed = renamed([*words(rest), *flags_given])
+    given = {name: value for name, value in told.items() if name in OURS}
+    # Flags with underscores are parsed as words of the engine, whose options have them.
+    given |= {name: typed.pop(name) for name in OURS & typed.keys()}
+    missing = [name for name in NEEDED if not given.get(name)]
+    if missing and flags.get("resume") and "output" not in missing:
+        raise ReshardError(
+            "run-to-resume-missing",
+            "no run to resume",
+            file=str(given["output"]),
+            expected=f"the {RECORD} that a run writes to its output",
+            remedy="check -o; a run without a record needs --model and --data again",
+        )
+    if missing:
+        raise ReshardError([_missing(name, {**told, **typed}) for name in missing])
+    options = {name: value for name, value in told.items() if name not in OURS} | typed
+    given = _downloaded(given, note)
+    sizes: dict[str, Any] = {name: _number(given, name, 1) for name in SIZES}
+    return Run(
+        method=method,
+        **{name: _path(given, name) for name in PATHS},
+        data=read_mix("--data", given["data"], _local(given, "train", note)),
+        eval_data=read_mix("--eval-data", given["eval_data"], _local(given, "test", note))
+        if given.get("eval_data")
+        else None,
+        data_shape=given.get("data_shape"),
+        system=given.get("system"),
+        token_cache=_switch(given, "token_cache", True),
+        engine=str(given.get("engine") or Run.engine),
+        lora=_switch(given, "lora", False),
+        parallel=str(given.get("parallel") or ("tp" if sizes["tp"] > 1 else "ddp")),
+        layout=Layout(**sizes),
+        ranks=Ranks(
+            nproc=0 if given.get("nproc") == "auto" else _number(given, "nproc", 0),
+            nnodes=_number(given, "nnodes", 1),
+            node_rank=_number(given, "node_rank", 0, least=0),
+            rendezvous=given.get("rendezvous"),
+            max_restarts=_number(given, "max_restarts", 0, least=0),
+        ),
+        reward=_rewards(given.get("reward")),
+        nan_steps=_number(given, "nan_steps", 1),
+        save_on_signal=_number(given, "save_on_signal", SECONDS, least=0),
+        resume=_switch(given, "resume", False),
+        merge=_switch(given, "merge", True),
+        options=options,
+    )
+
+
+def _of_scripts(told: Options, place: str, note: Callable[[str], None]) -> Options:
+    """A config without the entries of TRL's scripts: `env` is applied, and `datasets` becomes our `data`."""
+    if "env" in told:
+        set_environment(told["env"], place)
+    kept = {name: value for name, value in told.items() if name not in ("env", "datasets")}
+    if not told.get("datasets"):
+        return kept
+    if "data" in told:
+        raise ReshardError(
+            "data-named-twice",
+            "the config sets its data twice",
+            file=place,
+            found=f"data: {told['data']}, and datasets",
+            remedy="leave out one of them",
+        )
+    if kept.get("test_split_size") is not None:
+        raise ReshardError(
+            "dataset-test-split-size",
+            "test_split_size is not passed on",
+            file=place,
+            found=f"test_split_size: {kept['test_split_size']}",
+            rule="reshard does not split training data for evaluation",
+            remedy="leave it out, and pass a separate file with --eval-data",
+        )
+    # Data is never completely in memory, whatever `streaming` says.
+    kept = {name: value for name, value in kept.items() if name not in ("streaming", "test_split_size")}
+    return {**kept, "data": mix_of_datasets(told["datasets"], place, note)}
+
+
+def _missing(name: str, given: Options) -> Problem:
+    meant = misspelled(name, given)
+    return Problem(
+        "option-missing",
+        f"{flag(name)} is missing",
+        found=f"--{meant} {given[meant]}" if meant else None,
+        remedy=f"did you mean {flag(name)}?"
+        if meant
+        else f"pass it as an option, or as `{name}:` in --config",
+    )
+
+
+def _downloaded(given: Options, note: Callable[[str], None]) -> Options:
+    """The given options, with the local folder of a model that was given by its Hub id."""
+    typed, revision = str(given["model"]), given.get("model_revision")
+    url = _on_hub(typed, None if revision is None else str(revision))
+    if url is None:
+        return given
+    from reshard.hub.pull import model_folder
+
+    return {**given, "model": model_folder(url, note)}
+
+
+def _on_hub(typed: str, revision: str | None) -> str | None:
+    """The URL of a Hub model, if the argument names one. Raises ReshardError for a revision of a local folder."""
+    if not typed.startswith("hf://"):
+        from reshard.stores import hub
+
+        if not hub.may_have(typed):
+            if revision in (None, "main"):
+                return None
+            raise ReshardError(
+                "revision-of-a-folder",
+                "only Hub models have revisions",
+                file=typed,
+                found=f"--model-revision {revision}",
+                remedy="leave it out, or pass the Hub id of the model",
+            )
+    if revision and "@" in typed:
+        raise ReshardError(
+            "revision-given-twice",
+            "the model has two revisions",
+            found=f"--model {typed} --model-revision {revision}",
+            remedy="leave out --model-revision",
+        )
+    from reshard.hub.pull import typed_url
+
+    return typed_url(typed, revision)
+
+
+def _rewards(given: Any) -> tuple[str, ...]:
+    """The rewards, given as one name or several."""
+    return (str(given),) if isinstance(given, str) else tuple(str(each) for each in given or ())
+
+
+def _path(given: Mapping[str, Any], name: str) -> Path:
+    option = flag(name)
+    try:
+        return at_home(os.fspath(given[name])).absolute()
+    except TypeError:
+        raise ReshardError(
+            "option-not-a-path",
+            f"{option} is not a path",
+            found=repr(given[name]),
+            remedy="pass one folder",
+        ) from None
+
+
+def read_config(path: Path) -> Options:
+    """The content of a YAML or JSON file; dashes in its keys mean underscores. Raises ReshardError."""
+    try:
+        text = path.read_bytes()
+        content = yaml_of(text)
+    except (OSError, ValueError) as error:
+        raise ReshardError(
+            "train-config-unreadable",
+            "the config cannot be read",
+            file=str(path),
+            found=(error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split()),
+            remedy="fix its syntax first" if path.is_file() else "check the path of --config",
+        ) from None
+    if not isinstance(content, dict):
+        raise ReshardError(
+            "train-config-empty",
+            "the config is empty",
+            file=str(path),
+            expected="names and values, as `learning_rate: 1.0e-5`",
+            found=type(content).__name__,
+        )
+    repeated = [
+        Problem(
+            "config-key-repeated",
+            f"{key} is set more than once",
+            file=str(path),
+            found=f"lines {', '.join(map(str, lines))}",
+            remedy="leave out all but one of them",
+        )
+        for key, lines in repeated_keys(text).items()
+    ]
+    if repeated:
+        raise ReshardError(repeated)
+    return {str(name): value for name, value in content.items()}
+
+
+def recorded(output: Path) -> Options:
+    """The options of an earlier attempt, so that `--resume -o OUT` need not repeat them; empty if there is none."""
+    folder = next((each for each in (output, *_last_checkpoints(output)) if (each / RECORD).is_file()), None)
+    if folder is None:
+        return {}
+    run = Run.read(folder)
+    plain = {
+        name: value for name, value in vars(run).items() if name in OURS and name not in ("output", "resume")
+    }
+    sizes = {name: getattr(run.layout, name) for name in SIZES}
+    ranks = {**vars(run.ranks), "nproc": run.ranks.nproc or "auto"}
+    return {**plain, **sizes, **ranks, **run.options, "model": _recorded_model(run.model)}
+
+
+def _last_checkpoints(output: Path) -> Iterator[Path]:
+    """The last checkpoint of an engine below a folder, which may be all that was copied of a run."""
+    for name in MODULES:
+        if found := engine_named(name).checkpoints.last(output):
+            yield found
+
+
+def _local(given: Options, split: str, note: Callable[[str], None]) -> Callable[[str], Path]:
+    """A function that returns the path of data: a local path, or the folder of a split of a Hub dataset."""
+
+    def path_of(word: str) -> Path:
+        from reshard.hub.dataset import dataset_folder, may_be
+
+        path = absolute(word)
+        if path.exists() or not may_be(word, SUFFIXES):
+            return path
+        chosen = str(given.get(f"dataset_{split}_split") or split)
+        return dataset_folder(word, chosen, given.get("dataset_config"), note)
+
+    return path_of
+
+
+def _recorded_model(folder: Path) -> str:
+    """The model of an earlier attempt; its Hub URL if the local folder is missing, as on another machine."""
+    from reshard.stores.hub import url_of
+
+    return str(folder) if folder.is_dir() else url_of(folder)
+
+
+def words(rest: Sequence[str]) -> list[tuple[str, Any]]:
+    """Options of an engine from the command line: `--name value`, `--name=value`, `--name a b`, `--name` for true."""
+    options: list[tuple[str, Any]] = []
+    for word in rest:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            options.append((name, value if equals else True))
+        elif not options:
+            raise ReshardError(
+                "option-word-unknown",
+                "an argument does not belong to an option",
+                found=word,
+                expected="--name value",
+                remedy="start options with two dashes, and quote values with spaces",
+            )
+        else:
+            name, before = options[-1]
+            several = [*(before if isinstance(before, list) else [before]), word]
+            options[-1] = (name, word if before is True else several)
+    return options
+
+
+_CHOICES = {"engine": tuple(MODULES), "parallel": PARALLEL, "data_shape": DATA_SHAPES}
+
+
+def _mistyped(told: Options) -> list[Problem]:
+    """Invalid choices in a config file; click refuses those in flags."""
+    return [
+        Problem(
+            "option-unknown",
+            f"this {name} does not exist",
+            expected=", ".join(choices),
+            found=f"{name}: {told[name]}",
+            remedy=did_you_mean(str(told[name]), choices, "choose one of these"),
+        )
+        for name, choices in _CHOICES.items()
+        if told.get(name) not in (None, *choices)
+    ]
+
+
+def _switch(given: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A switch in a config file, which may be a quoted word."""
+    value = given.get(name)
+    words = {
+        "true": True,
+        "yes": True,
+        "on": True,
+        "1": True,
+        "false": False,
+        "no": False,
+        "off": False,
+        "0": False,
+    }
+    found = default if value is None else words.get(str(value).lower())
+    if found is None:
+        raise ReshardError(
+            "option-not-a-switch",
+            f"{name} is neither true nor false",
+            found=repr(value),
+            remedy=f"write `{name}: true` or leave it out",
+        )
+    return found
+
+
+def _number(given: Mapping[str, Any], name: str, default: int, *, least: int = 1) -> int:
+    """A number of a flag or of a config file, which may be a quoted word."""
+    value = given.get(name)
+    if value is None:
+        return default
+    number = int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,18}", value.strip()) else value
+    if is_whole(number, least):
+        return int(number)
+    raise ReshardError(
+        "option-not-a-number",
+        f"{flag(name)} has a wrong value",
+        expected=whole_number(least),
+        found=repr(value),
+        remedy="pass an integer",
+    )
+
+
+def check(run: Run) -> None:
+    """Refuse contradictory options, all at once. Raises ReshardError."""
+    problems = [problem for rule in _RULES for problem in rule(run)]
+    problems += engine_of(run).looks.asked(run)
+    if problems:
+        raise ReshardError(problems)
+
+
+def _folders(run: Run) -> Iterator[Problem]:
+    from reshard.formats.not_found import download  # which imports numpy, and --help needs none
+
+    if (run.model / "config.json").is_file():
+        return
+    if remedy := download(run.model, f"--model {run.model.name}"):
+        yield Problem(
+            "model-not-local",
+            "the model is not on this machine",
+            file=str(run.model),
+            expected="a folder with config.json, weights and tokenizer",
+            remedy=remedy,
+        )
+    else:
+        yield Problem(
+            "model-not-hugging-face",
+            "not a Hugging Face model folder",
+            file=str(run.model),
+            expected="a folder with config.json, weights and tokenizer",
+            found=None if run.model.exists() else "no such file or directory",
+            remedy="`reshard inspect` shows what it is, and `reshard convert` converts a checkpoint to such a folder"
+            if run.model.exists()
+            else "check the path of --model",
+        )
+
+
+def _data(run: Run) -> Iterator[Problem]:
+    for path in run.data.paths:
+        if not path.exists():
+            yield Problem(
+                "data-not-found",
+                "there is no data",
+                file=str(path),
+                remedy=_weight_of(path) or "pass a file or folder with --data",
+            )
+
+
+def _weight_of(path: Path) -> str:
+    """A hint for a path that consists of an existing path, a colon and a wrong weight."""
+    before, colon, weight = str(path).rpartition(":")
+    return (
+        f"{weight} is not a number: write a weight as in {before}:0.7"
+        if colon and Path(before).exists()
+        else ""
+    )
+
+
+def _eval_data(run: Run) -> Iterator[Problem]:
+    for path in run.eval_data.paths if run.eval_data else []:
+        if not path.exists():
+            yield Problem(
+                "evaluation-data-not-found",
+                "no evaluation data",
+                file=str(path),
+                remedy="pass a file or folder with --eval-data, or leave it out",
+            )
+
+
+def _method(run: Run) -> Iterator[Problem]:
+    engine = engine_of(run)
+    if run.method not in engine.methods:
+        others = [name for name in MODULES if run.method in engine_named(name).methods]
+        yield Problem(
+            "engine-method-unsupported",
+            f"the {engine.title} engine trains with {', '.join(engine.methods).upper()} only",
+            found=f"{run.method} with --engine {run.engine}",
+            remedy=f"use --engine {' or '.join(others)}",
+        )
+
+
+def _reward(run: Run) -> Iterator[Problem]:
+    rewarded = is_rewarded(run.method)
+    if rewarded and not run.reward:
+        yield Problem(
+            "reward-missing",
+            f"{run.method.upper()} needs a reward",
+            remedy="name a function: --reward module:function",
+        )
+    if not rewarded and run.reward:
+        yield Problem(
+            "reward-not-taken",
+            f"{run.method.upper()} takes no reward",
+            found=f"--reward with {run.method}",
+            remedy="leave it out",
+        )
+
+
+_RULES = (_folders, _data, _eval_data, _method, _reward)

@@ -1,0 +1,313 @@
+"""`report.html`: one run, or several in the same charts, in one file that opens offline.
+
+The page of a run that is not finished reloads itself. Its template, style and script are in `page/`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.base.errors import GIB, memory_size
+from reshard.pages.writing import GENERATOR, replace_page
+from reshard.training.methods import LOSS, Measure, headline, words_for
+from reshard.training.run import RECORD
+from reshard.training.show.chart import SIZE, Chart, Point, Series, chart, label
+from reshard.training.show.display import clock, short
+from reshard.training.show.monitor import History, Sample, history_of
+from reshard.version import __version__
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from markupsafe import Markup
+
+REPORT = "report.html"
+RELOAD = 5
+"""Seconds after which the page of an unfinished run reloads itself."""
+STATES = {
+    None: "running",
+    "trained": "trained; the final folder is made",
+    "done": "done",
+    "failed": "failed",
+    "refused": "refused",
+    "interrupted": "interrupted",
+}
+GOING_ON = (None, "trained")
+PAIRS = ("learning_rate", "grad_norm", "speed", "memory")
+"""Small charts, side by side."""
+SMOOTH = ("learning_rate", "memory")
+"""Values that hardly vary from step to step; they get no means."""
+UNDRAWN = ("tokens", "seconds")
+EARLIER = 3
+"""How many earlier steps have their answers shown."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A run as the page shows it: its name, record (`run.json`), history and folder."""
+
+    name: str
+    record: Mapping[str, Any]
+    history: History
+    folder: Path = Path()
+
+    @property
+    def method(self) -> str | None:
+        """The training method."""
+        return self.history.method or self.record.get("method")
+
+    @property
+    def title(self) -> str:
+        """The title, such as sft · Qwen3-8B."""
+        return f"{self.method or 'train'} · {Path(str(self.record.get('model', ''))).name}"
+
+    @property
+    def state(self) -> str:
+        """The state of the run in one word."""
+        return self.history.outcome or "running"
+
+    @property
+    def words(self) -> str:
+        """The state in words for people."""
+        return STATES.get(self.history.outcome, self.state)
+
+    @property
+    def plan(self) -> str | None:
+        """How the model is sharded."""
+        plan = self.record.get("plan")
+        return plan if isinstance(plan, str) else None
+
+    @property
+    def last(self) -> int:
+        """The time of the last row, in seconds since 1970."""
+        return int(self.history.last or 0)
+
+    @property
+    def when(self) -> str:
+        """That time as a date."""
+        return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.last)) if self.history.last else ""
+
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        """Why the run failed or was interrupted."""
+        return self.history.end.get("failure")
+
+    @property
+    def resume(self) -> str | None:
+        """The command that continues the run."""
+        return self.history.end.get("resume")
+
+    @property
+    def checks(self) -> list[tuple[str, str, bool]]:
+        """The checks of the final folder: name, what was found, whether it passed."""
+        return [(name, found, right) for name, found, right in self.history.end.get("checks", [])]
+
+    @property
+    def saved(self) -> list[tuple[str, str]]:
+        """Names and paths of the checkpoints."""
+        return [(name, str(self.folder / name)) for name in self.history.saved]
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """Notes of the engine, numbered."""
+        return [(str(number), note) for number, note in enumerate(self.history.notes, 1)]
+
+    @property
+    def samples(self) -> list[tuple[int, list[Sample]]]:
+        """Answers of the model: the last step first, then some others, including the first."""
+        steps = sorted(self.history.samples, reverse=True)
+        earlier = steps[1:]
+        every = max(len(earlier) // EARLIER, 1)
+        picked = [*steps[:1], *(earlier[::-1][::every][:EARLIER])[::-1]]
+        return [(step, self.history.samples[step]) for step in picked]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The most important numbers."""
+        history = self.history
+        speed, memory, left = history.speed, history.latest("memory"), history.left
+        measured = [(each.words, history.latest(each.name)) for each in headline(self.method)]
+        return {
+            "step": f"{history.done} of {history.total}" if history.total else "–",
+            **{words: f"{value:.4f}" for words, value in measured if value is not None},
+            "tokens per second": short(speed) if speed is not None else "–",
+            "memory": memory_size(memory) if memory is not None else "–",
+            "time": clock((history.last or 0) - (history.began or 0)),
+            **({"left": clock(left)} if left is not None and history.outcome is None else {}),
+        }
+
+    def series(self, name: str) -> Series:
+        """The values of a name for its chart."""
+        if name == "speed":
+            return Series(self.history.speeds())
+        points: Sequence[Point] = self.history.series(name)
+        if name == "memory":
+            points = [(step, value / GIB) for step, value in points]
+        return Series(points, self.history.series(f"eval_{name}"))
+
+    @cached_property
+    def configuration(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """The settings in run.json: the flat ones, and each nested part as a table."""
+        nested = {name for name, value in self.record.items() if isinstance(value, Mapping)} - {*_INLINE}
+        flat = [(name, _text(value)) for name, value in self.record.items() if name not in nested]
+        tables = [
+            (_TITLES.get(name, name), [(str(key), _text(value)) for key, value in self.record[name].items()])
+            for name in self.record
+            if name in nested
+        ]
+        return [("What was run", flat), *tables] if flat else tables
+
+
+_INLINE = ("layout", "ranks")
+_TITLES = {
+    "options": "Options of the engine",
+    "lengths": "The data, in records and tokens",
+    "evaluation": "What it is evaluated on",
+    "batches": "One step",
+    "memory": "Memory of a rank, estimated in bytes",
+    "versions": "Versions",
+    "plan": "The plan",
+}
+_OWN = ("outcome", "output", "eval_data_digest", "resume", "files", "command", "memory.available")
+"""Left out of the comparison: differs between any two runs, or is shown elsewhere."""
+
+
+def write(output: Path, history: History | None = None) -> Path:
+    """Write the report of the run in `output` atomically. Returns its path."""
+    return replace_page(output / REPORT, page([shown_of(output, history)]))
+
+
+def shown_of(output: Path, history: History | None = None) -> Shown:
+    """The run in `output`, from its record and metrics."""
+    record: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        record = json.loads((output / RECORD).read_text(encoding="utf-8"))
+    return Shown(output.name or str(output), record, history or history_of(output), output)
+
+
+def page(runs: Sequence[Shown]) -> str:
+    """The complete page."""
+    large, small, other = _charts(runs)
+    goes_on = any(run.history.outcome in GOING_ON for run in runs)
+    return _template().render(
+        title=_title(runs),
+        generator=f"{GENERATOR} {__version__}",
+        reload=RELOAD if goes_on and len(runs) == 1 else None,
+        runs=runs,
+        several=len(runs) > 1,
+        columns=list(dict.fromkeys(name for run in runs for name in run.facts)),
+        differing=list(_differing(runs)),
+        large=large,
+        small=small,
+        other=other,
+        size=SIZE,
+    )
+
+
+def _title(runs: Sequence[Shown]) -> str:
+    """The title, such as sft · Qwen3-8B, or the number of runs with it."""
+    titles = list(dict.fromkeys(run.title for run in runs))
+    if len(runs) == 1:
+        return titles[0]
+    return f"{len(runs)} runs" + (f" · {titles[0]}" if len(titles) == 1 else "")
+
+
+@lru_cache(1)
+def _template() -> Template:
+    from jinja2 import Environment, PackageLoader
+
+    environment = Environment(
+        loader=PackageLoader("reshard.training.show", "page"), autoescape=True, trim_blocks=False
+    )
+    environment.filters["number"] = _number
+    environment.filters["code"] = _code
+    return environment.get_template("report.html")
+
+
+def _number(value: Any) -> str:
+    return label(value) if isinstance(value, (int, float)) else str(value)
+
+
+def _code(text: str) -> Markup:
+    """Escaped text in which words between backticks become `code` elements."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`\n]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+@dataclass(frozen=True)
+class Drawn(Chart):
+    """A chart, and a text about its dots."""
+
+    beside: str = ""
+
+
+def _charts(runs: Sequence[Shown]) -> tuple[list[Drawn], list[Drawn], list[Drawn]]:
+    """Large charts for the headline, small ones for speed and stability, and all others."""
+    heads = list(dict.fromkeys(each for run in runs for each in headline(run.method)))
+    large = [*_drawn(heads, runs)]
+    names = [name for name in (*PAIRS, LOSS.name) if name not in {each.name for each in heads}]
+    small = [*_drawn([Measure(name, _words(name)) for name in names], runs)]
+    rest = dict.fromkeys(name for run in runs for name in run.history.measured())
+    known = {*(each.name for each in heads), *names, *UNDRAWN}
+    return large, small, [*_drawn([Measure(n, _words(n)) for n in rest if n not in known], runs)]
+
+
+def _words(name: str) -> str:
+    return "memory (GiB)" if name == "memory" else words_for(name)
+
+
+def _drawn(measures: Sequence[Measure], runs: Sequence[Shown]) -> Iterator[Drawn]:
+    """The charts of values that any run measured."""
+    for measure in measures:
+        series = [run.series(measure.name) for run in runs]
+        if not any(each.points or each.beside for each in series):
+            continue
+        found = chart(measure.words, series, noisy=measure.name not in SMOOTH)
+        yield Drawn(**vars(found), beside=_beside(series))
+
+
+def _beside(series: Sequence[Series]) -> str:
+    """The text about the dots."""
+    if len(series) > 1:
+        return "on evaluation data" if any(each.beside for each in series) else ""
+    if not series[0].beside:
+        return ""
+    step, value = series[0].beside[-1]
+    return f"on evaluation data: {value:.4f} after step {step}"
+
+
+def _differing(runs: Sequence[Shown]) -> Iterator[tuple[str, list[str]]]:
+    """Settings that differ between runs, by their names in run.json."""
+    flat = [dict(_flat(run.record)) for run in runs]
+    for name in dict.fromkeys(name for each in flat for name in each):
+        values = [each.get(name, "–") for each in flat]
+        if len({*values}) > 1:
+            yield name, values
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in record.items():
+        if f"{prefix}{name}" in _OWN:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
+        return " ".join(value) or "–"
+    if isinstance(value, Mapping):
+        return " · ".join(f"{key} {_text(each)}" for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return "–" if value is None else str(value)

@@ -1,0 +1,171 @@
+"""Run a request completely: preflight, launch, finish."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.base.errors import ReshardError
+from reshard.training import signals
+from reshard.training.run import Run
+
+if TYPE_CHECKING:
+    from reshard.training.final.finish import Finished
+    from reshard.training.launching.slurm import Submitted
+    from reshard.training.launching.torchrun import Torchrun
+    from reshard.training.outlook import Preflight
+    from reshard.training.planning.gpus import Machine
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `status` is that of the command: 0 done, 1 failed, 128 plus the signal that ended it."""
+
+    status: int
+    preflight: Preflight | None = None
+    finished: Finished | None = None
+    submitted: Submitted | None = None
+    """The job, if the run was submitted to Slurm."""
+
+    def __bool__(self) -> bool:
+        """Whether the run and every check of its output succeeded."""
+        return self.status == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        found, finished = self.preflight, self.finished
+        return {
+            "status": self.status,
+            "preflight": found.as_dict() if found else None,
+            "finished": finished.as_dict() if finished else None,
+            **(self.submitted.as_dict() if self.submitted else {}),
+        }
+
+
+def start(
+    run: Run,
+    config: Path | None = None,
+    *,
+    dry_run: bool = False,
+    machine: Machine | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+    language: str = "en",
+    on_preflight: Callable[[Preflight], None] = lambda found: None,
+) -> Outcome:
+    """Train, or be one of the training ranks, and make the final folder.
+
+    One process of a run acts for all: it runs the preflight, and finishes. A dry run can be for another `machine`.
+    Raises ReshardError with everything that prevents the run, before anything is started; also if ranks refuse to
+    continue.
+    """
+    from reshard.training.engines import engine_of
+    from reshard.training.launching import launch
+    from reshard.training.launching.lock import held
+    from reshard.training.launching.places import place_of
+    from reshard.training.preconditions import config_problems
+    from reshard.training.preflight import preflight
+    from reshard.training.worker import restarted
+
+    if restarted() and place_of(run):
+        going_on = engine_of(run).checkpoints.last(run.output) is not None
+        run, overwrite = replace(run, resume=going_on), overwrite or not going_on
+
+    def look() -> Preflight:
+        found = preflight(run, overwrite=overwrite, machine=machine)
+        on_preflight(found)
+        problems = [*(config_problems(config) if config else []), *found.problems]
+        if problems and not dry_run:
+            launch.refuse(run, problems)
+        if problems:
+            raise ReshardError(problems)
+        return found
+
+    if dry_run:  # another node can look at its own machine, too
+        return Outcome(0, look() if launch.leads(run) or not place_of(run) else None)
+    with launch.ahead(run) or nullcontext() as started:
+        found = look() if launch.leads(run) else None
+        if not found:
+            launch.wait_for_first(run)
+        with held(run) if found else nullcontext():
+            if found and overwrite and not run.resume:
+                clear(run)
+            return _through(run, found, started, quiet=quiet, language=language)
+
+
+OF_THIS_MACHINE = (
+    "run-exceeds-memory",
+    "env-more-processes-than-gpus",
+    "torch-without-cuda",
+    "rendezvous-local",
+    "slurm-nodes-unused",
+    "vllm-server-unreachable",
+    "vllm-server-on-same-gpus",
+)
+"""Problems of a run on this machine that may not exist on the nodes of a job."""
+
+
+def submit(
+    run: Run,
+    settings: str,
+    config: Path | None = None,
+    *,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    on_preflight: Callable[[Preflight], None] = lambda found: None,
+) -> Outcome:
+    """Check a run, and submit it to Slurm with the settings of `--slurm`. Raises ReshardError for all its problems."""
+    from reshard.training.launching import slurm
+    from reshard.training.preconditions import config_problems
+    from reshard.training.preflight import preflight
+
+    run, submission = slurm.submission_of(run, settings)
+    found = preflight(run, overwrite=overwrite)
+    found = replace(
+        found,
+        problems=[each for each in found.problems if each.code not in OF_THIS_MACHINE],
+        warnings=[each for each in found.warnings if each.code not in OF_THIS_MACHINE],
+        command=[],
+    )
+    on_preflight(found)
+    problems = [*(config_problems(config) if config else []), *found.problems]
+    if problems:
+        raise ReshardError(problems)
+    if dry_run:
+        return Outcome(0, found)
+    return Outcome(0, found, submitted=slurm.submit(run, submission, overwrite=overwrite))
+
+
+def _through(
+    run: Run, found: Preflight | None, started: Torchrun | None, *, quiet: bool, language: str
+) -> Outcome:
+    """Launch and finish; or run as a rank that does neither the preflight nor the finish."""
+    from reshard.training.final.finish import finish
+    from reshard.training.launching import launch
+
+    try:
+        record = found.as_dict() if found else {}
+        status = launch.launch(run, record, started=started, quiet=quiet, language=language)
+        if status or not found:
+            return Outcome(status, found)
+        with signals.raised():
+            finished = finish(run)
+    except signals.Stopped as stop:
+        launch.interrupted(run, stop)
+        return Outcome(stop.status, found)
+    return Outcome(0 if finished.whole else 1, found, finished)
+
+
+def clear(run: Run) -> None:
+    """Remove the files of an earlier run. Raises ReshardError if the output is not a run's, or this run reads it."""
+    from reshard.training.outputs import cleared, made
+
+    problems = list(cleared(run))
+    if problems:
+        raise ReshardError(problems)
+    for path in made(run):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

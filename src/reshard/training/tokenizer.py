@@ -1,0 +1,58 @@
+"""Check the tokenizer of a model before a run starts: it loads, encodes text, and has an end token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from reshard.base.errors import ReshardError
+from reshard.formats.companions import find_companions
+from reshard.training.run import Run
+
+
+def tokenizer_of(run: Run, options: dict[str, Any]) -> Any:
+    """The tokenizer with its template. Raises ReshardError if it is missing, or has no vocabulary."""
+    remedy = "copy the tokenizer of the base model into the folder"
+    if not find_companions(run.model).has_tokenizer:
+        raise ReshardError(
+            "tokenizer-missing",
+            "the model has no tokenizer",
+            file=str(run.model),
+            rule="without one, transformers 5 creates a tokenizer that encodes every text to nothing",
+            remedy=remedy,
+        )
+    from transformers import AutoTokenizer
+
+    trusted = bool(options.get("trust_remote_code"))
+    path = options.get("chat_template_path")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(run.model), trust_remote_code=trusted)
+        if path and Path(path).is_file():
+            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        elif path:
+            tokenizer.chat_template = AutoTokenizer.from_pretrained(str(path)).chat_template
+    except Exception as error:  # whatever a broken file makes transformers raise
+        found = f"{type(error).__name__}: {error}".split("\n")[0]
+        where = f"{run.model}, {path}" if path else str(run.model)
+        raise ReshardError(
+            "tokenizer-unreadable", "the tokenizer cannot be opened", file=where, found=found, remedy=remedy
+        ) from None
+    if len(tokenizer) < 2 or not tokenizer("a b c")["input_ids"]:
+        found = f"{len(tokenizer)} tokens"
+        raise ReshardError(
+            "tokenizer-yields-nothing",
+            "the tokenizer encodes text to nothing",
+            file=str(run.model),
+            found=found,
+            remedy=remedy,
+        )
+    if tokenizer.eos_token is None and not options.get("eos_token"):
+        raise ReshardError(
+            "tokenizer-without-end",
+            "the tokenizer has no end token",
+            file=str(run.model),
+            rule="answers end with it; a model that never saw it does not stop",
+            remedy="set eos_token in tokenizer_config.json to the token that ends a turn"
+            + (", or give it with --eos_token" if "eos_token" in options else ""),
+        )
+    return tokenizer

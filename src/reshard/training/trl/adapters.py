@@ -1,0 +1,153 @@
+"""The adapter of a run, made on the meta device: options that PEFT, TRL or the ranks would refuse, or ignore."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.suggest import did_you_mean
+from reshard.training.trl.loading import adapter_config
+from reshard.training.trl.methods import Way
+
+
+def adapted(model: Any, options: Mapping[str, Any], way: Way) -> Any:
+    """A model on the meta device with the adapter that the options describe. Raises ReshardError."""
+    config = adapter_config(
+        {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    )
+    linears = _linears(model)
+    names = _Names.of(model)
+    tied = _is_tied(model)
+    found = _made(model, config, names, options, linears)
+    _check_head(found, way, linears)
+    if tied and not _is_tied(found):
+        raise ReshardError(
+            "adapter-unties-head",
+            "the adapter would train a copy of only one of two tied weights",
+            rule="the head is the embedding (tie_word_embeddings); the copies that PEFT saves would differ",
+            found=f"--lora_modules_to_save {' '.join(options['lora_modules_to_save'] or ())}",
+            remedy="leave out the head and the embedding, or train all weights with --full",
+        )
+    return found
+
+
+def _is_tied(model: Any) -> bool:
+    """Whether head and embedding are one weight."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    weight = getattr(head, "weight", None)
+    return weight is not None and weight is getattr(embedding, "weight", None)
+
+
+def _made(model: Any, config: Any, names: _Names, options: Mapping[str, Any], linears: list[str]) -> Any:
+    """PEFT's model. It refuses options only if nothing is adapted, and has then translated the names in its config."""
+    import torch
+    from peft import NoMatchingPeftModuleError, get_peft_model
+
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT looks up names that transformers has changed
+            made = get_peft_model(model, config)
+    except (ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
+        unmatched = isinstance(error, NoMatchingPeftModuleError)
+        if unmatched and (problems := [*_unmatched(names, config, options, linears)]):
+            raise ReshardError(problems) from None
+        raise ReshardError(
+            "peft-cannot-adapt",
+            "PEFT cannot adapt the model with these options",
+            found=str(error).split("\n")[0],
+            expected=_expected(linears) if unmatched else None,
+            remedy="correct --lora_target_modules, --lora_target_parameters or --lora_modules_to_save",
+        ) from None
+    if problems := [*_unmatched(names, config, options, linears)]:
+        raise ReshardError(problems)
+    return made
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of a model before it is adapted; those of tied parts more than once."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> _Names:
+        """The names of a model."""
+        modules = tuple(name for name, _ in model.named_modules(remove_duplicate=False) if name)
+        return cls(modules, tuple(name for name, _ in model.named_parameters(remove_duplicate=False)))
+
+
+def _unmatched(
+    names: _Names, config: Any, options: Mapping[str, Any], linears: list[str]
+) -> Iterator[Problem]:
+    """A problem for each name that matches nothing: PEFT ignores it if another one matches."""
+    whole = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names.parameters})
+    for option, matches, there, known in (
+        ("lora_target_modules", _is_end, names.modules, linears),
+        ("lora_target_parameters", _is_end, names.parameters, _ends(names.parameters, 2)),
+        ("lora_modules_to_save", str.endswith, names.modules, whole),
+    ):
+        for name in _asked(options.get(option), getattr(config, option.removeprefix("lora_"))):
+            if not any(matches(each, name) for each in there):
+                yield Problem(
+                    "adapter-name-matches-nothing",
+                    f"--{option} names a part that the model does not have",
+                    expected=listed(known),
+                    found=name,
+                    remedy=did_you_mean(
+                        name, {*known, *_ends(there, name.count(".") + 1)}, "correct the name"
+                    ),
+                )
+
+
+def _is_end(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _ends(names: Iterable[str], parts: int) -> list[str]:
+    """The last parts of names, each once."""
+    return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
+
+
+def _asked(given: Any, config: Any) -> list[str]:
+    """Names that were given and that PEFT looks for; it translates those of modules that transformers has merged.
+
+    A text is all-linear or a regular expression; if it matches nothing, PEFT says so.
+    """
+    if isinstance(config, str) or isinstance(given, str) or not given:
+        return []
+    return [name for name in given if any(_is_end(name, each) for each in config or ())]
+
+
+def _expected(linears: list[str]) -> str:
+    return f"--lora_target_modules: all-linear, or names of layers, as {', '.join(linears)}"
+
+
+def _linears(model: Any) -> list[str]:
+    """The last parts of the names of the linear layers that `all-linear` adapts: not the head."""
+    from torch.nn import Linear
+
+    head = model.get_output_embeddings()
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, Linear) and module is not head
+    ]
+    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear))
+
+
+def _check_head(model: Any, way: Way, linears: list[str]) -> None:
+    """Raise ReshardError if a trainer that multiplies by the weight of the head would ignore the head's adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if way.whole_logits or not isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        return
+    raise ReshardError(
+        "adapter-of-head-ignored",
+        f"{way.name} cannot train an adapter of the head",
+        rule="TRL computes the logits from the head's own weight, tile by tile",
+        expected=_expected(linears),
+        found="the head in --lora_target_modules",
+        remedy="leave it out",
+    )

@@ -1,0 +1,187 @@
+"""Samples per step, steps per run, and bytes per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from reshard.base.errors import Problem, ReshardError
+from reshard.diagnosis.rules import told
+from reshard.diagnosis.spelling import Usage, spelled
+from reshard.formats.companions import CONFIG
+from reshard.training.engine import Batches, Precision
+from reshard.training.methods import is_rewarded
+from reshard.training.run import Run
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: int) -> Batches:
+    """The batches of a run. With `packing`, the number of steps is an upper bound. Raises ReshardError."""
+    problems = [*alien_parallelism(run)] or [*_ranks(run, world_size)]
+    if problems:
+        raise ReshardError(problems)
+    replicas = run.layout.replicas(world_size)
+    per_device = int(options["per_device_train_batch_size"])
+    accumulation = int(options["gradient_accumulation_steps"])
+    step = per_device * accumulation * replicas
+    if is_rewarded(run.method):
+        problems = [*_groups(options, step, replicas), *_evaluated_groups(run, options, replicas)]
+    if problems:
+        raise ReshardError(problems)
+    rows = _rows(run, options, step, samples)
+    batches = ceil(rows / (per_device * replicas))
+    updates = max(ceil(batches / accumulation), 1)
+    limit = int(options["max_steps"])
+    steps = limit if limit > 0 else ceil(float(options["num_train_epochs"]) * updates)
+    return Batches(per_device, accumulation, replicas, steps, _length(run, options))
+
+
+def alien_parallelism(run: Run) -> Iterator[Problem]:
+    """A problem of parallelism that TRL does not have, so that the ranks cannot be counted."""
+    alien = [name for name in ("pp", "vpp", "cp") if getattr(run.layout, name) > 1]
+    if alien:
+        yield Problem(
+            "trl-parallelism-unsupported",
+            "TRL has no pipeline or context parallelism here",
+            found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
+            remedy="use --engine megatron, or --parallel fsdp2 to shard the model",
+        )
+
+
+def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
+    if world_size % run.layout.tp:
+        yield Problem(
+            "ranks-not-divisible-by-tp",
+            "the ranks cannot be divided into tensor-parallel groups",
+            found=f"{world_size} ranks, --tp {run.layout.tp}",
+            remedy=f"pass --nproc {run.layout.tp}, or choose --tp as a divisor of {world_size}",
+        )
+    elif run.parallel == "tp" and run.layout.tp != world_size:
+        yield from _beside_tensor_parallelism(run, world_size)
+    if run.layout.ep not in (1, run.layout.tp):
+        yield Problem(
+            "trl-experts-follow-tp",
+            "TRL shards experts over the tensor-parallel ranks",
+            found=f"--ep {run.layout.ep} with --tp {run.layout.tp}",
+            remedy="pass --parallel tp with the same --tp and --ep, or use --engine megatron",
+        )
+
+
+def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
+    """Features not known to work with transformers' FSDP2 over groups of tensor-parallel ranks."""
+    wrong = {
+        "--lora": run.lora,  # adapters are made after sharding: their gradients are not averaged
+        run.method.upper(): is_rewarded(run.method),
+        f"--ep {run.layout.ep}": run.layout.ep > 1,
+        "--eval-data": run.eval_data is not None,  # accelerate counts some of the records twice
+        "a head that is tied to the embedding": _is_tied(run),  # its second step has another loss
+    }
+    for what in (name for name, asked in wrong.items() if asked):
+        yield Problem(
+            "tensor-and-data-parallel",
+            f"{what} cannot combine tensor and data parallelism here",
+            found=f"{world_size} ranks, --tp {run.layout.tp}",
+            remedy=f"pass --nproc {run.layout.tp} or --tp {world_size}; or use --parallel fsdp2",
+        )
+
+
+def _is_tied(run: Run) -> bool:
+    """Whether the head is tied, as transformers reads the config: some families are tied if the config does not say."""
+    if not (run.model / CONFIG).is_file():
+        return False
+    from transformers import AutoConfig
+
+    trusted = bool(run.options.get("trust_remote_code"))
+    config = AutoConfig.from_pretrained(str(run.model), trust_remote_code=trusted)
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+
+
+def _generated(options: Mapping[str, Any], step: int) -> int:
+    """Completions per generation over all replicas; `step` is the number of samples per optimizer step."""
+    if options["generation_batch_size"]:
+        return int(options["generation_batch_size"])
+    accumulation = int(options["gradient_accumulation_steps"])
+    return step // accumulation * int(options["steps_per_generation"] or accumulation)
+
+
+def _groups(options: Mapping[str, Any], step: int, replicas: int) -> Iterator[Problem]:
+    """A problem if a generation does not consist of complete groups of completions, in the doctor's words."""
+    group, total = int(options["num_generations"]), _generated(options, step)
+    found = f"{total} completions on {replicas} ranks with different data, groups of {group}"
+    if group < 2:
+        finding = told("grpo-one-generation", [], {"group": group})
+    elif total % group:
+        each = total // replicas
+        fitting = ", ".join(str(ranks) for ranks in range(1, 65) if each * ranks % group == 0)
+        finding = told(
+            "script-grpo-arithmetic", [], {"total": each, "group": group, "ranks": fitting or "no number of"}
+        )
+    else:
+        return
+    (finding,) = spelled([finding], Usage({"reshard"}))
+    yield replace(finding, found=found)
+
+
+def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> Iterator[Problem]:
+    """A problem if an evaluation step does not consist of complete groups of completions."""
+    if run.eval_data is None or str(options["eval_strategy"]) == "no":
+        return
+    group = int(options["num_generations_eval"] or options["num_generations"])
+    per_device = int(options["per_device_eval_batch_size"])
+    if per_device * replicas % group:
+        yield Problem(
+            "grpo-evaluation-groups-cut",
+            "the completions of an evaluation batch are not complete groups",
+            rule="the completions of a prompt are compared with each other",
+            expected=f"a multiple of {group}",
+            found=f"--per_device_eval_batch_size {per_device} on {replicas} ranks with different data",
+            remedy=f"pass --per_device_eval_batch_size {ceil(per_device / group) * group}, or leave it out",
+        )
+
+
+def evaluation_of(options: Mapping[str, Any]) -> str:
+    """When evaluations run, in words: `once an epoch, 8 at a time`."""
+    strategy, steps = str(options["eval_strategy"]), float(options["eval_steps"] or options["logging_steps"])
+    often = f"every {steps:g} steps" if steps >= 1 else f"every {steps:.0%} of the steps"
+    when = {"no": [], "epoch": ["once an epoch"], "steps": [often]}[strategy]
+    when += ["before the first step"] if options["eval_on_start"] else []
+    if not when:
+        return "never, by --eval_strategy no"
+    return f"{' and '.join(when)}, {options['per_device_eval_batch_size']} at a time on each rank"
+
+
+def _rows(run: Run, options: Mapping[str, Any], step: int, samples: int) -> int:
+    """Rows per epoch. GRPO draws complete generations, and repeats each prompt for its group."""
+    if not is_rewarded(run.method):
+        return samples
+    group = int(options["num_generations"])
+    prompts = _generated(options, step) // group
+    return samples // prompts * prompts * group * int(options["num_iterations"])
+
+
+def _length(run: Run, options: Mapping[str, Any]) -> int:
+    """Maximum tokens per sequence; for GRPO those of a completion, since TRL does not limit prompts."""
+    return int(options["max_completion_length" if is_rewarded(run.method) else "max_length"] or 0)
+
+
+def precision_of(run: Run, options: Mapping[str, Any]) -> Precision:
+    """Bytes of a trained parameter: weight, gradient, and AdamW's two moments.
+
+    DeepSpeed also keeps float32 copies of 16-bit weights. LoRA adapters are always float32, as is what FSDP2 trains in
+    mixed precision.
+    """
+    mixed = bool(options["bf16"] or options["fp16"])
+    raised = run.lora or (run.parallel == "fsdp2" and mixed)
+    weights = 4 if raised else BYTES.get(str(options["dtype"]), 4)
+    copies = 4 if run.parallel.startswith("zero") and weights == 2 else 0
+    moments = 8 if copies else 2 * weights
+    return Precision(
+        weights=weights,
+        gradients=weights,
+        optimizer=moments + copies,
+        activations=2 if mixed else 4,
+        recomputation=bool(options["gradient_checkpointing"]),
+    )

@@ -1,0 +1,243 @@
+"""Assert that the run is as requested, when everything is prepared and after the first step.
+
+A plan that is silently ignored is the costliest failure, because training continues: DDP instead of FSDP, one process
+instead of eight, an optimizer with other tensors than the model's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from reshard import guard
+from reshard.base.errors import Problem, ReshardError, listed
+from reshard.training.run import Run
+from reshard.training.trl import quantized
+from reshard.training.trl.devices import agreed, world_size
+
+WRAPPERS = {
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "FSDPModule",
+    "zero2": "DeepSpeedEngine",
+    "zero3": "DeepSpeedEngine",
+}
+PARTS = ("lora_", "modules_to_save", "trainable_tokens")
+"""Parts of the names of an adapter's parameters."""
+MOVED = "moved"
+SAMPLE = 256
+"""Elements of each trained tensor that are compared to see whether it changed."""
+
+
+def assert_plan(run: Run, trainer: Any) -> None:
+    """Compare the prepared trainer with the request. Raises one ReshardError, the same on every rank."""
+    problems = [
+        *_world(trainer),
+        *_wrapper(run, trainer),
+        *_parameters(run, trainer),
+        *_trainable(run, trainer),
+        *_head(run, trainer),
+    ]
+    problems += [*_device_map(trainer.model, "the model"), *_reference(run, trainer), *_guarded(run, trainer)]
+    if found := agreed(problems):
+        raise ReshardError(found)
+
+
+def _world(trainer: Any) -> Iterator[Problem]:
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    found = trainer.accelerator.num_processes
+    if not asked == found == world_size():
+        yield Problem(
+            "processes-missing",
+            "fewer ranks are running than processes were started",
+            rule="all processes of the launcher must be ranks of one group",
+            expected=f"{asked} ranks",
+            found=f"{found} in accelerate, {world_size()} in torch.distributed",
+            remedy="start them with torchrun or reshard: `accelerate launch --cpu` starts one process only",
+        )
+
+
+def _is_shared(run: Run) -> bool:
+    """Whether groups of tensor-parallel ranks shard the model by FSDP2."""
+    return run.parallel == "tp" and world_size() > run.layout.tp
+
+
+def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
+    kind = run.parallel
+    asked = "FSDPModule" if _is_shared(run) else WRAPPERS.get(kind)
+    if kind == "ddp" and world_size() == 1:
+        asked = None  # one process has no others to share with
+    found = [name for name in dict.fromkeys(WRAPPERS.values()) if _is(trainer.model_wrapped, name)]
+    if found == ([asked] if asked else []):
+        return
+    yield Problem(
+        "model-not-wrapped",
+        "the model is not wrapped as planned",
+        expected=f"{asked or 'no wrapper'} (--parallel {kind})",
+        found=", ".join(found) or type(trainer.model_wrapped).__name__,
+        remedy="unset the variables of accelerate (ACCELERATE_*, FSDP_*) and look at the versions: reshard doctor; "
+        "on a CPU, FSDP2 and tensor parallelism need at least two processes",
+    )
+
+
+def _is(model: Any, name: str) -> bool:
+    return any(base.__name__ == name for base in type(model).__mro__)
+
+
+def _split(model: Any) -> tuple[list[str], list[str]]:
+    from torch.distributed.tensor import DTensor
+
+    sharded: list[str] = []
+    plain: list[str] = []
+    for name, parameter in model.named_parameters():
+        (sharded if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") else plain).append(name)
+    return sharded, plain
+
+
+def _parameters(run: Run, trainer: Any) -> Iterator[Problem]:
+    yield from _spread(run, trainer.model, "the model")
+
+
+def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
+    """A problem if parameters are not sharded where the plan shards them, or sharded where it does not."""
+    sharded, plain = _split(model)
+    kind = run.parallel
+    if kind in ("ddp", "zero2"):
+        wrong, words = sharded, "complete parameters, none sharded"
+    elif kind in ("fsdp2", "zero3"):
+        wrong, words = plain, "sharded parameters only"
+    elif _is_shared(run):
+        wrong, words = plain, "parameters sharded over the tensor parallel ranks, and over their groups"
+    else:
+        wrong, words = [] if sharded else plain, "parameters sharded over the tensor parallel ranks"
+    if wrong:
+        yield Problem(
+            "parameters-not-as-planned",
+            f"the parameters of {whose} are not placed as planned",
+            tensor=listed(wrong, guard.SHOWN),
+            expected=f"{words} (--parallel {kind})",
+            found=f"{len(sharded)} sharded, {len(plain)} whole",
+            remedy="load with device_map=None and without tp_plan; shard with --parallel alone",
+        )
+
+
+def _trainable(run: Run, trainer: Any) -> Iterator[Problem]:
+    names = {name: parameter.requires_grad for name, parameter in trainer.model.named_parameters()}
+    if run.lora:
+        wrong = [name for name, trained in names.items() if trained != _of_adapter(name)]
+    else:
+        wrong = [name for name, trained in names.items() if not trained]
+    if wrong:
+        yield Problem(
+            "trainable-parameters-differ",
+            "the trainable parameters are not the planned ones",
+            tensor=listed(wrong, guard.SHOWN),
+            expected="adapters only" if run.lora else "all parameters",
+            found=f"{sum(names.values())} of {len(names)} trainable",
+            remedy="freeze parameters only with --lora",
+        )
+
+
+def _of_adapter(name: str) -> bool:
+    return any(part in name for part in PARTS) and ".original_module." not in name
+
+
+def _head(run: Run, trainer: Any) -> Iterator[Problem]:
+    """A problem if a head is trained with an adapter under FSDP2: TRL 1.16 gathers it outside of its FSDP group.
+
+    `full_tensor()` then gives each rank the gradient of its own samples only, and they are never summed.
+    """
+    if not (run.lora and run.parallel == "fsdp2"):
+        return
+    head = trainer.model.get_output_embeddings()
+    trained = (
+        [name for name, each in head.named_parameters() if each.requires_grad] if head is not None else []
+    )
+    if trained:
+        yield Problem(
+            "fsdp2-head-not-averaged",
+            "FSDP2 does not average the gradient of a head that is trained with an adapter",
+            tensor=", ".join(trained),
+            rule="the gradient of a weight must cover the samples of all ranks",
+            found="the head in lora_modules_to_save or lora_target_modules, with --parallel fsdp2",
+            remedy="do not train the head, use --parallel ddp or zero3, or train everything with --full",
+        )
+
+
+def _device_map(model: Any, whose: str) -> Iterator[Problem]:
+    for name, module in model.named_modules():
+        if getattr(module, "hf_device_map", None) and not quantized.is_on_one_device(module):
+            yield Problem(
+                "model-loaded-with-device-map",
+                f"{whose} was loaded with a device map",
+                tensor=name or type(module).__name__,
+                found=str(module.hf_device_map)[:200],
+                remedy="load with device_map=None: each rank has its own device",
+            )
+            return
+
+
+def _reference(run: Run, trainer: Any) -> Iterator[Problem]:
+    """Check that the reference model of DPO and GRPO is sharded like the model, frozen, and separate from it."""
+    reference = getattr(trainer, "ref_model", None)
+    if reference is None:
+        return
+    yield from _spread(run, reference, "the reference model")
+    yield from _device_map(reference, "the reference model")
+    own = {id(parameter) for parameter in trainer.model.parameters()}
+    if any(id(parameter) in own for parameter in reference.parameters()):
+        yield Problem(
+            "reference-model-shared",
+            "the reference model is the model itself",
+            rule="the reference must keep the initial weights",
+            remedy="use TRL 1.16 or later",
+        )
+
+
+def _guarded(run: Run, trainer: Any) -> list[Problem]:
+    """Problems found by `reshard.guard`, except plain norms and adapters next to DTensors, as in transformers."""
+    try:
+        guard.check(trainer.model_wrapped, trainer.optimizer)
+    except ReshardError as error:
+        return [
+            each
+            for each in error.problems
+            if not (run.parallel == "tp" and each.code == "guard-mixed-parameters")
+        ]
+    return []
+
+
+class Motion:
+    """Detects whether weights change, by elements of each trained tensor copied before the first step."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._before = self._sample()
+
+    def _sample(self) -> list[Any]:
+        return [_elements(parameter) for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def assert_moved(self) -> None:
+        """Raise ReshardError on each rank if no weight of any rank changed."""
+        import torch
+
+        after = self._sample()
+        moved = any(not torch.equal(old, new) for old, new in zip(self._before, after, strict=True))
+        if MOVED in agreed([MOVED] if moved else []):
+            return
+        raise ReshardError(
+            "weights-unchanged",
+            "the weights did not change in the first step",
+            rule="an optimizer that was created before sharding updates other tensors",
+            found=f"{len(self._before)} trained tensors, all as before",
+            remedy="raise learning_rate if it is tiny (in bfloat16 small updates vanish: dtype float32); otherwise "
+            "look at the versions with reshard doctor",
+        )
+
+
+def _elements(parameter: Any) -> Any:
+    """Up to `SAMPLE` elements of this rank's shard of a parameter, evenly spaced, copied to host memory."""
+    local = getattr(parameter, "ds_tensor", None)
+    local = getattr(parameter, "_local_tensor", parameter) if local is None else local
+    flat = local.detach().reshape(-1)
+    return flat[:: max(flat.numel() // SAMPLE, 1)].cpu().clone()

@@ -1,0 +1,109 @@
+"""Values of the right type that TRL, transformers or PEFT would only refuse after the ranks have started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.base.errors import Problem
+from reshard.base.suggest import did_you_mean
+from reshard.training import signals
+
+POSITIVE = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"),
+    *("max_length", "max_completion_length", "generation_batch_size", "steps_per_generation"),
+    *("num_iterations", "lora_r", "lora_alpha", "loraplus_lr_ratio"),
+    *("eval_steps", "per_device_eval_batch_size", "eval_accumulation_steps", "num_generations_eval"),
+)
+"""Numbers that must be greater than 0 unless they are None."""
+NOT_NEGATIVE = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "beta"),
+    *("temperature", "dataloader_num_workers", "save_steps", "save_total_limit"),
+    "eval_delay",
+)
+BELOW_ONE = ("lora_dropout",)
+"""Numbers that must be less than 1."""
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def wrong_values(typed: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of typed options; `said` are the same options as given."""
+    for name, value in typed.items():
+        if why := _wrong_number(name, value, typed):
+            yield Problem(
+                "option-value-impossible",
+                f"--{name} has a value that makes training impossible",
+                expected=why,
+                found=str(said.get(name, value)),
+                remedy="correct the value",
+            )
+    yield from _workers(typed.get("dataloader_multiprocessing_context"))
+    yield from _attention(typed.get("attn_implementation"))
+    yield from _trackers(typed.get("report_to"))
+
+
+def _wrong_number(name: str, value: Any, typed: Mapping[str, Any]) -> str | None:
+    """What a number should be, or None if it is valid."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if math.isnan(value) or (math.isinf(value) and name != "max_grad_norm"):
+        return "a finite number"
+    if name in POSITIVE and value <= 0:
+        return "more than 0"
+    if name in BELOW_ONE and not 0 <= value < 1:
+        return "0 or more, and less than 1"
+    if name in NOT_NEGATIVE and value < 0:
+        return "0 or more"
+    if name == "num_train_epochs" and value <= 0 and typed.get("max_steps", -1) <= 0:
+        return "more than 0, or --max_steps"
+    return None
+
+
+def _workers(context: Any) -> Iterator[Problem]:
+    """A problem if data workers are started in a way in which a signal to all processes ends them."""
+    if context is not None and context not in signals.WAYS:
+        yield Problem(
+            "data-workers-unsteady",
+            "data workers would not outlive a signal to all processes",
+            rule="they end with the server that forks them, so the step cannot be finished and saved",
+            expected=" or ".join(signals.WAYS),
+            found=f"--dataloader_multiprocessing_context {context}",
+            remedy="leave it out",
+        )
+
+
+def _attention(chosen: Any) -> Iterator[Problem]:
+    """A problem for a name unknown to transformers. Names with a slash are kernels of the Hub."""
+    if not isinstance(chosen, str) or "/" in chosen:
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = [*ATTENTIONS, *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
+    if chosen not in known:
+        yield Problem(
+            "attention-unknown",
+            "transformers has no such attention",
+            expected=", ".join(dict.fromkeys(known)),
+            found=f"--attn_implementation {chosen}",
+            remedy=did_you_mean(chosen, known, "leave it out: sdpa is the default"),
+        )
+
+
+def _trackers(named: Any) -> Iterator[Problem]:
+    """Problems for trackers unknown to transformers; whether known ones are installed is checked elsewhere."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    names = [named] if isinstance(named, str) else list(named or [])
+    known = [*INTEGRATION_TO_CALLBACK, "all", "none"]
+    for name in names:
+        if name not in known:
+            yield Problem(
+                "tracker-unknown",
+                "transformers knows no such tracker",
+                expected=", ".join(known),
+                found=f"--report_to {name}",
+                remedy=did_you_mean(
+                    str(name), known, "leave it out: metrics.jsonl and report.html are always written"
+                ),
+            )

@@ -1,0 +1,214 @@
+"""Tokenizer, model and adapter of a run: loaded from folders, without a device map and with an explicit dtype."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.base.errors import Problem, ReshardError
+from reshard.formats.companions import CONFIG, read_object
+from reshard.training.run import Run
+from reshard.training.trl.arguments import model_arguments
+from reshard.training.trl.methods import WAYS
+from reshard.training.trl.weights import adapter_parameters
+
+
+def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
+    """The tokenizer of a model, with a padding token and the options' template and EOS token. Raises ReshardError."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=bool(options["trust_remote_code"]))
+    if problems := [*_unfit(run, tokenizer)]:
+        raise ReshardError(problems)
+    if path := options.get("chat_template_path"):
+        _take_template(tokenizer, Path(path))
+    if end := options.get("eos_token"):
+        tokenizer.eos_token = end
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _take_template(tokenizer: Any, path: Path) -> None:
+    """Do what TRL's `clone_chat_template` does to a tokenizer; TRL later adapts the model."""
+    from transformers import AutoTokenizer
+
+    if path.is_file():
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        return
+    source = AutoTokenizer.from_pretrained(str(path))
+    tokenizer.chat_template = source.get_chat_template()
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens([each for each in source.added_tokens_decoder.values() if each.content not in known])
+    tokenizer.eos_token = source.eos_token
+
+
+def check_template(run: Run, tokenizer: Any) -> None:
+    """Raise ReshardError if the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        raise ReshardError(
+            "chats-without-template",
+            "the data are chats, and the tokenizer has no chat template",
+            file=str(run.model),
+            remedy="pass --chat_template_path, or put a chat_template.jinja next to the tokenizer",
+        )
+
+
+def _unfit(run: Run, tokenizer: Any) -> Iterator[Problem]:
+    """Problems of a tokenizer for training this model."""
+    file = str(run.model)
+    if len(tokenizer) <= 1:
+        yield Problem(
+            "tokenizer-missing",
+            "the model has no tokenizer",
+            file=file,
+            rule="without one, transformers 5 creates a tokenizer that encodes every text to nothing",
+            remedy="copy tokenizer.json and tokenizer_config.json of the base model into the folder",
+        )
+    rows = read_object(run.model / CONFIG).get("vocab_size")
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if isinstance(rows, int) and highest >= rows:
+        yield Problem(
+            "tokenizer-exceeds-embedding",
+            "the tokenizer has more tokens than the model",
+            file=file,
+            expected=f"token ids below {rows}, the vocab_size of config.json",
+            found=str(highest),
+            remedy="use the tokenizer that belongs to the model",
+        )
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        yield Problem(
+            "tokenizer-without-padding",
+            "the tokenizer has neither a padding nor an end token",
+            file=file,
+            remedy="set pad_token in tokenizer_config.json",
+        )
+
+
+def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> Any:
+    """The model to train: that of the run, or of the checkpoint from which it continues.
+
+    An adapter's weights are loaded later, when TRL has made the adapter. Wherever the weights come from, the model
+    names the base as its path: TRL loads the reference model from there.
+    """
+    from transformers import set_seed
+
+    way = WAYS[run.method]
+    if run.parallel == "fsdp2":
+        # transformers checks this variable of `accelerate launch` as well as those that TrainingArguments has set.
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+    own = checkpoint is not None and not run.lora and not run.parallel.startswith("zero")
+    folder = checkpoint if own else run.model
+    given = model_arguments(run, options)
+    if own:
+        given["dtype"] = "auto"  # as saved: FSDP2 trains in float32 what was loaded in 16 bits
+    set_seed(int(options["seed"]))  # as TRL does: missing weights are drawn, equally on all ranks
+    model = way.model_class().from_pretrained(
+        folder, trust_remote_code=bool(options["trust_remote_code"]), **way.model_arguments, **given
+    )
+    model.config._name_or_path = str(run.model)
+    model.name_or_path = str(run.model)
+    return model
+
+
+def reference_of(run: Run, options: Mapping[str, Any]) -> Any:
+    """The reference model of DPO under FSDP2, sharded layer by layer.
+
+    TRL 1.16 shards it as one group (`prepare_fsdp`), so that each forward pass would gather all of it on each rank.
+    """
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        run.model, trust_remote_code=bool(options["trust_remote_code"]), **model_arguments(run, options)
+    )
+    half = torch.bfloat16 if options["bf16"] else torch.float16 if options["fp16"] else None
+    policy = MixedPrecisionPolicy(param_dtype=half)
+    layers = set(model._no_split_modules or ())
+    for module in [each for each in model.modules() if type(each).__name__ in layers]:
+        fully_shard(module, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+def adapter_config(options: Mapping[str, Any]) -> Any:
+    """PEFT's config for the adapter that the options describe."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options["lora_r"],
+        lora_alpha=options["lora_alpha"],
+        lora_dropout=options["lora_dropout"],
+        target_modules=_targets(options["lora_target_modules"]),
+        target_parameters=options["lora_target_parameters"],
+        modules_to_save=options["lora_modules_to_save"],
+        use_rslora=options["use_rslora"],
+        use_dora=options["use_dora"],
+    )
+
+
+_NAME = re.compile(r"[\w.-]+")
+"""A module's name, as opposed to a regular expression."""
+
+
+def _targets(given: Any) -> Any:
+    """The modules to adapt: a list of names, or a text, which PEFT reads as all-linear or as a regular expression."""
+    if not (isinstance(given, list) and len(given) == 1):
+        return given
+    (only,) = given
+    return given if _NAME.fullmatch(only) and only.lower() != "all-linear" else only
+
+
+def mend_adapter(model: Any) -> None:
+    """Give the adapter weights of tensor-parallel layers their full size: PEFT 0.21 makes row-parallel ones too small.
+
+    `lora_A` of a row-parallel layer has the `in_features` of one rank's shard, too few for the forward pass of
+    transformers; as ranks are seeded alike, each draws the same numbers, scaled for a layer of that size.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not (".lora_A." in name and isinstance(weight, DTensor)):
+            continue
+        module.out_features, module.in_features = weight.shape
+        whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        torch.nn.init.kaiming_uniform_(whole, a=5**0.5)  # as PEFT draws them
+        _put(weight, distribute_tensor(whole, weight.device_mesh, weight.placements))
+
+
+def _put(target: Any, value: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def load_adapter(model: Any, checkpoint: Path) -> None:
+    """Replace the new adapter by that of a checkpoint. Raises ReshardError if they differ in structure."""
+    from safetensors.torch import load_file
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    file = checkpoint / "adapter_model.safetensors"
+    saved, own = load_file(file), adapter_parameters(model)
+    unlike = [name for name in saved.keys() & own.keys() if saved[name].shape != own[name].shape]
+    if unlike or saved.keys() != own.keys():
+        raise ReshardError(
+            "resumed-adapter-differs",
+            "the adapter of the checkpoint does not match the options",
+            tensor=", ".join(sorted(unlike or saved.keys() ^ own.keys())[:5]),
+            file=str(file),
+            found=f"{len(saved)} tensors in the checkpoint, {len(own)} in the model, {len(unlike)} of other shapes",
+            remedy="resume with the LoRA options of the original run",
+        )
+    for name, target in own.items():
+        value = saved[name].to(target.device, target.dtype)
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value, target.device_mesh, target.placements)
+        _put(target, value)

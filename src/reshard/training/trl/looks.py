@@ -1,0 +1,109 @@
+"""Checks before the start for reasons why TRL cannot run: plan, machine, packed samples, template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from reshard.base.errors import Problem
+from reshard.diagnosis.environment import Environment, diagnose_environment
+from reshard.diagnosis.finding import Text
+from reshard.training.findings import in_short, without_bf16
+from reshard.training.run import Run
+from reshard.training.trl import vllm
+from reshard.training.trl.arithmetic import alien_parallelism
+from reshard.training.trl.config_fields import options_of
+from reshard.training.trl.methods import WAYS
+
+RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
+"""Rules of the environment that can break a run. Rules about launches cannot: reshard sets these variables itself."""
+
+
+def asked(run: Run) -> Iterator[Problem]:
+    """Problems of layouts that are contradictory or unsupported by TRL, and of plans unsupported by a method."""
+    way = WAYS[run.method]
+    if run.parallel not in way.plans:
+        yield Problem(
+            "trl-method-plan-unsupported",
+            f"{way.name} does not run under this plan",
+            rule=way.why,
+            expected=f"--parallel {', '.join(way.plans)}",
+            found=f"--parallel {run.parallel}",
+            remedy=f"use --parallel {way.plans[0]}, with --lora or --gradient_checkpointing to save memory",
+        )
+    alien = list(alien_parallelism(run))
+    yield from alien
+    if not alien and (run.layout.tp > 1) != (run.parallel == "tp"):
+        yield Problem(
+            "parallel-and-tp-disagree",
+            "--parallel and --tp disagree",
+            found=f"--parallel {run.parallel} with --tp {run.layout.tp}",
+            expected="--parallel tp --tp N",
+            remedy="pass both, or neither",
+        )
+
+
+def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
+    """Problems of the environment that affect this run, including attention that is missing or mixes samples."""
+    found = diagnose_environment(environment)
+    yield from (in_short(finding) for finding in found if finding.code in RULES)
+    yield from _packed(options)
+    yield from vllm.problems(run, options, environment)
+    yield from _flash(options, environment)
+    if environment.gpus and not options.get("use_cpu"):
+        flash = str(options.get("attn_implementation")).startswith("flash")
+        if options.get("bf16") or flash:
+            yield from without_bf16(environment)
+
+
+def _flash(options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
+    """A problem if flash attention is missing. If `kernels` is installed, transformers takes it from the Hub."""
+    from transformers.utils import is_kernels_available
+
+    chosen = str(options.get("attn_implementation"))
+    package = {"flash_attention_3": "flash-attn-3", "flash_attention_4": "flash-attn-4"}.get(
+        chosen, "flash-attn"
+    )
+    there = package in environment.versions or _is_installed(package) or is_kernels_available()
+    if not chosen.startswith("flash") or there:
+        return
+    yield Problem(
+        "flash-attention-not-installed",
+        "flash attention is not installed",
+        found=f"attn_implementation {chosen}",
+        remedy=f"leave it out: sdpa has the same kernels; or pip install {package}, which needs a GPU",
+    )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def model(run: Run) -> Iterator[Problem]:
+    """Problems of the model's own code that would fail at the first step. Untrusted code is not run."""
+    from reshard.diagnosis.checkpoints import remote_code  # with all that diagnoses a checkpoint
+
+    options = options_of(run)
+    if options["trust_remote_code"] and options["gradient_checkpointing"]:
+        for finding in remote_code(run.model):
+            if finding.code == "checkpoint-old-gradient-checkpointing":
+                problem = in_short(finding, "error")
+                cure = f"{problem.remedy} Or pass --gradient_checkpointing false."
+                yield replace(problem, remedy=Text.same(cure))
+
+
+def _packed(options: Mapping[str, Any]) -> Iterator[Problem]:
+    """A problem for packed samples that would attend to each other. Other strategies separate them by positions."""
+    if options.get("packing") and options.get("packing_strategy") == "wrapped":
+        yield Problem(
+            "packed-samples-see-each-other",
+            "samples that share a sequence see each other",
+            rule="the strategy `wrapped` cuts a stream of tokens into sequences and ignores sample boundaries",
+            found="--packing_strategy wrapped",
+            remedy="leave it out: bfd keeps samples apart; for long texts use bfd_split",
+        )

@@ -1,0 +1,95 @@
+"""QLoRA: adapters on a base that bitsandbytes keeps in 4 or 8 bits (TRL's `get_quantization_config`).
+
+The base is quantized when it is loaded, and frozen. Only the adapter is saved and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.base.errors import Problem
+from reshard.training.run import Run
+
+LOADED_IN = {"load_in_4bit": 4, "load_in_8bit": 8}
+OPTIONS = (*LOADED_IN, "bnb_4bit_quant_type", "use_bnb_nested_quant")
+"""Fields of TRL's ModelConfig."""
+NESTED, BLOCKS = 8.127 / 64, 32 / 64
+"""Bits of scales per 4-bit weight: float32 per block of 64; nested, 8 bits per block and a float32 per 256 blocks."""
+
+
+def bits(options: Mapping[str, Any]) -> int | None:
+    """The bits of a base weight, from options as typed or parsed; None if the base is not quantized."""
+    return next(
+        (
+            found
+            for name, found in LOADED_IN.items()
+            if str(options.get(name)).lower() in ("true", "1", "yes")
+        ),
+        None,
+    )
+
+
+def loading(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with which from_pretrained quantizes; none if it should not."""
+    found = bits(options)
+    if found is None:
+        return {}
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    if found == 8:
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=getattr(torch, options["dtype"]),
+        bnb_4bit_quant_type=options["bnb_4bit_quant_type"],
+        bnb_4bit_use_double_quant=options["use_bnb_nested_quant"],
+    )
+    return {"quantization_config": config}
+
+
+def saved(options: Mapping[str, Any], base: int) -> float:
+    """Bytes that quantization saves per weight of `base` bytes."""
+    found = bits(options)
+    if found is None:
+        return 0.0
+    scales = 0.0 if found == 8 else NESTED if options.get("use_bnb_nested_quant") else BLOCKS
+    return base - (found + scales) / 8
+
+
+def is_on_one_device(module: Any) -> bool:
+    """Whether a device map is transformers' own for a quantized model: all of it on the device of this process."""
+    return bool(getattr(module, "is_quantized", False)) and len(set(module.hf_device_map.values())) == 1
+
+
+def problems(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of options that do not work with a quantized base."""
+    found = bits(typed)
+    if found is None:
+        return
+    option = f"--load_in_{found}bit"
+    if all(typed.get(name) for name in LOADED_IN):
+        yield Problem(
+            "base-quantized-twice",
+            "the base cannot be loaded in both 4 and 8 bits",
+            found="--load_in_4bit and --load_in_8bit",
+            remedy="leave out one of them",
+        )
+    if not run.lora:
+        yield Problem(
+            "quantized-weights-trained",
+            "quantized weights cannot be trained",
+            rule="only adapters have gradients; bitsandbytes never updates the quantized weights",
+            found=f"{option} without --lora",
+            remedy=f"add --lora, or leave out {option}",
+        )
+    if run.parallel != "ddp":
+        yield Problem(
+            "quantized-base-sharded",
+            "a quantized base cannot be sharded here",
+            rule="bitsandbytes quantizes weights in blocks, which sharding would cut; each rank keeps the "
+            "complete base",
+            found=f"{option} with --parallel {run.parallel}",
+            remedy=f"use --parallel ddp, or leave out {option}",
+        )

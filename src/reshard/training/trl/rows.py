@@ -1,0 +1,87 @@
+"""The data of a run, read once on each node: other ranks map what the first one wrote, and what TRL makes of it.
+
+A `Data` has the training and the evaluation data. SFT gets tokens (`data/store.py`), which TRL truncates and packs; DPO
+and GRPO get records, which TRL tokenizes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.training.data import load_dataset
+from reshard.training.data.mix import Mix
+from reshard.training.data.store import SUFFIX, folder_of, tokenize
+from reshard.training.data.tokens import Learning
+from reshard.training.engine import Monitor
+from reshard.training.run import Run
+from reshard.training.trl import devices
+
+FOLDER = ".data"
+"""Prefix of the folders in the output with Arrow files while ranks train, one folder for each node."""
+
+
+class Data(NamedTuple):
+    """Each a `datasets.Dataset`; `evaluation` is None if the run is not evaluated."""
+
+    train: Any
+    evaluation: Any
+
+
+def learning_of(options: Mapping[str, Any]) -> Learning:
+    """What the loss covers according to TRL's options."""
+    return Learning(
+        bool(options.get("assistant_only_loss")), options.get("completion_only_loss") is not False
+    )
+
+
+@contextmanager
+def rows_of(run: Run, options: Mapping[str, Any], tokenizer: Any, monitor: Monitor) -> Iterator[Data]:
+    """The data of a run, mapped from files, next to which TRL caches its own.
+
+    Otherwise each rank would keep and process all of it. Raises ReshardError for faulty records.
+    """
+    folder = run.output / f"{FOLDER}-{platform.node()}"
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    mixes = {"train": run.data, "eval": run.eval_data}
+    if first:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        for name, mix in mixes.items():
+            if mix:
+                _write(replace(run, data=mix), options, tokenizer, folder / name, monitor)
+    devices.barrier()
+    try:
+        yield Data(*(mix and _mapped(run, mix, folder / name) for name, mix in mixes.items()))
+        devices.barrier()
+    finally:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(run: Run, options: Mapping[str, Any], tokenizer: Any, folder: Path, monitor: Monitor) -> None:
+    if run.method != "sft":
+        load_dataset(run.data, run.method, **run.reading).save_to_disk(str(folder))
+        return
+    folder.mkdir(parents=True)
+    kept = folder_of(run, folder / "tokens")
+    found = tokenize(run, tokenizer, learning_of(options), kept)
+    for number, file in enumerate(found.files):
+        (folder / f"{number:04}{SUFFIX}").symlink_to(file)  # TRL caches its results next to the link
+    if run.token_cache:
+        monitor.note(found.in_words(kept))
+
+
+def _mapped(run: Run, mix: Mix, folder: Path) -> Any:
+    from datasets import Dataset, concatenate_datasets
+
+    if run.method != "sft":
+        return Dataset.load_from_disk(str(folder))
+    parts = [Dataset.from_file(str(file)) for file in sorted(folder.glob(f"*{SUFFIX}"))]
+    whole, picks = concatenate_datasets(parts), mix.picks([len(part) for part in parts])
+    return whole if picks is None else whole.select(picks)

@@ -1,0 +1,254 @@
+"""Self-contained checkpoints: weights, config, tokenizer, template, adapter config, and the record of the run.
+
+The record is written last, when all ranks are done: a folder without it is incomplete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from reshard.base.errors import Problem, ReshardError
+from reshard.formats.companions import CONFIG, find_companions, read_object
+from reshard.stores.hub import name_of, url_of
+from reshard.training.complete import SAVED, note_files
+from reshard.training.run import RECORD, Run
+from reshard.training.trl import weights
+from reshard.training.trl.devices import rank
+from reshard.training.trl.methods import WAYS
+
+SHARD = 5 << 30
+"""Maximum bytes of a weight file, and therefore of what is buffered before writing."""
+OPTIMIZER = "optimizer_0"
+STATE = "trainer_state.json"
+ADAPTER = "adapter_model.safetensors"
+
+
+def write(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the weights of a model, and all other files except the record. All ranks must call it."""
+    if rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in (*folder.glob("*.safetensors*"), folder / RECORD):
+            stale.unlink(missing_ok=True)
+    tensors = weights.tensors_of(model)
+    if weights.is_adapter(model):
+        files = {ADAPTER: dict(tensors)}
+        if rank() == 0:
+            _save(files[ADAPTER], folder / ADAPTER)
+            _adapter_config(run, model, folder)
+    else:
+        _save_shards(tensors, folder)
+    if rank() == 0:
+        _beside(run, model, tokenizer, folder)
+
+
+def _save(tensors: dict[str, Any], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, metadata={"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)  # safetensors makes files readable by their owner only
+
+
+def _save_shards(tensors: Iterable[tuple[str, Any]], folder: Path) -> None:
+    """Write model.safetensors, or shards of at most `SHARD` bytes and their index."""
+    files: list[list[str]] = []
+    for shard in _shards(tensors):
+        files.append(list(shard))
+        _save(shard, folder / f"part-{len(files)}.safetensors")
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    for number, name in enumerate(names, 1):
+        (folder / f"part-{number}.safetensors").rename(folder / name)
+    if len(files) > 1:
+        size = sum((folder / name).stat().st_size for name in names)
+        places = {tensor: name for name, those in zip(names, files, strict=True) for tensor in those}
+        content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(content, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+def _shards(tensors: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+    shard: dict[str, Any] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > SHARD:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _adapter_config(run: Run, model: Any, folder: Path) -> None:
+    """Write adapter_config.json for inference: PEFT would write the mode in which the adapter is trained."""
+    config = model.peft_config[model.active_adapter]
+    before = config.inference_mode, config.base_model_name_or_path
+    config.inference_mode, config.base_model_name_or_path = True, name_of(run.model)
+    config.save_pretrained(str(folder))
+    config.inference_mode, config.base_model_name_or_path = before
+
+
+def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Copy the files of the base, so that its readers read the checkpoint too; save a changed tokenizer."""
+    companions = find_companions(run.model)
+    for name, path in companions.files.items():
+        if name != CONFIG:
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+    if _changed(run, tokenizer):
+        tokenizer.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+    content = dict(read_object(run.model / CONFIG))
+    content["use_cache"] = True
+    if not weights.is_adapter(model):
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        known = [name for name in ("dtype", "torch_dtype") if name in content] or ["torch_dtype"]
+        content.update(dict.fromkeys(known, dtype))
+        content.update(_of_classifier(model) if WAYS[run.method].classifies else {})
+    (folder / CONFIG).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _of_classifier(model: Any) -> dict[str, Any]:
+    """Config keys of a classifier that differ from its base, which had another head."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+
+    config = model.config
+    labels = {str(number): name for number, name in config.id2label.items()}
+    return {
+        "architectures": [CLASSES[type(config)].__name__],
+        "id2label": labels,
+        "label2id": dict(config.label2id),
+        "pad_token_id": config.get_text_config().pad_token_id,
+    }
+
+
+def _changed(run: Run, tokenizer: Any) -> bool:
+    """Whether TRL was told to change the tokenizer's template or EOS token."""
+    from transformers import AutoTokenizer
+
+    base = AutoTokenizer.from_pretrained(
+        run.model, trust_remote_code=bool(run.options.get("trust_remote_code"))
+    )
+    return any(
+        getattr(base, name) != getattr(tokenizer, name) for name in ("chat_template", "eos_token")
+    ) or (len(base) != len(tokenizer))
+
+
+def complete(run: Run, folder: Path) -> None:
+    """Write the record of the run into a checkpoint, which makes it complete."""
+    note_files(folder)
+    record = run.output / RECORD
+    content = record.read_text(encoding="utf-8") if record.is_file() else json.dumps(run.as_dict(), indent=2)
+    (folder / RECORD).write_text(content, encoding="utf-8")
+
+
+def saved(output: Path) -> list[Path]:
+    """The checkpoints of an output that were saved completely, the latest last; older versions wrote no `SAVED`."""
+    return [
+        each
+        for each in _checkpoints(output)
+        if (each / RECORD).is_file() and any((each / name).is_file() for name in (SAVED, STATE))
+    ]
+
+
+def rotate(output: Path, limit: int | None, best: int | None = None) -> None:
+    """Remove all checkpoints except the latest `limit`, and that of step `best`."""
+    for old in _checkpoints(output)[:-limit] if limit else []:
+        if old.name != f"checkpoint-{best}":
+            shutil.rmtree(old)
+
+
+def _checkpoints(output: Path) -> list[Path]:
+    """The checkpoint folders, the latest last."""
+    found = [each for each in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", each.name)]
+    return sorted(found, key=lambda folder: int(folder.name.split("-")[1]))
+
+
+def resumable(run: Run, checkpoint: Path) -> None:
+    """Raise ReshardError if the checkpoint is from a different kind of run."""
+    before = Run.read(checkpoint)
+    pairs = {
+        "method": (before.method, run.method),
+        "--lora": (before.lora, run.lora),
+        "--model": (url_of(before.model), url_of(run.model)),
+        "--parallel": (before.parallel, run.parallel),
+        "--tp": (before.layout.tp, run.layout.tp),
+    }
+    problems = [
+        Problem(
+            "resumed-weights-differ",
+            "the checkpoint belongs to another run",
+            file=str(checkpoint),
+            expected=f"{name} {old}",
+            found=str(new),
+            remedy="resume with the options of the run, or start another run in another folder",
+        )
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]
+    if problems:
+        raise ReshardError(problems)
+
+
+def save_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
+    """Write the state of an optimizer over sharded parameters, each rank its shard. All ranks must call it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(_straight(state), checkpoint_id=folder / OPTIMIZER)
+
+
+def load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
+    """Read what `save_optimizer` wrote, on any number of ranks. All ranks must call it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    loaded = _straight(state)
+    dcp.load(loaded, checkpoint_id=folder / OPTIMIZER)
+    set_optimizer_state_dict(model, optimizer, _placed(loaded, state)["optimizer"])
+
+
+def _straight(state: Any) -> Any:
+    """A state in which each rank has one contiguous shard of each tensor.
+
+    Shards of packed layers (gate and up in one tensor) consist of two parts, which torch 2.13 writes as if they were
+    one.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.utils._pytree import tree_map
+
+    def straight(value: Any) -> Any:
+        if not isinstance(value, DTensor) or all(
+            type(each).__name__ != "_StridedShard" for each in value.placements
+        ):
+            return value
+        return value.redistribute(
+            placements=[Shard(p.dim) if hasattr(p, "dim") else p for p in value.placements]
+        )
+
+    return tree_map(straight, state)
+
+
+def _placed(loaded: Any, like: Any) -> Any:
+    """The inverse of `_straight`."""
+    from torch.distributed.tensor import DTensor
+    from torch.utils._pytree import tree_map
+
+    def placed(value: Any, other: Any) -> Any:
+        if not isinstance(value, DTensor) or value.placements == other.placements:
+            return value
+        return value.redistribute(placements=other.placements)
+
+    return tree_map(placed, loaded, like)

@@ -1,0 +1,41 @@
+"""Computation and communication of a TRL step, for estimates of its speed."""
+
+from __future__ import annotations
+
+from reshard.formats.companions import read_object
+from reshard.training.engine import Batches, Precision
+from reshard.training.memory.activations import Widths
+from reshard.training.planning.speed import Traffic, Work, flops_of_token, passes
+from reshard.training.run import Run
+from reshard.training.trl.config_fields import options_of
+from reshard.training.trl.memory import Sizes, sequences_of, sizes_of
+
+
+def work_of(run: Run, batches: Batches, precision: Precision, world_size: int) -> Work:
+    """The work of one GPU in a step. Raises ReshardError for a config without sizes."""
+    options = options_of(run)
+    sizes, widths = sizes_of(run, options), Widths.of(read_object(run.model / "config.json"))
+    tp = run.layout.tp
+    micro = batches.per_device * sequences_of(run) * batches.length
+    forward = flops_of_token(widths, batches.length)
+    each = passes(recomputed=precision.recomputation, frozen=run.lora)
+    reduced = 4 * (1 + precision.recomputation / 2) * widths.layers if tp > 1 else 0
+    hidden = micro * widths.hidden * precision.activations
+    return Work(
+        flops=micro * batches.accumulation * forward * each / tp,
+        hidden=_spread(run, sizes, batches, precision, world_size),
+        waited=(Traffic(2.0 * reduced * hidden * batches.accumulation, tp),),
+    )
+
+
+def _spread(
+    run: Run, sizes: Sizes, batches: Batches, precision: Precision, world_size: int
+) -> tuple[Traffic, ...]:
+    """Weights gathered for each pass of each batch, if they are sharded; gradients once per step."""
+    tp, kind = run.layout.tp, run.parallel
+    ranks = world_size // tp
+    gradients = sizes.trained / tp * (precision.gradients if kind == "ddp" else precision.activations)
+    if kind in ("ddp", "zero2"):
+        return (Traffic(2.0 * gradients, ranks, tp),)
+    gathered = 2.0 * sizes.all / tp * precision.activations * batches.accumulation
+    return (Traffic(gathered + gradients, ranks, tp),)
