@@ -21,7 +21,6 @@ from reshard.model.dequantization import _FP8, _POWERS
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.genuine import quantized
-from tests.genuine.hub_names import rewritten, rounded_router
 from tests.judges import TOKENS
 
 Models = Callable[..., Path]
@@ -69,7 +68,6 @@ def fp8(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         if name not in made:
             plain = hf_model(name, dtype="bfloat16")
             made[name] = quantized.fp8(plain, tmp_path_factory.mktemp("fp8") / name)
-            rewritten(made[name], rounded_router)
         return made[name]
 
     return get

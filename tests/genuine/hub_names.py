@@ -51,12 +51,12 @@ def rounded_router(config: Config, tensors: Tensors) -> None:
 
 
 def rewritten(folder: Path, *changes: Edit) -> None:
-    """Change the tensors of a folder with one file."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for change in changes:
-        change({}, tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
+    """Change the tensors in each file of a folder."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for change in changes:
+            change({}, tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def without_statics(config: Config, tensors: Tensors) -> None:

@@ -30,6 +30,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from tests.genuine.hub_names import rewritten, rounded_router
+
 CORPUS = Path(__file__).with_name("corpus.txt")
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PAD, EOS = 0, 2
@@ -277,6 +279,8 @@ def make_model(
         _random_model(model_type, settings, dtype, seed).save_pretrained(
             folder, max_shard_size=max_shard_size
         )
+    if dtype == "bfloat16":
+        rewritten(folder, rounded_router)
     if tokenizer:
         make_tokenizer().save_pretrained(folder)
     return folder
