@@ -25,16 +25,24 @@ _USER = re.compile(
     |(?<=/)[^\s/@"<>:]*:[^\s/"<>]*@(?!sha256:)         # user:password@ in a path""",
     re.IGNORECASE | re.VERBOSE,
 )
+_UNENDED = re.compile(
+    r"""((?:https?|s3a?|gc?s|oss|az|abfss?|hf)(?::/+|//+)(?!arn:)[^\s/@"'<>:?#\[]{1,100})  # what precedes a colon
+    :(?!\d{1,5}(?![\w%])|port\b|[${*\[%\\])[^\s/"'<>?#]+                       # and what cannot be a port""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""A user with a password whose @ is missing."""
 _QUERY = re.compile(r"""(?<![(\s])\?[\w.%[\]-]+=[^\s"'<>)]*|(?<=://)([^\s?"<>]{1,300})\?[^\s"'<>)]*""")
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "oss")
-_WITH_AT = ("az", "abfs", "abfss", "hf")
-"""Schemes of object stores, whose names contain no colon, and schemes with an @ in names."""
+_AZURE = ("az", "abfs", "abfss")
+"""Schemes of object stores, whose names contain no colon, and of those with an @ in the names of containers."""
 
 
 def without_secrets(text: str) -> str:
     """A text that may quote URLs, however misspelled, without their users, passwords and queries."""
     if "@" in text and "/" in text:
         text = _USER.sub(_without_user, text)
+    if ":" in text and "/" in text:
+        text = _UNENDED.sub(r"\1", text)
     if "?" in text:
         text = _QUERY.sub(_without_query, text)
     return text
@@ -45,7 +53,7 @@ def _without_user(match: re.Match[str]) -> str:
     before = (scheme or "") + (slashes or "")
     kind = (scheme or "").lower()
     if user is not None:
-        may_be_name = ":" not in slashes or kind in _WITH_AT  # /data//model@v2, hf://Org/Model@main
+        may_be_name = ":" not in slashes or kind in _AZURE  # /data//model@v2
         return match[0] if may_be_name and ":" not in user else before
     if longer is None or kind in _BUCKETS or not re.match(r"[^:]*:\d{1,5}/", longer):
         return before
@@ -58,7 +66,7 @@ def _without_query(match: re.Match[str]) -> str:
     if match[1] is None:
         return ""
     scheme = re.search(r"[a-z][a-z0-9+.-]*$", match.string[: match.start() - 3][-20:], re.IGNORECASE)
-    is_name = scheme and scheme[0].lower() in (*_BUCKETS, *_WITH_AT)
+    is_name = scheme and scheme[0].lower() in (*_BUCKETS, *_AZURE, "hf")
     return match[0] if is_name and "=" not in match[0] else match[1]
 
 

@@ -20,7 +20,7 @@ from reshard.stores.store import Store
 
 ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PAGE = re.compile(r"/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?")
-_PASSWORD = re.compile(r"[^@]*:.*@")
+_PASSWORD = re.compile(r"[^@]*:.*@|[^/@]*@")
 _SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 
 
@@ -37,7 +37,7 @@ class HubStore(Store):
 
     @classmethod
     def address(cls, url: str) -> Address:
-        """A revision may be behind an @, so only a colon makes it a password."""
+        """A revision may be behind an @, but not a repository."""
         scheme, _, rest = url.partition("://")
         if _PASSWORD.match(rest):
             raise with_password(scheme, cls.kind)

@@ -23,8 +23,8 @@ TIMES = ("LastModified", "last_modified", "updated", "mtime")
 class ObjectStore(Store):
     """A bucket, read through its package for fsspec. Its packages take no user from a URL."""
 
-    user: ClassVar[re.Pattern[str]] = re.compile(rf"{PASSWORD}|[^/]*@")
-    """A user, perhaps with a password, before the name of the bucket."""
+    user: ClassVar[re.Pattern[str]] = re.compile(rf"{PASSWORD}|[^/]*@|(?!arn:)[^/:]*:(?!\d{{1,5}}(?:/|$))")
+    """A user, perhaps with a password, before the name of the bucket; the @ between them may be missing."""
 
     @classmethod
     def address(cls, url: str) -> Address:

@@ -64,9 +64,11 @@ class WebStore(Store):
         try:
             split = urlsplit(url)
             _ = split.port  # raises ValueError, as for a password that contains a slash
-        except ValueError as error:
-            raise incomplete(scheme, cls.kind, str(error)) from None
+        except ValueError:  # its text quotes what may be a password
+            raise incomplete(scheme, cls.kind, "an invalid host or port") from None
         userinfo, _, host = split.netloc.rpartition("@")
+        if ":" in unquote(userinfo.partition(":")[0]):
+            raise incomplete(scheme, cls.kind, "a user's name with a colon")
         return Address(scheme, shown(scheme, host + unquote(split.path), cls.kind), userinfo, split.query)
 
     def __init__(self, url: str) -> None:
