@@ -20,7 +20,10 @@ from tests.commandline import reshard as command
 SOURCE = Path(reshard.__file__).parent
 MAKERS = {"Problem": 0, "ReshardError": 0, "leave_out": 0, "damaged_file": 1, "read_dict": 1}
 """Functions that make problems, and the position of their code; the message comes next."""
-READERS = ("adapters/", "formats/", "model/", "inspection.py", "transfer/gather.py", "transfer/sources.py")
+READERS = (
+    *("adapters/", "containers/", "folders/", "formats/", "model/", "records/"),
+    *("commands/inspection.py", "transfer/gather.py", "transfer/sources.py"),
+)
 KEBAB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import reshard
 from reshard.families.rope import both_spellings
-from reshard.formats.companions import portable_tokenizer_config
+from reshard.folders.companions import portable_tokenizer_config
 from tests.environments import python
 from tests.genuine.hub_names import rewritten, rounded_bias, rounded_router
 from tests.genuine.huggingface import make_model

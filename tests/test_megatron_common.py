@@ -20,8 +20,8 @@ import torch
 
 import reshard
 from reshard.base.errors import ReshardError
+from reshard.containers.dcp_metadata import DcpChunk, read_metadata, write_metadata
 from reshard.engines.megatron import megatron_logits
-from reshard.formats.dcp.metadata import DcpChunk, read_metadata, write_metadata
 from reshard.oracle.transformers import transformers_logits
 from tests import commandline
 from tests.bad_input.test_damaged_files import Trap

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
 import reshard
-from reshard.formats.companions import find_companions
-from reshard.formats.safetensors import header_bytes, read_tensors
+from reshard.containers.safetensors import header_bytes, read_tensors
+from reshard.folders.companions import find_companions
 from tests.genuine.huggingface import VOCAB_SIZE, make_model
 
 

@@ -15,7 +15,7 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Cells
 from reshard.algebra.views import View
 from reshard.cli import console
-from reshard.formats.dcp.chunks import ChunkFile
+from reshard.containers.dcp_chunks import ChunkFile
 from reshard.transfer.plan import ZERO, Planned
 from tests.commandline import in_terminal
 from tests.commandline import reshard as command

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.formats.dcp.metadata import read_metadata
+from reshard.containers.dcp_metadata import read_metadata
 from tests import commandline
 from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import TYPES, make_model_type

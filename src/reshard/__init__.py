@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from reshard.commands.weights import LazyTensor, Weights
     from reshard.diagnosis import Finding, diagnose
     from reshard.formats.checkpoint import Checkpoint
-    from reshard.formats.record import Integrity
+    from reshard.records.record import Integrity
     from reshard.training.calls import export, report, train
     from reshard.training.start import Outcome
     from reshard.transfer.plan import Plan
@@ -74,7 +74,7 @@ _HOMES = {
     "reshard.diagnosis": ("Finding", "diagnose"),
     "reshard.base.errors": ("Problem", "ReshardError"),
     "reshard.formats.checkpoint": ("Checkpoint",),
-    "reshard.formats.record": ("Integrity",),
+    "reshard.records.record": ("Integrity",),
     "reshard.commands.inspection": ("Inspection",),
     "reshard.training.calls": ("export", "report", "train"),
     "reshard.training.start": ("Outcome",),

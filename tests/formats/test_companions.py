@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, dynamic_module_utils
 
 from reshard.base.errors import ReshardError
-from reshard.formats import companions
-from reshard.formats.companions import Companions, check, find_companions, output_file
+from reshard.folders import companions
+from reshard.folders.companions import Companions, check, find_companions, output_file
 from reshard.transfer import sources
 from tests.genuine.huggingface import make_model
 

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from reshard.algebra import dtypes
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import ReshardError
-from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
-from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
-from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
+from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.containers.torchfiles.read import ChunkReader, read_torch_file
+from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from tests.judges import of_type
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

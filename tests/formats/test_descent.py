@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import ReshardError
+from reshard.folders.descent import descend, find_root
 from reshard.formats import open_checkpoint
-from reshard.formats.descent import descend, find_root
 
 
 def made(root: Path, *folders: str) -> Path:

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import Storage, StoredTensor
 from reshard.base.errors import ReshardError
-from reshard.formats.torchfiles import pickles, untrusted
-from reshard.formats.torchfiles.read import _load
+from reshard.containers.torchfiles import pickles, untrusted
+from reshard.containers.torchfiles.read import _load
 
 if TYPE_CHECKING:
     from tests.genuine.megatron import Genuine

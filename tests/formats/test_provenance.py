@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from reshard.families import FAMILIES
-from reshard.formats import provenance
+from reshard.folders import provenance
+from reshard.folders.provenance import find_hints, read_run_config
 from reshard.formats.megatron.writers import args_of_run_config
-from reshard.formats.provenance import find_hints, read_run_config
 
 # Some lines of what Megatron-Bridge 0.3.1 wrote for a small Qwen3-MoE.
 RUN_CONFIG = """\

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from reshard.algebra import dtypes
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import ReshardError
-from reshard.formats.torchfiles import pickles
-from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
+from reshard.containers.torchfiles import pickles
+from reshard.containers.torchfiles.read import ChunkReader, read_torch_file
 from tests.judges import of_type
 
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.algebra import dtypes
-from reshard.formats.torchfiles import write
-from reshard.formats.torchfiles.pickles import Global, Opaque, Reduce, dumps, loads
-from reshard.formats.torchfiles.read import read_torch_file
-from reshard.formats.torchfiles.write import Image, NewTensor, image_bytes, layout_torch_file
+from reshard.containers.torchfiles import write
+from reshard.containers.torchfiles.pickles import Global, Opaque, Reduce, dumps, loads
+from reshard.containers.torchfiles.read import read_torch_file
+from reshard.containers.torchfiles.write import Image, NewTensor, image_bytes, layout_torch_file
 from tests.judges import of_type
 
 

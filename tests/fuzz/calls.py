@@ -16,9 +16,9 @@ import reshard
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import ReshardError
 from reshard.cli import main
+from reshard.containers.safetensors import read_tensors
+from reshard.containers.torchfiles.read import read_torch_file
 from reshard.diagnosis import diagnose
-from reshard.formats.safetensors import read_tensors
-from reshard.formats.torchfiles.read import read_torch_file
 from reshard.stores.registry import is_url, parsed
 from reshard.training.data import load_dataset, read_records, tokens
 from reshard.training.data.mix import mix_of

@@ -11,8 +11,8 @@ from reshard.base.arguments import parse_size
 from reshard.base.errors import ReshardError
 from reshard.base.plain import json_of
 from reshard.base.plain_yaml import yaml_of
-from reshard.formats.torchfiles.pickles import loads
-from reshard.formats.torchfiles.read import read_torch_file
+from reshard.containers.torchfiles.pickles import loads
+from reshard.containers.torchfiles.read import read_torch_file
 from tests.fuzz import calls, mutate, seeds
 from tests.fuzz.calls import alone, directly, file_of, in_copy, pickled
 from tests.fuzz.seeds import encoded, files, pickles

@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from reshard.formats.companions import portable_tokenizer_config
+from reshard.folders.companions import portable_tokenizer_config
 from tests.genuine import hub_names
 from tests.genuine.hub_names import CODE
 from tests.genuine.huggingface import (

@@ -37,7 +37,7 @@ class Run:
 def make_base(run: Run, folder: Path) -> Path:
     """The Hugging Face folder that a run starts from, in the spelling of transformers 4 and the Hub."""
     from reshard.families.rope import both_spellings
-    from reshard.formats.companions import portable_tokenizer_config
+    from reshard.folders.companions import portable_tokenizer_config
     from tests.genuine.huggingface import make_model
 
     make_model(run.model_type, folder, dtype="bfloat16", **{**SMALL, **run.sizes})

@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.models import make
 from reshard.algebra.dtypes import dtype
-from reshard.formats.safetensors import header_bytes
+from reshard.containers.safetensors import header_bytes
 
 Stored = dict[str, tuple[str, tuple[int, ...]]]
 """The dtype and the shape of tensors, by name."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reshard import api
-from reshard.formats.torchfiles import read
+from reshard.containers.torchfiles import read
 from reshard.stores import ahead, registry, remote
 from tests.genuine.huggingface import make_model
 

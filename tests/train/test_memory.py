@@ -15,7 +15,7 @@ import pytest
 
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import run_ranks
-from reshard.formats.companions import read_object
+from reshard.folders.companions import read_object
 from reshard.training import memory
 from reshard.training.engine import Batches, Precision
 from reshard.training.engines import engine_of

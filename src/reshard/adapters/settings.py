@@ -17,11 +17,11 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain import JSON_MOST, json_of
+from reshard.folders.companions import read_object
+from reshard.folders.places import belongs, is_here
+from reshard.folders.provenance import read_run_config
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.companions import read_object
 from reshard.formats.peft import CONFIG
-from reshard.formats.places import belongs, is_here
-from reshard.formats.provenance import read_run_config
 from reshard.transfer.sources import read_source
 
 ABOVE = 3

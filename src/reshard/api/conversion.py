@@ -13,8 +13,8 @@ from reshard.base.notebooks import Bar
 from reshard.commands import conversion
 from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
+from reshard.folders.iterations import Iteration
 from reshard.formats import writable
-from reshard.formats.checkpoint import Iteration
 from reshard.hub.push import OnUpload, Push
 from reshard.model.quantizer import STORAGES
 from reshard.model.recognition import named

@@ -7,7 +7,7 @@ from pathlib import Path
 from reshard.base.arguments import Arguments, StrPath
 from reshard.base.boundary import for_users
 from reshard.commands.inspection import Inspection, inspect_checkpoint
-from reshard.formats.checkpoint import Iteration
+from reshard.folders.iterations import Iteration
 from reshard.pages import inspection_page
 from reshard.pages.writing import check_page, write_page
 from reshard.stores import source_path

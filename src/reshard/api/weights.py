@@ -6,7 +6,7 @@ from reshard import planning
 from reshard.base.arguments import Arguments, StrPath
 from reshard.base.boundary import for_users
 from reshard.commands.weights import Weights
-from reshard.formats.checkpoint import Iteration
+from reshard.folders.iterations import Iteration
 from reshard.model.recognition import named
 from reshard.planning.naming import Types
 from reshard.stores import source_path

@@ -15,13 +15,19 @@ import numpy as np
 from reshard.base.errors import ReshardError, said
 from reshard.cluster.parts import Outcome, execute_part
 from reshard.cluster.spread import Order
-from reshard.formats.companions import RECORD
+from reshard.folders.companions import RECORD
 from reshard.planning import Options, plan_conversion
 from reshard.transfer import claims
 from reshard.transfer.journal import Identity
 from reshard.transfer.memory import Meter, shared
 from reshard.transfer.plan import Plan
 from reshard.version import __version__
+
+PROGRAM = (
+    *("algebra", "families", "transfer", "containers", "folders", "formats", "model"),
+    *("adapters", "planning", "cluster"),
+)
+"""The packages that determine the bytes of an output."""
 
 
 def identity_of(plan: Plan, options: Options, *, checksum: bool, inodes: bool = True) -> Identity:
@@ -39,7 +45,7 @@ def identity_of(plan: Plan, options: Options, *, checksum: bool, inodes: bool = 
 def _program() -> str:
     """A digest of the code that determines the output: the version alone does not identify a checkout."""
     package, digest = Path(__file__).parents[1], sha256(f"{__version__} {np.__version__}".encode())
-    for part in ("algebra", "families", "transfer", "formats", "model", "adapters", "planning", "cluster"):
+    for part in PROGRAM:
         for path in sorted((package / part).rglob("*.*")):  # tables of names, too
             digest.update(b"" if path.suffix == ".pyc" else path.read_bytes())
     return digest.hexdigest()

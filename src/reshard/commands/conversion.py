@@ -14,9 +14,10 @@ from reshard.base.errors import Problem, ReshardError, size
 from reshard.cluster import executors
 from reshard.cluster.spread import spread
 from reshard.cluster.worker import Worker, absolute, identity_of
-from reshard.formats.companions import RECORD
-from reshard.formats.contents import foreign_among, foreign_in, stays
-from reshard.formats.record import (
+from reshard.folders.companions import RECORD
+from reshard.planning import Options, plan_conversion
+from reshard.records.contents import foreign_among, foreign_in, stays
+from reshard.records.record import (
     check_record,
     digests_of,
     is_written,
@@ -24,7 +25,6 @@ from reshard.formats.record import (
     without_record,
     write_record,
 )
-from reshard.planning import Options, plan_conversion
 from reshard.stores import StorePath
 from reshard.stores.bucket import Bucket
 from reshard.transfer.beside import put_aside

@@ -26,10 +26,9 @@ from reshard.algebra.views import Piece, View
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain import json_of, to_json
 from reshard.cluster.worker import identity_of
+from reshard.folders.companions import FILES, RECORD
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.companions import FILES, RECORD
-from reshard.formats.record import options_of, read_unmodified, without_record
 from reshard.formats.target import MASTERS, Options
 from reshard.model.dequantization import UNUSED
 from reshard.model.vocabulary import PADDING
@@ -37,6 +36,7 @@ from reshard.planning import plan_conversion
 from reshard.planning.adapters import BASE_WEIGHTS, OTHER_ADAPTERS, SHARED
 from reshard.planning.merge import REPLACED as REPLACED_BY_ADAPTER
 from reshard.planning.optimizer import REPLACED
+from reshard.records.record import options_of, read_unmodified, without_record
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep, noted
 from reshard.transfer.usage import (

@@ -13,11 +13,13 @@ from reshard.adapters import description
 from reshard.base.errors import Problem, ReshardError, count, size
 from reshard.base.shown import html_table, shown, typeable
 from reshard.families.model import Model
-from reshard.formats import huggingface, iterations, open_checkpoint
-from reshard.formats.checkpoint import Checkpoint, Iteration
-from reshard.formats.companions import check, find_companions
-from reshard.formats.places import is_here
-from reshard.formats.provenance import BASE, find_hints
+from reshard.folders import iterations
+from reshard.folders.companions import check, find_companions
+from reshard.folders.iterations import Iteration
+from reshard.folders.places import is_here
+from reshard.folders.provenance import BASE, find_hints
+from reshard.formats import huggingface, open_checkpoint
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import UNTOLD
 from reshard.formats.target import Kind
 from reshard.model.dequantization import dequantized

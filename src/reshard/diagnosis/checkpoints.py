@@ -15,9 +15,10 @@ from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.trainable import trainability
 from reshard.diagnosis.words import translated, words
-from reshard.formats import foreign, iterations
+from reshard.folders import iterations
+from reshard.folders.companions import CODE_MOST, find_companions, read_object
+from reshard.formats import foreign
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.companions import CODE_MOST, find_companions, read_object
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.target import Options
 from reshard.model.vocabulary import EMBEDDINGS

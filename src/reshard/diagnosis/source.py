@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.base.errors import ReshardError
 from reshard.diagnosis.finding import Place
-from reshard.formats.companions import CODE_MOST
+from reshard.folders.companions import CODE_MOST
 from reshard.stores import as_path
 from reshard.transfer.sources import read_source as read_file
 

@@ -11,8 +11,8 @@ from typing import Any
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.words import words
+from reshard.folders.companions import find_companions, read_object
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.companions import find_companions, read_object
 from reshard.model.vocabulary import EMBEDDINGS
 
 

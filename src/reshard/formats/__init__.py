@@ -12,11 +12,12 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import UNUSABLE, ReshardError, said, size, understood
 from reshard.base.plugins import Registry, leave_out
 from reshard.base.suggest import did_you_mean
+from reshard.folders import companions, descent
+from reshard.folders.iterations import Iteration
+from reshard.folders.places import belongs, check_open
 from reshard.formats import (
-    companions,
     dcp,
     deepspeed,
-    descent,
     foreign,
     fsdp_ranks,
     huggingface,
@@ -27,8 +28,7 @@ from reshard.formats import (
     quantization,
     wrappers,
 )
-from reshard.formats.checkpoint import Checkpoint, Iteration, States
-from reshard.formats.places import belongs, check_open
+from reshard.formats.checkpoint import Checkpoint, States
 from reshard.formats.target import Format, Target
 from reshard.stores import names
 from reshard.transfer.marker import MARKER, parsed_marker

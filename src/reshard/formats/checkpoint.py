@@ -11,6 +11,7 @@ from typing import Any
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, count, size
+from reshard.folders.iterations import Iteration
 from reshard.formats.quantization import Quantization
 
 
@@ -31,10 +32,6 @@ class States(Mapping[str, Mapping[str, Tensor]]):
 
     def __len__(self) -> int:
         return len(self._readers)
-
-
-Iteration = int | str
-"""The step of a training run, or "release", Megatron-LM's name for weights that none of its runs wrote."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats.places import can_list
+from reshard.folders.places import can_list
 from reshard.stores import open_file
 
 BEGIN = 1 << 16

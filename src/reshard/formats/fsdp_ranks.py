@@ -18,13 +18,14 @@ from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, covered, overlaps
 from reshard.base.errors import Problem, ReshardError, listed, one_for_each_file
-from reshard.formats import iterations
-from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.containers.torchfiles.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
+from reshard.containers.torchfiles.pickles import Opaque
+from reshard.containers.torchfiles.read import read_dict
+from reshard.folders import iterations
+from reshard.folders.iterations import Iteration
+from reshard.formats import flat
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Format
-from reshard.formats.torchfiles import flat
-from reshard.formats.torchfiles.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
-from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.wrappers import without_buffers
 
 NAME = "fsdp-ranks"

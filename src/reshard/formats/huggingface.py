@@ -11,11 +11,13 @@ from typing import Any
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain import JSON_MOST, json_of, kind_of, to_json
-from reshard.formats import iterations, parts, safetensors
-from reshard.formats.checkpoint import Checkpoint, Iteration
-from reshard.formats.places import below
+from reshard.containers import distributed_safetensors, safetensors
+from reshard.containers.paths import below
+from reshard.containers.torchfiles.read import read_dict
+from reshard.folders import iterations
+from reshard.folders.iterations import Iteration
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Format, Request, Target
-from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.wrappers import state_dict_in, without_buffers
 from reshard.stores import as_path, fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
@@ -38,7 +40,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     """Open a folder (or a single file). Raises ReshardError naming every shard and tensor that is missing."""
     iterations.refuse(path, iteration, "a Hugging Face folder")
     folder = path if path.is_dir() else path.parent
-    problems: list[Problem] = [*parts.alone(path)]
+    problems: list[Problem] = [*distributed_safetensors.alone(path)]
     index = _index(path)
     named = _weight_map(index) if index else {}
     files = _indexed_files(index, named, problems) if index else _plain_files(path)
@@ -69,20 +71,20 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         dropped=+dropped,
         problems=[] if index else list(_incomplete(files)),
         variant=", ".join(sorted({file.suffix.lstrip(".") for file in files})),
-        notes=parts.notes(files)
+        notes=distributed_safetensors.notes(files)
         or ["the index of the shards is missing: transformers cannot load them without it"] * no_index,
     )
 
 
 def _read_all(files: Iterable[Path], problems: list[Problem]) -> dict[str, Tensor]:
     """The tensors of all files; adds to `problems` those of files, and of tensors that are in several."""
-    found: dict[str, list[parts.Part]] = defaultdict(list)
+    found: dict[str, list[distributed_safetensors.Part]] = defaultdict(list)
     for file in files:
         for name, part in _parts_in(file, problems).items():
             found[name].append(part)
     tensors = {}
     for name, each in found.items():
-        match parts.joined(name, each):
+        match distributed_safetensors.joined(name, each):
             case Tensor() as tensor:
                 tensors[name] = tensor
             case problem:
@@ -90,9 +92,9 @@ def _read_all(files: Iterable[Path], problems: list[Problem]) -> dict[str, Tenso
     return tensors
 
 
-def _parts_in(file: Path, problems: list[Problem]) -> dict[str, parts.Part]:
+def _parts_in(file: Path, problems: list[Problem]) -> dict[str, distributed_safetensors.Part]:
     try:
-        return parts.parts_in(file, *_read(file))
+        return distributed_safetensors.parts_in(file, *_read(file))
     except ReshardError as error:
         problems.extend(error.problems)
         return {}
@@ -166,7 +168,7 @@ def _incomplete(files: Iterable[Path]) -> Iterator[Problem]:
     """A problem for each set of shards, read without an index, of which not all are there: their names count them."""
     sets: dict[tuple[Path, str, str, str], set[int]] = defaultdict(set)
     for file in files:
-        if match := SHARD.fullmatch(parts.RANK.sub("", file.name)):
+        if match := SHARD.fullmatch(distributed_safetensors.RANK.sub("", file.name)):
             sets[file.parent, match["stem"], match["count"], match["suffix"]].add(int(match["number"]))
     for (folder, stem, count, suffix), numbers in sets.items():
         first = 0 if 0 in numbers else 1

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.installing import install_command
+from reshard.folders.iterations import Iteration
+from reshard.folders.places import can_list, folders_in
 from reshard.formats import foreign
-from reshard.formats.checkpoint import Iteration
-from reshard.formats.places import can_list, folders_in
 from reshard.stores import is_remote
 from reshard.stores.hub import HubStore
 

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.plain import to_json
-from reshard.formats import huggingface, iterations, safetensors
-from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.containers import safetensors
+from reshard.folders import iterations
+from reshard.folders.iterations import Iteration
+from reshard.formats import huggingface
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Format, Kind, Request, Target
 from reshard.transfer.plan import OutputFile
 

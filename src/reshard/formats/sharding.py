@@ -13,7 +13,7 @@ from typing import NamedTuple
 from reshard.algebra.dtypes import DType
 from reshard.algebra.views import View, concat
 from reshard.base.errors import Problem
-from reshard.formats.torchfiles.write import Slot
+from reshard.containers.torchfiles.write import Slot
 from reshard.transfer.plan import Block, Planned
 
 

@@ -18,7 +18,8 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import listed
 from reshard.families import live_names
 from reshard.families.model import Model
-from reshard.formats.checkpoint import Checkpoint, Iteration, Optimizer
+from reshard.folders.iterations import Iteration
+from reshard.formats.checkpoint import Checkpoint, Optimizer
 from reshard.transfer.plan import OutputFile, Planned
 
 HUB, LIVE = "hf", "live"

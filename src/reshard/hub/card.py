@@ -12,8 +12,9 @@ import yaml
 from reshard.algebra.layout import SavedLayout
 from reshard.base.errors import ReshardError, size
 from reshard.base.plain_yaml import YAML_MOST, yaml_of
-from reshard.formats import companions, peft
-from reshard.formats.provenance import BASE, find_hints
+from reshard.folders import companions
+from reshard.folders.provenance import BASE, find_hints
+from reshard.formats import peft
 from reshard.formats.target import Options
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import read_source

@@ -20,8 +20,8 @@ from reshard.base.errors import ReshardError, listed, said
 from reshard.base.installing import install_command
 from reshard.base.plain import json_of
 from reshard.base.shown import without_secrets
+from reshard.folders.companions import FILES, RECORD
 from reshard.formats import written
-from reshard.formats.companions import FILES, RECORD
 from reshard.formats.target import HUB, Options
 from reshard.hub.card import README, SIGNED, model_card
 from reshard.transfer.plan import Plan

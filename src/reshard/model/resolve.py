@@ -15,13 +15,12 @@ from reshard.families.entries import first
 from reshard.families.model import Model
 from reshard.families.rope import rope_contradictions
 from reshard.families.rules import Dims
-from reshard.formats import fused, huggingface
+from reshard.folders.companions import read_object
+from reshard.folders.places import belongs
+from reshard.formats import flat, fused, huggingface
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.companions import read_object
 from reshard.formats.not_found import download
-from reshard.formats.places import belongs
 from reshard.formats.quantization import refusal
-from reshard.formats.torchfiles import flat
 from reshard.model import recognition, vocabulary
 from reshard.model.unusual import why
 

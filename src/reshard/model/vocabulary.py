@@ -14,8 +14,8 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family
 from reshard.families.model import Model
+from reshard.folders.companions import find_companions
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.companions import find_companions
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.wrappers import prefix_problem
 from reshard.transfer.files import Files

@@ -16,9 +16,10 @@ from reshard.algebra.tensors import Replica
 from reshard.base.errors import Problem, ReshardError, along_with
 from reshard.base.plain import to_json
 from reshard.families.family import MCORE
-from reshard.formats import companions, huggingface, open_checkpoint, peft, writable, written
+from reshard.folders import companions
+from reshard.folders.provenance import BASE, find_hints
+from reshard.formats import huggingface, open_checkpoint, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.provenance import BASE, find_hints
 from reshard.formats.quantization import UNTOLD, refusal, settings_of
 from reshard.formats.target import MASTERS, Format, Kind, Options, Request, Target, main_dtype
 from reshard.model.dequantization import dequantized

@@ -12,7 +12,7 @@ from reshard.algebra.tensors import cells_under
 from reshard.base.errors import Problem, ReshardError, understood
 from reshard.base.plain import to_json
 from reshard.families.config import portable_config
-from reshard.formats import companions
+from reshard.folders import companions
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import plain_config, settings_of
 from reshard.formats.target import HEAD, Format, Kind, Options, Request, main_dtype

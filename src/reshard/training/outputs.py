@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.base.errors import Problem, listed
-from reshard.formats.companions import RECORD as WRITTEN
-from reshard.formats.contents import foreign_in
+from reshard.folders.companions import RECORD as WRITTEN
+from reshard.records.contents import foreign_in
 from reshard.training.engines import MODULES, engine_named
 from reshard.training.launching.lock import LOCK
 from reshard.training.run import RECORD, Run

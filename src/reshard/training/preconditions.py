@@ -14,7 +14,7 @@ from reshard.diagnosis import diagnose
 from reshard.diagnosis.environment import Environment, Gpu
 from reshard.diagnosis.finding import Place
 from reshard.diagnosis.rules import told
-from reshard.formats.companions import CONFIG, read_object
+from reshard.folders.companions import CONFIG, read_object
 from reshard.stores.hub import url_of
 from reshard.training import data, outputs
 from reshard.training.complete import SAVED

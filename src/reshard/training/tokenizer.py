@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.formats.companions import find_companions
+from reshard.folders.companions import find_companions
 from reshard.training.run import Run
 
 

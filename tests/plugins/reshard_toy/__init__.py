@@ -13,8 +13,9 @@ from reshard.algebra.tensors import Tensor
 from reshard.families import torchtitan
 from reshard.families.architectures.llama import LLAMA
 from reshard.families.rules import Dims, Native, Rule
-from reshard.formats import iterations
-from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.folders import iterations
+from reshard.folders.iterations import Iteration
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Format, Request, Target
 from reshard.transfer.plan import Block, OutputFile
 from reshard.transfer.sources import read_source

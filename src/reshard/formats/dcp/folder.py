@@ -22,11 +22,8 @@ from pathlib import Path
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, overlaps
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.formats.checkpoint import Checkpoint, Iteration, States
-from reshard.formats.copies import CopyFinder, explained
-from reshard.formats.dcp import torchtitan
-from reshard.formats.dcp.chunks import ChunkFile
-from reshard.formats.dcp.metadata import (
+from reshard.containers.dcp_chunks import ChunkFile
+from reshard.containers.dcp_metadata import (
     DcpChunk,
     DcpMetadata,
     DcpTensor,
@@ -34,10 +31,14 @@ from reshard.formats.dcp.metadata import (
     spans,
     write_metadata,
 )
+from reshard.containers.torchfiles.read import ChunkReader
+from reshard.folders.iterations import Iteration
+from reshard.formats.checkpoint import Checkpoint, States
+from reshard.formats.copies import CopyFinder, explained
+from reshard.formats.dcp import torchtitan
 from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
 from reshard.formats.target import MOMENTS, Request, stateless
-from reshard.formats.torchfiles.read import ChunkReader
 from reshard.formats.wrappers import prefix_of
 from reshard.transfer.plan import OutputFile, Planned
 

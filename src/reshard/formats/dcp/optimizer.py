@@ -17,10 +17,10 @@ from typing import Any
 
 from reshard.algebra.dtypes import BY_NAME
 from reshard.base.errors import UNUSABLE
+from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
+from reshard.containers.torchfiles.read import ChunkReader, read_torch_file, scalar
+from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.formats.checkpoint import Optimizer, settings_of
-from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor
-from reshard.formats.torchfiles.read import ChunkReader, read_torch_file, scalar
-from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.transfer.plan import Planned
 
 NEST = "optimizer"

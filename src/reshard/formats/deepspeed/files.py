@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import Problem, ReshardError
+from reshard.containers.torchfiles.pickles import Opaque
+from reshard.containers.torchfiles.read import read_dict, scalar
+from reshard.containers.torchfiles.untrusted import stored_in, values_of
 from reshard.formats.copies import copy_problem
-from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.read import read_dict, scalar
-from reshard.formats.torchfiles.untrusted import stored_in, values_of
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)(?:_\d+)?_model_states\.pt")
 OPTIMIZER = re.compile(

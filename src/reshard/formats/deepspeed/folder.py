@@ -14,11 +14,12 @@ from pathlib import Path
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
-from reshard.formats.checkpoint import Checkpoint, Iteration, States
+from reshard.folders.iterations import Iteration
+from reshard.folders.places import folders_in, is_here
+from reshard.formats.checkpoint import Checkpoint, States
 from reshard.formats.deepspeed.files import holds_step, is_universal, read_step
 from reshard.formats.deepspeed.universal import read_universal
 from reshard.formats.deepspeed.zero import Weights, read_weights
-from reshard.formats.places import folders_in, is_here
 from reshard.formats.wrappers import prefix_of, without_buffers
 from reshard.stores import open_file
 

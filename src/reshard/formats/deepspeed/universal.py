@@ -20,6 +20,10 @@ from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError, listed
+from reshard.containers.paths import below
+from reshard.containers.torchfiles.pickles import Global, Reduce
+from reshard.containers.torchfiles.read import read_torch_file
+from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.formats.checkpoint import Optimizer, States
 from reshard.formats.deepspeed.files import COPY_AGAIN, RankFile, StepFiles, read_models
 from reshard.formats.deepspeed.zero import (
@@ -35,11 +39,7 @@ from reshard.formats.deepspeed.zero import (
     shapes_of,
     share,
 )
-from reshard.formats.places import below
 from reshard.formats.target import KEEPS_ITS_DTYPE, PlannedStates, Request
-from reshard.formats.torchfiles.pickles import Global, Reduce
-from reshard.formats.torchfiles.read import read_torch_file
-from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
 
 OPTIMIZER_STATE = "optimizer_state.pt"

@@ -25,6 +25,7 @@ from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.algebra.views import Piece, View
 from reshard.base.errors import Problem, ReshardError
+from reshard.containers.torchfiles.untrusted import stored_in, values_of
 from reshard.formats.checkpoint import Optimizer, States, settings_of
 from reshard.formats.deepspeed.files import (
     COPY_AGAIN,
@@ -33,7 +34,6 @@ from reshard.formats.deepspeed.files import (
     StepFiles,
     zero_config,
 )
-from reshard.formats.torchfiles.untrusted import stored_in, values_of
 from reshard.transfer.elements import castable
 
 FP32 = "fp32"

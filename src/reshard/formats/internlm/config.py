@@ -15,10 +15,10 @@ from typing import Any
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
+from reshard.containers.torchfiles.pickles import Opaque
+from reshard.containers.torchfiles.read import read_torch_file
 from reshard.families.rope import rope_parameters
 from reshard.formats.internlm.internevo import EMBEDDINGS
-from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.read import read_torch_file
 
 CONFIG = "model_config.pt"
 TRAINING_CONFIG = "config_file.pt"

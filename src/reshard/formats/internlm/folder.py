@@ -17,9 +17,11 @@ from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, one_for_each_file
-from reshard.formats.checkpoint import Checkpoint, Iteration
-from reshard.formats.companions import CONFIG as HUB_CONFIG
-from reshard.formats.companions import read_object
+from reshard.containers.torchfiles.read import read_torch_file
+from reshard.folders.companions import CONFIG as HUB_CONFIG
+from reshard.folders.companions import read_object
+from reshard.folders.iterations import Iteration
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.internlm.config import (
     CONFIG,
     EXPERTS_PER_TOKEN,
@@ -41,7 +43,6 @@ from reshard.formats.internlm.internevo import (
     with_fused_attention,
 )
 from reshard.formats.internlm.shards import COPY, Rank, Shards, another_rank
-from reshard.formats.torchfiles.read import read_torch_file
 from reshard.formats.wrappers import without_buffers
 
 NAME = "internlm"

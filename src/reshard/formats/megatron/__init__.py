@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.formats import iterations
-from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.folders import iterations
+from reshard.folders.iterations import Iteration
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.megatron.request import complete, fit, load_with, notes
 from reshard.formats.target import MASTERS, MOMENTS, Format, Kind, Target

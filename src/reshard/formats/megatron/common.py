@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata
-from reshard.formats.torchfiles.read import read_torch_file
+from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata
+from reshard.containers.torchfiles.read import read_torch_file
 
 FILE = "common.pt"
 _OBJECT = "common_state/shard_0_1"

@@ -19,8 +19,12 @@ from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats import iterations
-from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.containers.torchfiles.read import read_dict
+from reshard.containers.torchfiles.untrusted import stored_in
+from reshard.containers.torchfiles.write import Image, NewTensor, layout_torch_file
+from reshard.folders import iterations
+from reshard.folders.iterations import Iteration
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.copies import CopyFinder
 from reshard.formats.megatron.mcore import (
     BELOW,
@@ -50,9 +54,6 @@ from reshard.formats.megatron.request import arguments, below, iteration_of
 from reshard.formats.megatron.writers import COMPUTED_BY
 from reshard.formats.sharding import Shard, Split, blocks_of, join
 from reshard.formats.target import Request
-from reshard.formats.torchfiles.read import read_dict
-from reshard.formats.torchfiles.untrusted import stored_in
-from reshard.formats.torchfiles.write import Image, NewTensor, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
 
 NAME = "megatron-legacy"

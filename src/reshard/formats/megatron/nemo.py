@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.families.rope import LLAMA3
-from reshard.formats.provenance import read_yaml
+from reshard.folders.provenance import read_yaml
 
 CONTEXT, MODEL, TOKENIZER = "context", "model.yaml", "nemo_tokenizer"
 

@@ -16,11 +16,11 @@ from typing import Any
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import UNUSABLE
+from reshard.containers.dcp_metadata import DcpTensor
+from reshard.containers.torchfiles.read import scalar
+from reshard.containers.torchfiles.untrusted import number_of
+from reshard.containers.torchfiles.write import NewTensor, layout_torch_file
 from reshard.formats.checkpoint import Optimizer, settings_of
-from reshard.formats.dcp.metadata import DcpTensor
-from reshard.formats.torchfiles.read import scalar
-from reshard.formats.torchfiles.untrusted import number_of
-from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
 
 _STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "fp32", "param": "fp32"}

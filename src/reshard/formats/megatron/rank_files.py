@@ -19,10 +19,10 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import Problem, ReshardError
+from reshard.containers.torchfiles.read import first_bytes
 from reshard.formats.megatron.mcore import BELOW, layout_of
 from reshard.formats.megatron.ranks import Rank
 from reshard.formats.megatron.writers import arguments_of
-from reshard.formats.torchfiles.read import first_bytes
 
 FILE = "model_optim_rng.pt"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -11,13 +11,13 @@ from reshard.base.errors import ReshardError
 from reshard.families.family import ENGINES, MCORE, MCORE_BRIDGE
 from reshard.families.flags import flags_not_restored
 from reshard.families.rules import LARGEST
-from reshard.formats import iterations
-from reshard.formats.checkpoint import Iteration
+from reshard.folders import iterations
+from reshard.folders.iterations import Iteration
+from reshard.folders.provenance import RUN_CONFIG
 from reshard.formats.megatron.layouts import check_layout, layout_notes
 from reshard.formats.megatron.mcore import BELOW, padded_vocabulary
 from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer
 from reshard.formats.megatron.writers import COMPUTED_BY, MODEL_TYPE
-from reshard.formats.provenance import RUN_CONFIG
 from reshard.formats.target import MASTERS, Request, stateless
 from reshard.transfer.plan import OutputFile
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats.dcp.metadata import DcpChunk
-from reshard.formats.torchfiles.read import first_bytes, read_torch_file
+from reshard.containers.dcp_metadata import DcpChunk
+from reshard.containers.torchfiles.read import first_bytes, read_torch_file
 
 _KEY = re.compile(r"rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_.*")
 _STAGE = 100

@@ -22,11 +22,8 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats import iterations
-from reshard.formats.checkpoint import Checkpoint, Iteration, States
-from reshard.formats.copies import CopyFinder, explained
-from reshard.formats.dcp.chunks import ChunkFile
-from reshard.formats.dcp.metadata import (
+from reshard.containers.dcp_chunks import ChunkFile
+from reshard.containers.dcp_metadata import (
     DcpChunk,
     DcpMetadata,
     DcpTensor,
@@ -34,6 +31,12 @@ from reshard.formats.dcp.metadata import (
     spans,
     write_metadata,
 )
+from reshard.containers.torchfiles.read import ChunkReader
+from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
+from reshard.folders import iterations
+from reshard.folders.iterations import Iteration
+from reshard.formats.checkpoint import Checkpoint, States
+from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.megatron import nemo
 from reshard.formats.megatron.common import READ, is_torch_dcp, read_common, respelled
 from reshard.formats.megatron.mcore import (
@@ -67,8 +70,6 @@ from reshard.formats.megatron.seeds import exchanged
 from reshard.formats.megatron.writers import engine_of, recorded_args
 from reshard.formats.sharding import shard_boxes
 from reshard.formats.target import Request
-from reshard.formats.torchfiles.read import ChunkReader
-from reshard.formats.torchfiles.write import image_bytes, layout_torch_file
 from reshard.formats.wrappers import prefix_of, split_front
 from reshard.transfer.plan import OutputFile, Planned
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard.folders.provenance import RUN_CONFIG, read_run_config
 from reshard.formats.megatron import nemo
-from reshard.formats.provenance import RUN_CONFIG, read_run_config
 
 LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),

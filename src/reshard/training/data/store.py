@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from reshard.base.errors import ReshardError
-from reshard.formats.companions import find_companions
+from reshard.folders.companions import find_companions
 from reshard.training.data import digest, files_of, read_records
 from reshard.training.data.tokens import Learning, Sample, samples
 from reshard.training.run import Run

@@ -12,9 +12,9 @@ from reshard import adapters
 from reshard.adapters.adapter import Pair
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.config import portable_config
+from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.companions import CONFIG, find_companions, read_object
 from reshard.formats.peft import CONFIG as ADAPTER_CONFIG
 from reshard.model.heads import resolve_if_declared
 from reshard.stores.hub import name_of

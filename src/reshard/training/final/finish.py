@@ -17,8 +17,8 @@ from typing import Any
 from reshard.base.arguments import OnBytes
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.commands.conversion import Conversion, How, convert
+from reshard.folders.companions import CONFIG, find_companions
 from reshard.formats import huggingface, open_checkpoint
-from reshard.formats.companions import CONFIG, find_companions
 from reshard.hub.pull import here
 from reshard.planning import Options
 from reshard.training.base import damaged, nonfinite

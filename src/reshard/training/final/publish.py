@@ -11,9 +11,9 @@ from itertools import count
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
-from reshard.formats.companions import FILES
-from reshard.formats.contents import foreign_in
-from reshard.formats.record import digests_of, read_record
+from reshard.folders.companions import FILES
+from reshard.records.contents import foreign_in
+from reshard.records.record import digests_of, read_record
 
 UNCHECKED = ".unchecked"
 """Suffix of the name of a folder that has not been checked yet, and of one that is about to be removed."""

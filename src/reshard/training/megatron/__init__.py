@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem
-from reshard.formats import iterations
+from reshard.folders import iterations
 from reshard.training.data.tokens import Learning, Lengths
 from reshard.training.engine import (
     Checkpoints,

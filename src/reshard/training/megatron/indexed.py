@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats.companions import CONFIG, read_object
+from reshard.folders.companions import CONFIG, read_object
 from reshard.training.data.indexed import INDEX, TOKENS, are_indexed, prefix_of
 from reshard.training.data.mix import Mix
 from reshard.training.data.tokens import Lengths

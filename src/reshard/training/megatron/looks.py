@@ -9,7 +9,8 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.diagnosis.environment import Environment
-from reshard.formats import iterations, open_checkpoint
+from reshard.folders import iterations
+from reshard.formats import open_checkpoint
 from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
 from reshard.model.resolve import resolve
 from reshard.training.complete import SAVED

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.formats import iterations
+from reshard.folders import iterations
 from reshard.training import signals
 from reshard.training.data.indexed import are_indexed
 from reshard.training.divergence import Divergence, assert_finite, diverged

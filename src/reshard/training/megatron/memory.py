@@ -183,7 +183,7 @@ def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], R
 
 
 def _has_experts(run: Run) -> bool:
-    from reshard.formats.companions import read_object
+    from reshard.folders.companions import read_object
 
     return Widths.of(read_object(run.model / "config.json")).router > 0
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.base.errors import ReshardError
-from reshard.formats.companions import find_companions
+from reshard.folders.companions import find_companions
 from reshard.training.data import digest_of, read_records
 from reshard.training.data.store import IGNORED, folder_of, open_tokens, tokenize
 from reshard.training.data.tokens import Learning, Sample, load_tokenizer, samples

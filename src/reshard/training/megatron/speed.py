@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.formats.companions import read_object
+from reshard.folders.companions import read_object
 from reshard.training.engine import Batches, Precision
 from reshard.training.megatron.memory import parameters_of
 from reshard.training.megatron.options import read

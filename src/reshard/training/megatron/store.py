@@ -20,11 +20,11 @@ import yaml
 from reshard.base.errors import Problem, ReshardError
 from reshard.engines.megatron.arguments import to_store
 from reshard.engines.megatron.checkpoint import SaveOptions, every, load_run, write_torch_dist
-from reshard.formats import iterations
-from reshard.formats.companions import find_companions
+from reshard.folders import iterations
+from reshard.folders.companions import find_companions
+from reshard.folders.provenance import RUN_CONFIG
 from reshard.formats.megatron.common import read_common
 from reshard.formats.megatron.request import LORA
-from reshard.formats.provenance import RUN_CONFIG
 from reshard.stores.hub import name_of
 from reshard.training.complete import note_files
 from reshard.training.engines import engine_of

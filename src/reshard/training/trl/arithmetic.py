@@ -10,7 +10,7 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.spelling import Usage, spelled
-from reshard.formats.companions import CONFIG
+from reshard.folders.companions import CONFIG
 from reshard.training.engine import Batches, Precision
 from reshard.training.methods import is_rewarded
 from reshard.training.run import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats.companions import CONFIG, read_object
+from reshard.folders.companions import CONFIG, read_object
 from reshard.training.run import Run
 from reshard.training.trl.arguments import model_arguments
 from reshard.training.trl.methods import WAYS

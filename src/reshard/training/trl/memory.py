@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
-from reshard.formats.companions import CONFIG, read_object
+from reshard.folders.companions import CONFIG, read_object
 from reshard.training.engine import Batches, Parts, Precision
 from reshard.training.memory import activations
 from reshard.training.memory.activations import Kept, Widths

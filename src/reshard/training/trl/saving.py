@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats.companions import CONFIG, find_companions, read_object
+from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.stores.hub import name_of, url_of
 from reshard.training.complete import SAVED, note_files
 from reshard.training.run import RECORD, Run

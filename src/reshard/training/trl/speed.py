@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.formats.companions import read_object
+from reshard.folders.companions import read_object
 from reshard.training.engine import Batches, Precision
 from reshard.training.memory.activations import Widths
 from reshard.training.planning.speed import Traffic, Work, flops_of_token, passes

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
-from reshard.formats.torchfiles.pickles import Global, Persistent, Pickler, Reduce
+from reshard.containers.torchfiles.pickles import Global, Persistent, Pickler, Reduce
 
 ROOT = "archive"
 """The folder of all members; torch uses this name whenever it writes to a stream."""

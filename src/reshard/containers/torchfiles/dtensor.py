@@ -23,8 +23,8 @@ from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
-from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.untrusted import element_type, shape_of, sizes, text
+from reshard.containers.torchfiles.pickles import Opaque
+from reshard.containers.torchfiles.untrusted import element_type, shape_of, sizes, text
 
 MAX_RANKS = 1 << 16
 """More ranks than any run has; a pickle could contain any number."""

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from reshard.algebra.dtypes import DType
-from reshard.formats.dcp.metadata import DcpChunk
-from reshard.formats.torchfiles.write import Image, NewTensor, layout_torch_file
+from reshard.containers.dcp_metadata import DcpChunk
+from reshard.containers.torchfiles.write import Image, NewTensor, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
 
 

@@ -20,9 +20,9 @@ import numpy as np
 from reshard.algebra.dtypes import BY_NAME, BY_STORAGE, DType
 from reshard.algebra.storage import Storage, StoredTensor
 from reshard.base.errors import ReshardError
-from reshard.formats.torchfiles.archive import EDGE, Archive, Window, damaged_file, edges
-from reshard.formats.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
-from reshard.formats.torchfiles.untrusted import shape_of, sizes
+from reshard.containers.torchfiles.archive import EDGE, Archive, Window, damaged_file, edges
+from reshard.containers.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
+from reshard.containers.torchfiles.untrusted import shape_of, sizes
 from reshard.stores import HEADS, File, fetch_ahead, is_remote, open_file
 from reshard.transfer.sources import open_source
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats.checkpoint import Iteration
 from reshard.stores import open_file
+
+Iteration = int | str
+"""The step of a training run, or "release", Megatron-LM's name for weights that none of its runs wrote."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LONGEST = 20

@@ -11,25 +11,11 @@ cache.
 from __future__ import annotations
 
 import os
-import reprlib
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 from reshard.base.errors import ReshardError
-from reshard.formats import safetensors
+from reshard.containers import safetensors
 from reshard.stores import is_remote, realpath
-
-LONGEST = 255
-"""Maximum length of a file name, in bytes."""
-
-
-def below(folder: Path, name: Any) -> Path:
-    """The path of `name`, as a checkpoint in `folder` calls it. Raises ValueError if it is not below that folder."""
-    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
-    names_file = path.name and all(len(part.encode(errors="replace")) <= LONGEST for part in path.parts)
-    if path.is_absolute() or ".." in path.parts or not names_file or "\0" in str(path):
-        raise ValueError(f"{reprlib.repr(name)} is not below the folder of the checkpoint")
-    return folder / path
 
 
 def folders_in(path: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import assemble, overlaps
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.base.plain import json_of
-from reshard.formats.torchfiles.untrusted import MOST, shape_of
+from reshard.containers.torchfiles.untrusted import MOST, shape_of
 
 RANK = re.compile(r"shard-(\d+)-(?=model-)")
 """How the name of a rank's file begins."""

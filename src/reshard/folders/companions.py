@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, understood
 from reshard.base.plain import JSON_MOST, JSON_WEIGHT, json_of, kind_of, to_json
-from reshard.formats.places import belongs
+from reshard.folders.places import belongs
 from reshard.stores import as_path
 from reshard.transfer.memory import fits
 from reshard.transfer.plan import OutputFile

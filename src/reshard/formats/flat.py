@@ -17,11 +17,11 @@ from reshard.algebra.storage import Storage, StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.containers.torchfiles.dtensor import Box, Part
 from reshard.families.binding import Binding
 from reshard.families.live import Live
 from reshard.formats import fused
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.torchfiles.dtensor import Box, Part
 from reshard.transfer.plan import Planned
 
 KIND = "flat"

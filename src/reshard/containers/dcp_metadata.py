@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
-from reshard.formats.places import below
-from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
-from reshard.formats.torchfiles.untrusted import damaged, element_type, shape_of, sizes, text
+from reshard.containers.paths import below
+from reshard.containers.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
+from reshard.containers.torchfiles.untrusted import damaged, element_type, shape_of, sizes, text
 from reshard.stores import as_path
 from reshard.transfer.sources import read_source
 

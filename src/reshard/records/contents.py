@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from reshard.base.errors import ReshardError
+from reshard.folders.companions import FILES, RECORD, find_companions, read_object
 from reshard.formats import FORMATS, open_checkpoint
-from reshard.formats.companions import FILES, RECORD, find_companions, read_object
 from reshard.stores import StorePath
 from reshard.transfer.sources import noted
 

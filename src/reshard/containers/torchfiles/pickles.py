@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.base.errors import ReshardError, said
-from reshard.formats.torchfiles import opcodes
-from reshard.formats.torchfiles.untrusted import damaged, sizes
+from reshard.containers.torchfiles import opcodes
+from reshard.containers.torchfiles.untrusted import damaged, sizes
 
 # fmt: off
 FRAMEWORKS = frozenset((

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from reshard.formats.checkpoint import Iteration
-from reshard.formats.places import folders_in
+from reshard.folders.iterations import Iteration
+from reshard.folders.places import folders_in
 
 PARTS = tuple(
     re.compile(pattern)

@@ -19,7 +19,7 @@ from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
 from reshard.base.plain import json_of, kind_of
-from reshard.formats.torchfiles.untrusted import shape_of, sizes
+from reshard.containers.torchfiles.untrusted import shape_of, sizes
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.sources import open_source
 

@@ -1,0 +1,1 @@
+"""Files in which several formats store tensors: torch's, safetensors, and the metadata of DCP."""
