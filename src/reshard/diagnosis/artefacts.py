@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 from reshard.diagnosis.finding import Finding, Place
@@ -29,24 +30,24 @@ def _kind(name: str, pattern: str, way_out: str, sought: str = "") -> Kind:
     return Kind(name, re.compile(pattern), f"artefact-{way_out}", sought)
 
 
-KINDS = (
-    _kind("LoRA adapter", r"adapter_(?:model|config)\.|(?:^|/)adapter(?:_\w+)?/?$", "adapter"),
-    _kind(
-        "Megatron", r"iter_\d{7}|mp_rank_\d\d(?:_\d{3})?/model_optim|latest_checkpointed_iteration", "convert"
-    ),
-    _kind(
-        "DeepSpeed",
-        r"global_step\d+(?:/?$|/(?:mp_rank|zero_pp|bf16_zero))|_optim_states\.pt|zero_pp_rank",
-        "convert",
-    ),
-    _kind("verl", r"global_step_\d+/(?:actor|critic)|model_world_size_\d+_rank_\d+", "convert"),
-    _kind("FSDP", r"pytorch_model_fsdp_\d|\.distcp$|__\d+_\d+\.distcp", "convert"),
-    _kind("InternEvo", r"model_tp\d+_pp\d+\.pt|model_config\.pt", "convert"),
+_OTHERS = (
     _kind("original Llama", r"(?:^|/)(?:consolidated\.\d\d\.pth|params\.json)$", "meta", "sought-meta"),
     _kind("GGUF", r"(?i:\.gguf$|[-_]gguf\b)", "gguf"),
     _kind("NeMo", r"\.nemo$", "nemo"),
     _kind("Lightning", r"\.ckpt$", "lightning"),
 )
+"""Those that are not among the formats."""
+
+
+@cache
+def _kinds() -> tuple[Kind, ...]:
+    """All kinds: adapters, the other formats, and those of other tools."""
+    from reshard.formats import FORMATS, peft
+
+    others = [each for each in FORMATS.values() if each is not peft.FORMAT]
+    ours = [_kind(name, pattern, "convert") for each in others for name, pattern in each.seen.items()]
+    return (*(_kind(*each, "adapter") for each in peft.FORMAT.seen.items()), *ours, *_OTHERS)
+
 
 _LOADS_FOLDERS = re.compile(
     r"(?:transformers|tokenizers|huggingface_hub|peft|vllm|sglang|trl|llamafactory|unsloth)/.*"
@@ -74,7 +75,7 @@ def mixed_up(root: Traceback, place: Place) -> Finding | None:
     if not _SAYS_SO.search(root.said) and not any(_LOADS_FOLDERS.search(frame) for frame in root.frames):
         return None
     wants_adapter = any("/peft/" in frame for frame in root.frames)
-    kinds = [kind for kind in KINDS if not (wants_adapter and kind.name == "LoRA adapter")]
+    kinds = [kind for kind in _kinds() if not (wants_adapter and kind.name == "LoRA adapter")]
     for path in _paths(root.said.replace("\\", "/")):
         for kind in kinds:
             if kind.pattern.search(path):
@@ -86,7 +87,7 @@ def mixed_up(root: Traceback, place: Place) -> Finding | None:
 
 def kind_of_file(path: str) -> Kind | None:
     """The kind of checkpoint to which a file that a program looks for belongs; None if entries know it."""
-    return next((kind for kind in KINDS if kind.sought and kind.pattern.search(path)), None)
+    return next((kind for kind in _OTHERS if kind.sought and kind.pattern.search(path)), None)
 
 
 def _paths(said: str) -> Iterator[str]:

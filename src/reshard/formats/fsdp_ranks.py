@@ -405,4 +405,5 @@ FORMAT = Format(
         *("optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt"),
         *("fsdp_config.json", "data.pt"),
     ),
+    seen={"verl": r"global_step_\d+/(?:actor|critic)|model_world_size_\d+_rank_\d+"},
 )

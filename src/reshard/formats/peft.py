@@ -77,4 +77,5 @@ FORMAT = Format(
     Target(lay_out, holds=frozenset({Kind.ADAPTER})),
     aliases=("lora",),
     files=("adapter_config.json", *FILES),
+    seen={"LoRA adapter": r"adapter_(?:model|config)\.|(?:^|/)adapter(?:_\w+)?/?$"},
 )

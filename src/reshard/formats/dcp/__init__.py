@@ -14,4 +14,5 @@ FORMAT = Format(
     aliases=("torch-dcp", "torchtitan"),
     parts=(".metadata", "*.distcp"),
     files=(".metadata",),
+    seen={"FSDP": r"pytorch_model_fsdp_\d|\.distcp$|__\d+_\d+\.distcp"},
 )

@@ -17,4 +17,7 @@ FORMAT = Format(
         *("latest", "latest_universal"),
         *("*_model_states.pt", "*_optim_states.pt", "exp_avg*.pt", "step.pt"),
     ),
+    seen={
+        "DeepSpeed": r"global_step\d+(?:/?$|/(?:mp_rank|zero_pp|bf16_zero))|_optim_states\.pt|zero_pp_rank"
+    },
 )

@@ -17,4 +17,5 @@ FORMAT = Format(
         *("optimizer_tp*.pt", "optimizer_wp*.pt", "gating_*.pt", "context.pt", "sampler.pt"),
         "schedulder.pt",  # as InternEvo spells it
     ),
+    seen={"InternEvo": r"model_tp\d+_pp\d+\.pt|model_config\.pt"},
 )

@@ -45,6 +45,7 @@ TORCH_DIST = Format(
     aliases=("mcore", "megatron-core", "torch-dist"),
     parts=(*_OF_RUN, "metadata.json", ".metadata", "*.distcp", "common.pt"),
     files=(".metadata", "metadata.json", "common.pt", iterations.TRACKER),
+    seen={"Megatron": r"iter_\d{7}|mp_rank_\d\d(?:_\d{3})?/model_optim|latest_checkpointed_iteration"},
 )
 LEGACY = Format(
     legacy.NAME,
