@@ -44,7 +44,8 @@ class Family:
     """`name` is the `model_type` of config.json, `architecture` the class that transformers builds from it.
 
     `rules` map its tensors to those of Megatron-Core, with the names of the engine that it is `computed_by`;
-    `dialects` do the same for other engines. `within` locates its language model, if that is part of a larger model.
+    `dialects` do the same for other engines, and for formats with names of their own, by `Checkpoint.dialect`.
+    `within` locates its language model, if that is part of a larger model.
     `entries` map its config to Megatron-LM's arguments, in addition to those that all families
     share; `live` describes how its names differ in memory.
     `aliases` are other `model_type`s of models that compute the same, each with the config keys that Megatron-LM

@@ -1,7 +1,8 @@
 """Rules for the names of InternEvo: InternLM, InternLM2 and Llama as InternEvo trains them.
 
 Its dialects are named after the models that defined the tensor names: "internlm" and "internlm2", which Llama shares.
-If query and key rows are interleaved in pairs (`adapt_hf` off), the dialect's name ends in "-interleaved". Sources:
+If query and key rows are interleaved in pairs (`adapt_hf` off), the dialect's name ends in "-interleaved". Llama's
+names in "internlm2" are those of Meta's own code, whose rows are interleaved. Sources:
 `model/modeling_{internlm,internlm2,llama,moe}.py` of InternEvo 0.4.9, and the models for transformers that it ships.
 """
 

@@ -392,7 +392,10 @@ def under(hf: str, mcore: str, block: Iterable[Rule], layers: Sequence[int] = ()
 
 
 def renamed(rules: Iterable[Rule], names: Mapping[str, str]) -> Iterator[Rule]:
-    """The same tensors with other parts of names on the Hub: each key of `names` is replaced by its value, once."""
+    """The same tensors with other parts of names on the Hub: each key of `names` is replaced by its value, once.
+
+    A key that a name does not contain leaves it unchanged.
+    """
     for rule in rules:
         hub = rule.hf
         for part, other in names.items():

@@ -39,7 +39,7 @@ BUFFER = "rotary_emb.inv_freq"
 
 
 def without_buffers(tensors: dict[str, Tensor]) -> int:
-    """Remove rotary buffers from the tensors of a model; returns their bytes."""
+    """Remove rotary buffers named as in transformers from the tensors of a model; returns their bytes."""
     return sum(tensors.pop(name).nbytes for name in list(tensors) if name.endswith(BUFFER))
 
 

@@ -18,6 +18,7 @@ PASSWORD = r"(?!arn:)[^/@:]*:.*@"
 IDENTITIES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "VersionId")
 """Keys of the packages for values that change with the bytes of a file, the most reliable first."""
 TIMES = ("LastModified", "last_modified", "updated", "mtime")
+"""Keys of the packages for the time of the last change. Without one of either kind, only the size shows a change."""
 
 
 class ObjectStore(Store):
