@@ -154,7 +154,7 @@ def _load_strictly(megatron: Any, args: Any, models: list[Any]) -> None:
         """The speech modules are not in mcore-bridge's model; it copies them from the folder that it loaded last."""
         state, left, absent = load(*given, strict="return_all", **options)
         left = [name for name in left if not name.startswith(apart)]
-        assert not left and not absent, (left, absent)
+        assert not left and not absent, f"the model lacks {left}, the checkpoint lacks {absent}"
         return state
 
     checkpointing.load = load_all
