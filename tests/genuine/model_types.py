@@ -501,18 +501,18 @@ def _with_vocabulary(settings: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 def make_model_type(
     name: str,
-    folder: Path,
+    path: str | Path,
     seed: int = 0,
     *,
     as_saved: bool = False,
     vocab: int = 0,
     **overrides: Any,
 ) -> Path:
-    """Write the model `name` of `TYPES` in bf16 to `folder` and return it. `overrides` replace keys of its config.
+    """Write the model `name` of `TYPES` in bf16 to `path` and return it. `overrides` replace keys of its config.
 
     It has the Hub's spelling, or that of transformers 5 if `as_saved`. `vocab` is another vocabulary size.
     """
-    tiny = TYPES[name]
+    tiny, folder = TYPES[name], Path(path)
     module = (
         importlib.import_module(f"tests.genuine.remote.modeling_{tiny.module}")
         if tiny.module
