@@ -73,6 +73,17 @@ def test_a_config_that_spreads_the_model_is_refused_with_the_cure(
     assert result.code == 2 and "device_map=None" in result.err and f"{config}:4" in result.err
 
 
+def test_what_the_doctor_finds_is_told_as_other_problems_are(
+    tmp_path: Path, folder: Path, data: dict[str, Path]
+) -> None:
+    """As JSON, which must conform to the published schema."""
+    (folder / "chat_template.jinja").unlink()
+    words = ["--model", folder, "--data", data["sft"], "-o", tmp_path / "out", "--dry-run", "--json"]
+    (problem,) = reshard("train", "sft", *words).json["problems"]
+    assert (problem["code"], problem["file"]) == ("checkpoint-no-template", str(folder))
+    assert problem["message"] == "the tokenizer has no chat template"
+
+
 @pytest.mark.slow
 def test_a_run_that_diverges_fails_and_names_the_checkpoint_to_go_on_from(
     tmp_path: Path, tiny: Callable[..., Path], data: dict[str, Path]

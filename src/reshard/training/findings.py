@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from reshard.base.errors import Problem
 from reshard.base.installing import install_command
 from reshard.diagnosis.environment import Environment, diagnose_environment
-from reshard.diagnosis.finding import Finding, Place, Text
+from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.spelling import Usage, spelled
 
 LONGEST = 160
@@ -21,15 +21,17 @@ LONGEST = 160
 
 
 def in_short(finding: Finding, severity: str | None = None) -> Problem:
-    """A finding as a problem with the options of `reshard train`: its first place, and its remedy in one line."""
+    """A finding as a plain problem with the options of `reshard train`: its first place, and its remedy in one line."""
     (finding,) = spelled([finding], Usage({"reshard"}))
     where = finding.places[0] if finding.places else Place("")
     lines = (line for line in finding.remedy.en.split("\n") if line and not line.startswith("```"))
-    return replace(
-        finding,
+    return Problem(
+        finding.code,
+        finding.message.en,
         file=str(where) or None,
         found=shorten(where.text, LONGEST, placeholder=" …") or None,
-        remedy=Text.same(" ".join(lines)),
+        rule=finding.rule.en or None,
+        remedy=" ".join(lines),
         severity=severity or finding.severity,
     )
 
