@@ -42,7 +42,7 @@ def run_of(
     mistyped = _mistyped(told)
     if mistyped:
         raise ReshardError(mistyped)
-    told = _of_scripts(told, str(config), note)
+    told = _of_scripts(told, str(config), note, elsewhere=bool(flags.get("data")))
     if flags.get("resume") and flags.get("output"):
         told = {**recorded(Path(flags["output"])), **told}
     flags_given = [
@@ -96,8 +96,11 @@ def run_of(
     )
 
 
-def _of_scripts(told: Options, place: str, note: Callable[[str], None]) -> Options:
-    """A config without the entries of TRL's scripts: `env` is applied, and `datasets` becomes our `data`."""
+def _of_scripts(told: Options, place: str, note: Callable[[str], None], *, elsewhere: bool) -> Options:
+    """A config without the entries of TRL's scripts: `env` is applied, and `datasets` becomes our `data`.
+
+    If the data are named `elsewhere`, on the command line, the datasets are neither read nor downloaded.
+    """
     if "env" in told:
         set_environment(told["env"], place)
     kept = {name: value for name, value in told.items() if name not in ("env", "datasets")}
@@ -122,7 +125,7 @@ def _of_scripts(told: Options, place: str, note: Callable[[str], None]) -> Optio
         )
     # Data is never completely in memory, whatever `streaming` says.
     kept = {name: value for name, value in kept.items() if name not in ("streaming", "test_split_size")}
-    return {**kept, "data": mix_of_datasets(told["datasets"], place, note)}
+    return kept if elsewhere else {**kept, "data": mix_of_datasets(told["datasets"], place, note)}
 
 
 def _missing(name: str, given: Options) -> Problem:
