@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from reshard.base.errors import Problem, ReshardError
@@ -195,6 +196,7 @@ def _mistyped(name: str, value: Any, why: str, hint: Any) -> Problem:
 _WORDS_FOR = {"bool": "true or false", "int": "an integer", "float": "a number"}
 
 
+@cache
 def _parser(method: str) -> Any:
     """transformers' parser of these fields, which raises ValueError where argparse would end the process."""
     from transformers import HfArgumentParser
