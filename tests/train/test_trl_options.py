@@ -241,7 +241,9 @@ def test_what_is_not_known_to_be_right_beside_tensor_parallelism_is_refused(wron
     run = replace(run, eval_data=Path("held-out.jsonl")) if evaluated else run
     assert trl.ENGINE.batches(run, 2, 64)
     (problem,) = refused(trl.ENGINE.batches, run, 4, 64)
-    assert problem.remedy == "pass --nproc 2 or --tp 4; or use --parallel fsdp2"
+    assert problem.remedy == (
+        "pass --nproc 2 or --tp 4; or use --parallel fsdp2 without --tp" + " and --ep" * (run.layout.ep > 1)
+    )
 
 
 def test_experts_are_spread_over_the_tensor_parallel_ranks_or_not_at_all() -> None:
@@ -369,9 +371,9 @@ def test_none_and_lists_can_be_typed() -> None:
 def test_tensor_parallel_ranks_share_heads_and_experts_evenly(tiny: Callable[..., Path]) -> None:
     run = replace(run_of(parallel="tp", layout=Layout(tp=3, ep=3)), model=tiny("qwen3_moe"))
     assert [problem.remedy for problem in refused(trl.ENGINE.options, run)] == [
-        "choose --tp from 1, 2, 4, 8; or use --parallel fsdp2",
-        "choose --tp from 1, 2, 4; or use --parallel fsdp2",
-        "choose --ep from 1, 2, 4, 8; or use --parallel fsdp2",
+        "choose --tp from 2, 4, 8; or use --parallel fsdp2 without --tp and --ep",
+        "choose --tp from 2, 4; or use --parallel fsdp2 without --tp and --ep",
+        "leave out --ep; or use --parallel fsdp2 without --tp and --ep",
     ]
     assert trl.ENGINE.options(replace(run, parallel="tp", layout=Layout(tp=2, ep=2)))
 

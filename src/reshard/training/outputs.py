@@ -52,7 +52,7 @@ def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
         )
     elif found and not overwrite:
         is_ours = (run.output / RECORD).is_file()
-        again = "--resume to continue, --overwrite to start again, or " if is_ours else "name "
+        again = "pass --resume to continue, or --overwrite to start again, or " if is_ours else "name "
         yield Problem(
             "output-not-empty",
             "the output is not empty",

@@ -115,7 +115,7 @@ def read_record(file: Path) -> dict[str, Any]:
             file=str(file),
             found=error.strerror,
             expected=f"the {RECORD} that `reshard train` writes to its output and to each checkpoint",
-            remedy="pass such a folder, or use `reshard convert` with --base",
+            remedy="pass such a folder, or `reshard convert CHECKPOINT DST --base DIR`",
         ) from None
     except UNUSABLE as error:
         raise ReshardError(
@@ -123,7 +123,7 @@ def read_record(file: Path) -> dict[str, Any]:
             "the record of a run cannot be read",
             file=str(file),
             found=f"{type(error).__name__}: {error}",
-            remedy="use `reshard convert` with --base",
+            remedy="`reshard convert CHECKPOINT DST --base DIR` needs no record",
         ) from None
     return dict(content)
 

@@ -395,7 +395,8 @@ def _schedules(options: Options) -> Iterator[Problem]:
             "megatron-weight-decay-is-constant",
             "a constant weight decay has no start and no end",
             found=f"start_weight_decay {ends[0]}, end_weight_decay {ends[1]}",
-            remedy="add --weight_decay_incr_style linear, or use --weight_decay",
+            remedy="add --weight_decay_incr_style linear; or leave out --start_weight_decay and --end_weight_decay, "
+            "and pass --weight_decay",
         )
     if options.lr_decay_style == "WSD" and options.lr_wsd_decay_iters is None:
         yield Problem(

@@ -67,7 +67,7 @@ WEIGHTS = Refusal(
 )
 STAGES = Refusal(
     "reshard distributes the layers and loads each rank's weights itself",
-    "use --tp, --pp, --vpp, --ep and --cp",
+    "leave it out; the layout is set with --tp, --pp, --vpp, --ep and --cp",
     (
         *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
         *("pipeline_model_parallel_layout", "account_for_*", "mtp_standalone"),
@@ -78,7 +78,7 @@ STAGES = Refusal(
 )
 PRECISION = Refusal(
     "a run has one precision",
-    "use --bf16, --fp16 or --fp32",
+    "use --bf16, --fp16 or --fp32 instead",
     ("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"),
 )
 LOSS = Refusal(
@@ -101,7 +101,7 @@ ADAM = Refusal(
 )
 FSDP = Refusal(
     "Megatron's FSDP shards weights differently from the ranks that reshard loads",
-    "use --engine trl --parallel fsdp2, or --use_distributed_optimizer, which shards the optimizer's states",
+    "use --engine trl --parallel fsdp2 instead, or --use_distributed_optimizer, which shards the optimizer's states",
     (
         *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"),
         *("outer_dp_sharding_strategy", "suggested_communication_unit_size", "preserve_fp32_weights"),
@@ -115,7 +115,7 @@ ROUTING = Refusal(
 )
 STACKED = Refusal(
     "experts would be in a different tensor from the one that is loaded",
-    "use --moe_grouped_gemm",
+    "use --moe_grouped_gemm instead",
     ("moe_use_legacy_grouped_gemm",),
 )
 LOOP = Refusal(
@@ -161,7 +161,7 @@ NEEDS_GPU = Refusal("it needs a GPU", "leave it out", GPU)
 def refusal_of(name: str) -> Refusal | None:
     """Why a field of megatron-core is never passed through; None if it is, or could be."""
     if name in SIZES:
-        return Refusal("it has another name here", f"use {SIZES[name]}", (name,))
+        return Refusal("it has another name here", f"use {SIZES[name]} instead", (name,))
     found = next((each for each in REFUSED if each.takes(name)), None)
     field = all_fields().get(name)
     if found is None and field and not can_be_typed(field.hint):

@@ -96,7 +96,8 @@ def layout_of(run: Run, options: Options, model: Model) -> Layout:
             f"megatron-core's GPTModel does not compute the family {model.family.name}",
             rule=f"the engine of this family is {ENGINES[model.family.computed_by]}",
             found="--engine megatron",
-            remedy="train it with --engine trl; or convert it with --to megatron, and train it with that engine",
+            remedy=f"train it with --engine trl; or `reshard convert {run.model} DST --to megatron`, and train it with "
+            "that engine",
         )
     etp = (options.expert_tensor_parallel_size or run.layout.tp) if model.dims.experts else 1
     layout = replace(run.layout, etp=etp, cp=1).over(model.dims.layers)

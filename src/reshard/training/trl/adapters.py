@@ -29,7 +29,8 @@ def adapted(model: Any, options: Mapping[str, Any], way: Way) -> Any:
             "the adapter would train a copy of only one of two tied weights",
             rule="the head is the embedding (tie_word_embeddings); the copies that PEFT saves would differ",
             found=f"--lora_modules_to_save {' '.join(options['lora_modules_to_save'] or ())}",
-            remedy="leave out the head and the embedding, or train all weights with --full",
+            remedy="leave out --lora_modules_to_save; or leave out --lora and --lora_modules_to_save to train all "
+            "weights",
         )
     return found
 
@@ -39,6 +40,10 @@ def _is_tied(model: Any) -> bool:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     weight = getattr(head, "weight", None)
     return weight is not None and weight is getattr(embedding, "weight", None)
+
+
+_CHOOSE = ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
+"""Options that choose what is adapted."""
 
 
 def _made(model: Any, config: Any, names: _Names, options: Mapping[str, Any], linears: list[str]) -> Any:
@@ -54,12 +59,13 @@ def _made(model: Any, config: Any, names: _Names, options: Mapping[str, Any], li
         unmatched = isinstance(error, NoMatchingPeftModuleError)
         if unmatched and (problems := [*_unmatched(names, config, options, linears)]):
             raise ReshardError(problems) from None
+        given = [f"--{name}" for name in _CHOOSE if options.get(name)] or [f"--{_CHOOSE[0]}"]
         raise ReshardError(
             "peft-cannot-adapt",
             "PEFT cannot adapt the model with these options",
             found=str(error).split("\n")[0],
             expected=_expected(linears) if unmatched else None,
-            remedy="correct --lora_target_modules, --lora_target_parameters or --lora_modules_to_save",
+            remedy=f"correct {' or '.join(given)}",
         ) from None
     if problems := [*_unmatched(names, config, options, linears)]:
         raise ReshardError(problems)

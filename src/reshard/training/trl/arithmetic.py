@@ -9,9 +9,9 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.diagnosis.rules import told
-from reshard.diagnosis.spelling import Usage, spelled
 from reshard.folders.companions import CONFIG
 from reshard.training.engine import Batches, Precision
+from reshard.training.findings import in_short
 from reshard.training.methods import is_rewarded
 from reshard.training.run import Run
 
@@ -47,8 +47,19 @@ def alien_parallelism(run: Run) -> Iterator[Problem]:
             "trl-parallelism-unsupported",
             "TRL has no pipeline or context parallelism here",
             found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
-            remedy="use --engine megatron, or --parallel fsdp2 to shard the model",
+            remedy=f"use --engine megatron; or pass --parallel fsdp2 without {_flags(alien)} "
+            "to shard the model",
         )
+
+
+def plan_instead(run: Run, plan: str = "fsdp2") -> str:
+    """What to do instead of tensor parallelism: another plan, which has none of its sizes."""
+    sizes = [name for name in ("tp", "ep") if getattr(run.layout, name) > 1]
+    return f"use --parallel {plan}" + (f" without {_flags(sizes)}" if sizes else "")
+
+
+def _flags(names: list[str]) -> str:
+    return " and ".join(f"--{name}" for name in names)
 
 
 def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
@@ -84,7 +95,7 @@ def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
             "tensor-and-data-parallel",
             f"{what} cannot combine tensor and data parallelism here",
             found=f"{world_size} ranks, --tp {run.layout.tp}",
-            remedy=f"pass --nproc {run.layout.tp} or --tp {world_size}; or use --parallel fsdp2",
+            remedy=f"pass --nproc {run.layout.tp} or --tp {world_size}; or {plan_instead(run)}",
         )
 
 
@@ -121,8 +132,7 @@ def _groups(options: Mapping[str, Any], step: int, replicas: int) -> Iterator[Pr
         )
     else:
         return
-    (finding,) = spelled([finding], Usage({"reshard"}))
-    yield replace(finding, found=found)
+    yield replace(in_short(finding), found=found)
 
 
 def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> Iterator[Problem]:

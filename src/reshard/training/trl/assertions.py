@@ -160,7 +160,7 @@ def _head(run: Run, trainer: Any) -> Iterator[Problem]:
             tensor=", ".join(trained),
             rule="the gradient of a weight must cover the samples of all ranks",
             found="the head in lora_modules_to_save or lora_target_modules, with --parallel fsdp2",
-            remedy="do not train the head, use --parallel ddp or zero3, or train everything with --full",
+            remedy="do not train the head, use --parallel ddp or zero3, or leave out --lora to train all weights",
         )
 
 

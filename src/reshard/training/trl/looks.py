@@ -13,7 +13,7 @@ from reshard.diagnosis.finding import Text
 from reshard.training.findings import in_short, without_bf16
 from reshard.training.run import Run
 from reshard.training.trl import vllm
-from reshard.training.trl.arithmetic import alien_parallelism
+from reshard.training.trl.arithmetic import alien_parallelism, plan_instead
 from reshard.training.trl.config_fields import options_of
 from reshard.training.trl.methods import WAYS
 
@@ -31,7 +31,7 @@ def asked(run: Run) -> Iterator[Problem]:
             rule=way.why,
             expected=f"--parallel {', '.join(way.plans)}",
             found=f"--parallel {run.parallel}",
-            remedy=f"use --parallel {way.plans[0]}, with --lora or --gradient_checkpointing to save memory",
+            remedy=f"{plan_instead(run, way.plans[0])}; LoRA and gradient checkpointing save memory",
         )
     alien = list(alien_parallelism(run))
     yield from alien

@@ -9,6 +9,7 @@ from typing import Any
 from reshard.base.errors import ReshardError
 from reshard.training.run import Run
 from reshard.training.trl import devices
+from reshard.training.trl.arithmetic import plan_instead
 from reshard.training.trl.methods import WAYS
 
 
@@ -93,7 +94,7 @@ def loading(run: Run) -> Mapping[str, Any]:
             "transformers-without-tp",
             "this version of transformers cannot train with tensor parallelism",
             found="--parallel tp",
-            remedy="pip install -U transformers (5.23 is known to work), or use --parallel fsdp2",
+            remedy=f"pip install -U transformers (5.23 is known to work), or {plan_instead(run)}",
         ) from None
     config = DistributedConfig(
         tp_size=run.layout.tp,

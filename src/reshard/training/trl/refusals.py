@@ -10,16 +10,20 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.folders.companions import CONFIG, read_object
 from reshard.training.run import Run
 from reshard.training.trl import quantized
+from reshard.training.trl.arithmetic import plan_instead
 from reshard.training.trl.methods import WAYS
 
 _PLAN = "reshard shards the model itself, and asserts the result"
 REFUSED: dict[str, tuple[str, str]] = {
-    "resume_from_checkpoint": ("reshard knows which checkpoint is the last complete one", "use --resume"),
-    "fsdp": (_PLAN, "use --parallel fsdp2"),
-    "fsdp_config": (_PLAN, "use --parallel fsdp2"),
-    "deepspeed": (_PLAN, "use --parallel zero2 or --parallel zero3"),
-    "parallelism_config": (_PLAN, "use --parallel tp --tp N"),
-    "tp_plan": (_PLAN, "use --parallel tp --tp N"),
+    "resume_from_checkpoint": (
+        "reshard knows which checkpoint is the last complete one",
+        "use --resume instead",
+    ),
+    "fsdp": (_PLAN, "use --parallel fsdp2 instead"),
+    "fsdp_config": (_PLAN, "use --parallel fsdp2 instead"),
+    "deepspeed": (_PLAN, "use --parallel zero2 or --parallel zero3 instead"),
+    "parallelism_config": (_PLAN, "use --parallel tp --tp N instead"),
+    "tp_plan": (_PLAN, "use --parallel tp --tp N instead"),
     "device_map": (
         "a device map cannot be combined with several processes",
         "leave it out: each rank loads the model with device_map=None; --parallel fsdp2 or zero3 shards what does "
@@ -71,7 +75,7 @@ def refused(run: Run) -> Iterator[Problem]:
         if (isinstance(given, Mapping) and key in given) or (isinstance(given, str) and f'"{key}"' in given):
             reason, cure = REFUSED.get(key, (_PLAN, "leave it out"))
             if key in _EITHER:
-                reason, cure = "it is an option of its own", f"use --{key.replace('torch_', '')}"
+                reason, cure = "it is an option of its own", f"use --{key.replace('torch_', '')} instead"
             yield Problem(
                 "model-init-kwarg-not-passed-on",
                 f"--model_init_kwargs with {key} is not passed on",
@@ -136,7 +140,7 @@ def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
             "expert-adapters-tensor-parallel",
             "adapters of experts cannot be tensor-parallel",
             found="--lora on a mixture of experts with --parallel tp",
-            remedy="use --parallel fsdp2, or adapt attention only: --lora_target_modules q_proj k_proj v_proj o_proj",
+            remedy=f"{plan_instead(run)}, or adapt attention only: --lora_target_modules q_proj k_proj v_proj o_proj",
         )
 
 
@@ -156,7 +160,7 @@ def _adapted_in_parts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
                 f"--{name} cannot be combined with --parallel tp",
                 rule=why,
                 found=f"--{name} {typed[name]} --parallel tp",
-                remedy=f"use --parallel fsdp2, or leave out --{name}",
+                remedy=f"{plan_instead(run)}, or leave out --{name}",
             )
 
 
@@ -174,14 +178,15 @@ def _divided(run: Run) -> Iterator[Problem]:
     for flag, name in shared:
         size, ranks = config.get(name), getattr(run.layout, flag)
         if isinstance(size, int) and size and size % ranks:
-            fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+            fitting = ", ".join(str(each) for each in range(2, size + 1) if size % each == 0)
+            cure = f"choose --tp from {fitting}" if flag == "tp" and fitting else f"leave out --{flag}"
             yield Problem(
                 "model-size-not-divisible",
                 f"{name} of the model is not divisible by --{flag} {ranks}",
                 rule="each tensor-parallel rank computes an equal share",
                 expected=f"a divisor of {size}",
                 found=f"--{flag} {ranks}",
-                remedy=f"choose --{flag} from {fitting}; or use --parallel fsdp2",
+                remedy=f"{cure}; or {plan_instead(run)}",
             )
 
 
@@ -194,7 +199,7 @@ def _of_method(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
             "adapters of a reward model are not supported",
             rule="its new head needs full training, and reshard cannot merge such an adapter",
             found=f"--lora with {run.method}",
-            remedy="leave out --lora; --parallel fsdp2 or zero3 shards what does not fit",
+            remedy="leave out --lora, and add --parallel fsdp2 if the model does not fit",
         )
     if way.teacher:
         yield from _teacher(run, way.teacher, typed.get(way.teacher))

@@ -18,6 +18,7 @@ from reshard.base.errors import GIB, Problem
 from reshard.diagnosis.environment import Environment
 from reshard.training.planning.gpus import is_planned
 from reshard.training.run import Run
+from reshard.training.trl.arithmetic import plan_instead
 
 SECONDS = 5
 """Timeout in seconds for a server."""
@@ -74,8 +75,7 @@ def _plan(run: Run, options: Mapping[str, Any]) -> Iterator[Problem]:
             "vLLM cannot receive the weights of tensor-parallel ranks",
             rule="TRL gathers weights for vLLM only under FSDP2 and DeepSpeed",
             found="--use_vllm with --parallel tp",
-            remedy="use --parallel fsdp2 or zero3; for tensor parallelism inside vLLM: "
-            "--vllm_tensor_parallel_size",
+            remedy=f"{plan_instead(run)}; for tensor parallelism inside vLLM: --vllm_tensor_parallel_size",
         )
     if options["vllm_mode"] not in ("server", "colocate"):
         yield Problem(
