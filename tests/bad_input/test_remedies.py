@@ -12,6 +12,8 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import click
@@ -55,7 +57,7 @@ def remedies_of(made: Made) -> str:
     used = {node.id for node in ast.walk(ast.parse(remedy or "0")) if isinstance(node, ast.Name)}
     used |= {node.attr for node in ast.walk(ast.parse(remedy or "0")) if isinstance(node, ast.Attribute)}
     texts = [remedy]
-    for node in ast.walk(ast.parse((SOURCE / made.file).read_text(encoding="utf-8"))):
+    for node in ast.walk(_parsed(made.file)):
         if isinstance(node, ast.FunctionDef) and node.name in used:
             texts += [
                 each.value
@@ -69,6 +71,11 @@ def remedies_of(made: Made) -> str:
     return " ".join(texts)
 
 
+@cache
+def _parsed(file: str) -> ast.Module:
+    return ast.parse((SOURCE / file).read_text(encoding="utf-8"))
+
+
 def test_every_remedy_with_a_command_has_a_case() -> None:
     typed = re.compile(rf"--[a-z]|reshard ({'|'.join(COMMANDS)}) ")
     told = {
@@ -79,14 +86,21 @@ def test_every_remedy_with_a_command_has_a_case() -> None:
     assert sorted(excused & CASES.keys()) == [] == sorted(excused - told)
 
 
-LEAVING_OUT = re.compile(r"(?:leave out|remove|without)\s+(--[\w-]+)")
-WORD = re.compile(r"--[\w-]+(?: from)?(?:[ =](?!or\b|and\b|for\b|to\b|with\b|in\b|is\b|so\b)[\w./:,+-]+)?")
+FLAG = re.compile(r"--[a-z][\w-]*")
+LEAVING_OUT = re.compile(r"(?:leave out|remove|without|instead of)\s+(--[\w-]+(?: and --[\w-]+)*)")
+LISTED = r", (?=--[\w-]+(?:, --[\w-]+)* or --)"
+"""The commas of a list of alternatives: `--a, --b or --c`."""
+WORD = re.compile(
+    r"--[\w-]+(?: from)?(?:[ =](?!or\b|and\b|for\b|to\b|with\b|in\b|is\b|so\b|instead\b)[\w./:,+-]+)?"
+)
 COMMAND = re.compile(rf"(?<![\w/])reshard (?:--help|{'|'.join(COMMANDS)})(?: [^\s;,`)]+)*")
 
 
-def options_of(command: str) -> dict[str, bool]:
-    """The options of a command, and whether each takes a value."""
-    found = cli.get_command(click.Context(cli), command)
+def options_of(words: Sequence[str]) -> dict[str, bool]:
+    """The options of the command, and whether each takes a value."""
+    found = cli.get_command(click.Context(cli), words[0])
+    if isinstance(found, click.Group):
+        found = found.get_command(click.Context(found), words[1])
     assert found
     return {
         name: not option.is_flag
@@ -102,9 +116,10 @@ def attempts(remedy: str, words: list[str], given: Mapping[str, str]) -> Iterato
         yield _corrected(words, near[1])
         return
     for match in COMMAND.finditer(remedy):
-        yield [given.get(word, word) for word in shlex.split(match[0])[1:]]
-    for clause in re.split(r"; |, (?!--|and )| or (?=--)|\)", COMMAND.sub("", remedy)):
-        left_out = LEAVING_OUT.findall(clause)
+        told = [given.get(word, word) for word in shlex.split(match[0])[1:]]
+        yield [*told, *words[2:]] if told[0] == words[0] == "train" and len(told) == 2 else told
+    for clause in re.split(rf"; |, (?!--|and )|{LISTED}| or (?=--)|\)", COMMAND.sub("", remedy)):
+        left_out = [flag for found in LEAVING_OUT.findall(clause) for flag in found.split(" and ")]
         flags = [
             re.split(r"[ =]", match[0].replace(" from", ""), maxsplit=1)
             for match in WORD.finditer(LEAVING_OUT.sub("", clause))
@@ -123,7 +138,7 @@ def _corrected(words: list[str], near: str) -> list[str]:
     from reshard.base.suggest import closest
 
     if near.startswith("--"):
-        unknown = next(each for each in words if each.startswith("--") and each not in options_of(words[0]))
+        unknown = next(each for each in words if each.startswith("--") and each not in options_of(words))
         return [near if each == unknown else each for each in words]
     wrong = next(each for each in words if closest(each, [near], cutoff=0.5) and each != near)
     return [near if each == wrong else each for each in words]
@@ -133,25 +148,33 @@ def without(words: list[str], flag: str) -> list[str]:
     if flag not in words:
         return words
     at = words.index(flag)
-    return words[:at] + words[at + 1 + options_of(words[0])[flag] :]
+    values = options_of(words).get(flag)
+    if values is None:  # an option of an engine, with any number of values
+        after = list(takewhile(lambda word: not word.startswith("-"), words[at + 1 :]))
+        values = len(after)
+    return words[:at] + words[at + 1 + values :]
 
 
 def with_option(words: list[str], flag: str, value: str | None, given: Mapping[str, str]) -> list[str]:
-    known = options_of(words[0])
-    assert flag in known, f"{words[0]} has no {flag}"
+    known = options_of(words)
+    assert flag in known or words[0] == "train", f"{words[0]} has no {flag}"
     words = without(words, flag)
-    if not known[flag]:
+    if not known.get(flag, value or flag in given):
         return [*words, flag]
     value = given.get(flag) or given.get(value or "", value or "")
     assert value, f"no value for {flag}"
     return [*words, flag, value]
 
 
+TABLES = {"--list", "--help", "--options"}
+"""Options with which a command prints a table or its help, and no JSON."""
+
+
 def problems_in(words: Sequence[str]) -> list[Problem]:
-    printed = reshard(*words, *(["--json"] if "--list" not in words and "--help" not in words else []))
+    printed = reshard(*words, *([] if TABLES & {*words} else ["--json"]))
     assert "Traceback" not in printed.err
     content = json.loads(printed.out) if printed.out.startswith("{") else {}
-    found: list[Problem] = content.get("problems", [])
+    found: list[Problem] = content.get("problems") or (content.get("preflight") or {}).get("warnings", [])
     return found
 
 
@@ -160,24 +183,47 @@ def test_a_remedy_leads_somewhere(
     code: str, originals: Originals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, case in enumerate(CASES[code]):
-        tried, at = 1, 0
-        while at < tried:
-            there = tmp_path / f"{number}-{at}"
-            there.mkdir()
-            monkeypatch.chdir(there)
-            for name, original in case.make.items():
-                shutil.copytree(originals(original), name)
-            case.change(there)
-            words = case.words.split()
-            before = problems_in(words)
-            matching = [each for each in before if each["code"] == code]
-            assert matching, f"{case.words} ends in {before}"
-            problem = matching[0]
-            commands = [*attempts(problem["remedy"], words, case.given)]
-            assert commands, f"no command in {problem['remedy']}"
-            tried = len(commands)
-            after = problems_in(commands[at])
-            told = f"{case.words} → {problem['remedy']} → {' '.join(commands[at])} → {after}"
-            wrong = [each["code"] for each in after if each["severity"] == "error"]
-            assert not set(wrong) - set(case.then), told
-            at += 1
+        follow(code, case, originals, tmp_path / str(number), monkeypatch)
+
+
+def follow(
+    code: str, case: remedy_cases.Case, originals: Originals, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the command of a case, and each command that its remedy tells, in a fresh folder."""
+    words = case.words.split()
+    _prepare(case, originals, folder, monkeypatch)
+    before = problems_in(words)
+    matching = [each for each in before if each["code"] == code]
+    assert matching, f"{case.words} ends in {before}"
+    problem = matching[0]
+    commands = [*attempts(*meant(problem, words), case.given)]
+    assert commands, f"no command in {problem['remedy']}"
+    for number, command in enumerate(commands):
+        if number:
+            _prepare(case, originals, folder, monkeypatch)
+        after = problems_in(command)
+        told = f"{case.words} → {problem['remedy']} → {' '.join(command)} → {after}"
+        wrong = [each["code"] for each in after if each["severity"] == "error"]
+        assert not set(wrong) - set(case.then), told
+
+
+def _prepare(
+    case: remedy_cases.Case, originals: Originals, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Make the input of a case in a new folder, and go there. What was in the folder before is removed."""
+    monkeypatch.chdir(folder.parent)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name, original in case.make.items():
+        shutil.copytree(originals(original), name)
+    case.change(folder)
+
+
+def meant(problem: Problem, words: list[str]) -> tuple[str, list[str]]:
+    """The remedy with the option that "it" means, and the command without the one that it has others "instead" of."""
+    about = FLAG.search(f"{problem['message']} {problem.get('found') or ''}")
+    remedy = problem["remedy"]
+    if about and " instead" in remedy and " instead of" not in remedy:
+        return remedy, without(words, about[0])
+    return remedy.replace("leave it out", f"leave out {about[0]}") if about else remedy, words

@@ -1,0 +1,66 @@
+"""As `tests/bad_input/test_remedies.py`: remedies of `reshard train` and `reshard export` before anything starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reshard.cli import COMMANDS
+from tests.bad_input.test_remedies import follow, remedies_of
+from tests.genuine.model_types import make_model_type
+from tests.test_codes import ALL
+from tests.train.train_remedies import CASES, STARTED
+
+NOT_HERE = {
+    "GPUs, or their number": "slurm-nodes-unused torch-without-cuda",
+    "vLLM": """
+        vllm-plan-unsupported vllm-server-on-same-gpus vllm-server-raw-probabilities vllm-server-unreachable
+        vllm-share-too-small""",
+    "other packages, or other releases of them": """
+        deepspeed-not-installed package-too-old quantized-base-sharded quantized-weights-trained
+        transformers-without-tp""",
+    "the ranks, which have started": """
+        adapter-targets-nothing chats-without-template checkpoint-not-loadable data-missing data-teach-nothing
+        fsdp2-head-not-averaged lora-rank-not-divisible no-step-changed-weights processes-missing
+        parameters-not-as-planned rank-weights-unchanged run-unfinished system-refused trainable-parameters-differ
+        trained-weight-differs trained-weight-not-finite""",
+    "another file or model, which the remedy asks for": """
+        dataset-test-split-size file-trained-and-evaluated-on model-quantized transformers-cannot-build""",
+}
+"""What an input needs that a dry run does not have here, and the codes of such problems."""
+
+
+def test_every_remedy_with_a_flag_has_a_case() -> None:
+    typed = re.compile(rf"--[a-z]|reshard ({'|'.join(COMMANDS)}) |plan_instead")
+    told = {
+        each.code for each in ALL if typed.search(remedies_of(each)) and each.file.startswith("training/")
+    }
+    excused = set(" ".join(NOT_HERE.values()).split())
+    assert sorted(told - CASES.keys() - excused) == []
+    assert sorted(excused & CASES.keys()) == [] == sorted(excused - told)
+
+
+@pytest.fixture(scope="session")
+def models(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Models by name, with one that megatron-core does not compute."""
+    other = tmp_path_factory.mktemp("models") / "llama4"
+
+    def get(name: str) -> Path:
+        if name == other.name and not other.exists():
+            make_model_type(name, other)
+        return other if name == other.name else tiny(name)
+
+    return get
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_a_remedy_of_a_run_leads_somewhere(
+    code: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in STARTED.get(code, {}).items():
+        monkeypatch.setenv(name, value)
+    for number, case in enumerate(CASES[code]):
+        follow(code, case, models, tmp_path / str(number), monkeypatch)
