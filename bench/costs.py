@@ -22,9 +22,10 @@ from bench.race import Contender
 from bench.scale import COSTS, MODELS, Costs, Planning, Simulation, planned
 from bench.sync import DIRECT
 from reshard.algebra.layout import Layout
+from reshard.cluster import executors
 from reshard.cluster.executors import GIB
 from reshard.planning import Options, plan_conversion
-from reshard.transfer import executors, sink
+from reshard.transfer import sink
 
 LAYERS = (1, 5)
 EXPERTS = (500, 4000)

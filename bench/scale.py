@@ -22,11 +22,12 @@ from reshard.cluster.parts import Part
 from reshard.cluster.spread import parts_for
 from reshard.planning import Options, plan_conversion
 from reshard.transfer.batch import batches
-from reshard.transfer.execute import Run
 from reshard.transfer.gather import GAP, RUN, _packed, _run
+from reshard.transfer.job import continued
 from reshard.transfer.journal import Journal
 from reshard.transfer.memory import shared
 from reshard.transfer.plan import Block, Plan
+from reshard.transfer.state import State
 
 NODES = (1, 4, 16, 64)
 STORAGE = (2, 10, 100)
@@ -146,10 +147,13 @@ class Simulation:
 
     def parts(self, nodes: int) -> list[Work]:
         """The work of each part, in the order of distribution."""
-        run = Run(self._plan, Path(), shared(2, GIB), None, lambda count: None, Journal())
+        state = State(self._plan, Path(), shared(2, GIB), None, Journal(), lambda count: None)
         left = sum(file.size for file in self._files)
         cluster: Any = Cluster(nodes * CORES)
-        return [self._work(part) for part in parts_for(cluster, map(run.begin, self._files), left)]
+        return [
+            self._work(part)
+            for part in parts_for(cluster, (continued(state, file) for file in self._files), left)
+        ]
 
     def _work(self, part: Part) -> Work:
         fixed = self._costs.begun + self._costs.file * len(part.batches)

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import reshard as api
-from reshard import remote
 from reshard.algebra.tensors import cells_of
 from reshard.base.errors import ReshardError
+from reshard.cluster import worker
 from reshard.formats import open_checkpoint
 from reshard.transfer.sources import noted
 from tests.bad_input.damage import flip
@@ -199,14 +199,14 @@ def test_another_table_of_names_is_another_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A run that was killed before an upgrade is not continued after it."""
-    package = Path(remote.__file__).parent
+    package = Path(worker.__file__).parents[1]
     shutil.copytree(package, tmp_path / "reshard")
-    before = remote._program()
-    monkeypatch.setattr(remote, "__file__", str(tmp_path / "reshard" / "remote.py"))
-    assert remote._program() == before
+    before = worker._program()
+    monkeypatch.setattr(worker, "__file__", str(tmp_path / "reshard" / "cluster" / "worker.py"))
+    assert worker._program() == before
     with (tmp_path / "reshard" / name).open("a") as file:
         file.write("\n")
-    assert remote._program() != before
+    assert worker._program() != before
 
 
 def test_a_change_between_plan_and_conversion(model: Path) -> None:

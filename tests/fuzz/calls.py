@@ -20,6 +20,7 @@ from reshard.containers.safetensors import read_tensors
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.diagnosis import diagnose
 from reshard.stores.registry import is_url, parsed
+from reshard.stores.web import WebStore
 from reshard.training.data import load_dataset, read_records, tokens
 from reshard.training.data.mix import mix_of
 from reshard.training.data.records import METHODS, seen
@@ -247,7 +248,7 @@ def url(data: bytes) -> None:
     if is_url(text):
         place = parsed(text)
         assert not place.userinfo or f"//{place.userinfo}@" not in place.shown
-        if place.kind != "http":
+        if place.scheme not in WebStore.kind.schemes:
             assert not place.query
 
 

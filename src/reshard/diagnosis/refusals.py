@@ -18,7 +18,7 @@ from reshard.diagnosis.upstream import installed_of
 from reshard.diagnosis.words import words
 
 _OWN = re.compile(
-    r"\breshard\.errors\.ReshardError: (?P<title>[^\n]{1,400})"
+    r"\breshard(?:\.base)?\.errors\.ReshardError: (?P<title>[^\n]{1,400})"
     r"(?P<fields>(?:\n\s+(?:tensor|file|rule|expected|found): [^\n]*)*)(?:\n\s+remedy: (?P<cure>[^\n]*))?"
 )
 
