@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.genuine.model_types import class_of, make_model_type
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
@@ -59,17 +62,32 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+SILENT = ("qwen2_5_omni", "qwen3_omni_moe")
+"""Types made as `save_pretrained` spells them: the Hub's have speech modules, which cannot be built small."""
+
+
 def live_and_hub(model_type: str, folder: Path) -> dict[str, torch.Tensor]:
     """Save a random model to `folder` with the Hub's names; returns its state dict in memory."""
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        model = _random(model_type)
+        model.save_pretrained(folder)
+    else:  # it sees or hears, or its code is not in transformers
+        make_model_type(model_type, folder, as_saved=model_type in SILENT)
+        if model_type == "qwen2_5_omni":
+            torch.save({}, folder / "spk_dict.pt")  # its voices, without which it is not loaded
+        model = class_of(model_type).from_pretrained(folder, dtype=torch.bfloat16)
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def _random(model_type: str) -> PreTrainedModel:
     known = AutoConfig.for_model(model_type)
     sizes = {name: size for name, size in SIZES.items() if getattr(known, name, None) is not None}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(model_type, **sizes, **OWN.get(model_type, {}))
     )
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape))
-    model.save_pretrained(folder)
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return model

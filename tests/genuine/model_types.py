@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from reshard.folders.companions import portable_tokenizer_config
@@ -499,6 +499,13 @@ def _with_vocabulary(settings: Mapping[str, Any], size: int) -> dict[str, Any]:
     return {**settings, **inner, **({"vocab_size": size} if "vocab_size" in settings else {})}
 
 
+def class_of(name: str) -> Any:
+    """The class of the model `name` of `TYPES`: that of transformers, or of the code that its checkpoints contain."""
+    tiny = TYPES[name]
+    module = f"tests.genuine.remote.modeling_{tiny.module}" if tiny.module else "transformers"
+    return getattr(importlib.import_module(module), tiny.architecture)
+
+
 def make_model_type(
     name: str,
     path: str | Path,
@@ -512,13 +519,7 @@ def make_model_type(
 
     It has the Hub's spelling, or that of transformers 5 if `as_saved`. `vocab` is another vocabulary size.
     """
-    tiny, folder = TYPES[name], Path(path)
-    module = (
-        importlib.import_module(f"tests.genuine.remote.modeling_{tiny.module}")
-        if tiny.module
-        else transformers
-    )
-    kind = getattr(module, tiny.architecture)
+    tiny, kind, folder = TYPES[name], class_of(name), Path(path)
     settings = (
         _with_vocabulary({**tiny.settings, **overrides}, vocab) if vocab else {**tiny.settings, **overrides}
     )
@@ -537,7 +538,7 @@ def make_model_type(
     tokenizer = folder / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(portable_tokenizer_config(json.loads(tokenizer.read_text())), indent=2))
     if tiny.module:
-        shutil.copy(str(module.__file__), folder)
+        shutil.copy(str(sys.modules[kind.__module__].__file__), folder)
         edit_config(
             folder, {"auto_map": {"AutoConfig": f"modeling_{tiny.module}.{kind.config_class.__name__}"}}
         )

@@ -18,6 +18,7 @@ Such names cannot be loaded: transformers would initialize those modules at rand
 """
 
 ANCHORS = (
+    *("thinker.model.language_model.embed_tokens.weight", "thinker.model.embed_tokens.weight"),
     *("language_model.model.embed_tokens.weight", "model.language_model.embed_tokens.weight"),
     *("model.embed_tokens.weight", "model.tok_embeddings.weight", "transformer.wte.weight"),
     *("base_model.model.", "tok_embeddings.weight"),

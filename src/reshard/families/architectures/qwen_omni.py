@@ -9,6 +9,13 @@ from reshard.families.family import MCORE_BRIDGE, Family
 from reshard.families.live import Live
 from reshard.families.within import Carried, Within
 
+IN_MEMORY = (
+    ("thinker.model.language_model.", "thinker.model."),
+    ("thinker.model.visual.", "thinker.visual."),
+    ("thinker.model.audio_tower.", "thinker.audio_tower."),
+)
+"""Since transformers 5.21. Before, the names were the Hub's."""
+
 
 def _thinker(vocoder: str) -> Within:
     """mcore-bridge trains the thinker. Neither mcore-bridge nor its checkpoints contain the speech modules."""
@@ -29,6 +36,7 @@ QWEN2_5_OMNI = Family(
     "Qwen2_5OmniForConditionalGeneration",
     QWEN2_VL.rules,
     QWEN2_VL.entries,
+    live=Live(None, begins=IN_MEMORY),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
     within=_thinker("token2wav."),
@@ -38,7 +46,7 @@ QWEN3_OMNI_MOE = Family(
     "Qwen3OmniMoeForConditionalGeneration",
     QWEN3_MOE.rules,  # the Hub stores one tensor per expert
     QWEN3_VL_MOE.entries,
-    live=Live(),
+    live=Live(begins=IN_MEMORY),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
     within=_thinker("code2wav."),
