@@ -6,6 +6,7 @@ format declares what it can store, and lays the request out in files.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -31,6 +32,9 @@ MASTERS = "fp32"
 
 KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
 """Router biases are fp32 whatever the model's dtype: transformers and Megatron-Core both keep them so."""
+
+ROUTER = re.compile(r"\.(?:gate|router)\.(?:\w+\.)*weight$")
+"""The weights of a router, which transformers 5.24 keeps in float32 in most models, whatever the others are in."""
 
 
 class Kind(Enum):

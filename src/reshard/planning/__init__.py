@@ -350,10 +350,11 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
             notes.append("the fp32 masters are optimizer states too; --dtype float32 makes them the weights")
     if checkpoint.quantization and not (checkpoint.quantization.settings or settings_of(request.config)):
         notes.append(UNTOLD)
-    tensors, settings, need = names.tensors(logical, Types(dtype)), None, Need.of(checkpoint.tensors)
+    types = Types(dtype, logical.tensors.values())
+    tensors, settings, need = names.tensors(logical, types), None, Need.of(checkpoint.tensors)
     parameters = checkpoint.parameters if checkpoint.quantization else elements(tensors)
     if target.dtype and not options.dtype:
-        notes += recast(format, logical, Types(dtype))
+        notes += recast(format, logical, types)
     if options.quantize:
         request = replace(request, config={**request.config, "dtype": main_dtype(tensors)})
         tensors, settings, told, more = quantized(tensors, options.quantize, request.config)

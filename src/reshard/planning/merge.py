@@ -40,8 +40,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     base = open_checkpoint(folder, strip=options.strip) if folder else None
     if base and base.problems:
         raise ReshardError(base.problems)
-    types = Types(options.dtype)
-    base = base and dequantized(base, types.wanted, adapters.quantized_base)
+    base = base and dequantized(base, Types(options.dtype).wanted, adapters.quantized_base)
     weights, replicas, config, dropped = _hub_weights(base, options) if base else ({}, [], None, Counter())
     origin = base or checkpoint
     own = config_of(origin) or {}
@@ -53,7 +52,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     result = adapters.merged(
         adapter,
         weights or adapter.base,
-        types.of,
+        Types(options.dtype, (weights or adapter.base).values()).of,
         tied=own.get("tie_word_embeddings") is True,
         turned=bool(family and family.turned_pairs),
     )

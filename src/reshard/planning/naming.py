@@ -9,13 +9,14 @@ from functools import partial
 from math import prod
 
 from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
 from reshard.families.binding import Bound, Dropped
 from reshard.families.live import Live
 from reshard.formats import fused
-from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, LIVE, MASTERS, PlannedStates, Request
-from reshard.model.logical import LogicalTensors
+from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, LIVE, MASTERS, ROUTER, PlannedStates, Request
+from reshard.model.logical import Logical, LogicalTensors
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import Planned
 
@@ -31,40 +32,59 @@ def _no_such_dtype(wanted: str | None) -> ReshardError:
 
 
 class Types:
-    """The dtype of each tensor of the output: the `wanted` one, or the stored one."""
+    """The dtype of each tensor of the output: the `wanted` one, or the stored one.
 
-    def __init__(self, wanted: str | None) -> None:
+    Routers that the source keeps in float32, beside `weights` of which most are in 16 bits, stay in float32. In a
+    source that is in float32 throughout, they are weights like all others.
+    """
+
+    def __init__(self, wanted: str | None, weights: Iterable[Logical | Tensor] = ()) -> None:
         try:
             self.wanted = dtype(wanted) if wanted else None
         except KeyError:
             raise _no_such_dtype(wanted) from None
         if self.wanted and not castable(self.wanted):
             raise _no_such_dtype(wanted)
+        counted: Counter[DType] = Counter()
+        for each in weights:
+            counted[each.dtype] += each.nbytes
+        self._are_halves = bool(counted) and counted.most_common(1)[0][0].itemsize == 2
 
     def of(self, name: str, stored: DType) -> DType:
         """The output dtype of tensor `name`."""
-        if self.wanted is None or not castable(stored) or name.endswith(KEEPS_ITS_DTYPE):
+        if self.wanted is None or not castable(stored) or self._stays(name, stored):
             return stored
         return self.wanted
+
+    def _stays(self, name: str, stored: DType) -> bool:
+        if name.endswith(KEEPS_ITS_DTYPE):
+            return True
+        return self._are_halves and stored.name == "float32" and bool(ROUTER.search(name))
 
 
 def recast(format: str, logical: LogicalTensors, types: Types) -> list[str]:
     """Notes on weights that are cast to the only dtype of a format, by the dtypes that they have."""
     stored = [(item.dtype, types.of(name, item.dtype)) for name, item in logical.tensors.items()]
     counted = Counter((before, after) for before, after in stored if before != after)
-    is_one = len(counted) == 1
-    return [
-        _recast(format, *pair, number, is_one=is_one) for pair, number in sorted(counted.items(), key=str)
-    ]
+    wide = sum(
+        item.dtype == types.wanted and not name.endswith(KEEPS_ITS_DTYPE)
+        for name, item in logical.tensors.items()
+    )
+    back = "" if len(counted) > 1 else _BACK_ROUNDED if wide else _BACK
+    return [_recast(format, *pair, number, back, wide) for pair, number in sorted(counted.items(), key=str)]
 
 
-def _recast(format: str, before: DType, after: DType, number: int, *, is_one: bool) -> str:
+_BACK = "; converted back with --dtype {before}, they are the same again, bit for bit"
+_BACK_ROUNDED = "; --dtype {before} converts them back, bit for bit, but rounds the {wide} in {after} as well"
+
+
+def _recast(format: str, before: DType, after: DType, number: int, back: str, wide: int) -> str:
     which = f"{number:,} tensor{'' if number == 1 else 's'} in {before}"
     if before.itemsize > after.itemsize:
         told = f"rounded; --to huggingface keeps {before}"
     else:
-        restored = f"; converted back with --dtype {before}, they are the same again, bit for bit"
-        told = f"widened, which changes no value{restored if is_one else ''}"
+        restored = back.format(before=before, after=after, wide=f"{wide:,}")
+        told = f"widened, which changes no value{restored}"
     return f"{format} stores weights in {after} only: {which} {'is' if number == 1 else 'are'} {told}"
 
 
