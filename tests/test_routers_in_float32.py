@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import reshard
+from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.genuine import peft, quantized
-from tests.judges import TOKENS, assert_same_tensors, tensors_of
+from tests.judges import TOKENS, assert_agree, assert_same_tensors, judged_by_megatron, tensors_of
 
 Models = Callable[..., Path]
 ROUTERS = "mlp.gate.weight"
@@ -84,6 +85,12 @@ def test_every_format_keeps_them(
     reshard.convert(tmp_path / "there", tmp_path / "back", dtype=dtype, no_tokenizer=True)
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(source))
     assert reshard.verify(source, tmp_path / "there").equal
+
+
+def test_megatron_loads_them(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    source = saved("deepseek_v3")
+    reshard.convert(source, tmp_path / "out", to="megatron", tp=2, dtype="bfloat16", no_tokenizer=True)
+    assert_agree(judged_by_megatron(tmp_path / "out").logits, transformers_logits(source, TOKENS))
 
 
 def test_deepspeed_says_what_the_way_back_rounds(saved: Callable[[str], Path], tmp_path: Path) -> None:
