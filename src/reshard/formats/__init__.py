@@ -224,7 +224,7 @@ def _recognized(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         return checkpoint
     config = _config_beside(checkpoint)
     tool = foreign.quantized_by_mlx(folder, config)
-    if tool := tool or foreign.with_names_of_a_tool(folder, checkpoint.tensors):
+    if tool := tool or foreign.with_names_of_a_tool(folder, checkpoint.tensors, config):
         raise ReshardError(tool)
     found, lacking = quantization.find(checkpoint.tensors, config, str(folder))
     return replace(checkpoint, quantization=found, problems=[*checkpoint.problems, *lacking])

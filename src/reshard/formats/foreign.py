@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.families.in_memory import renamings
 from reshard.folders.places import can_list
 from reshard.stores import open_file
 
@@ -259,10 +260,17 @@ def named_by_a_tool(path: Path) -> Problem | None:
     return problem(kinds[0], files[0]) if kinds and kinds[0] and len(set(kinds)) == 1 else None
 
 
-def with_names_of_a_tool(path: Path, tensors: Iterable[str]) -> Problem | None:
-    """The problem of a checkpoint some of whose tensors have names that only one tool uses."""
-    found = (kind for tensor in tensors for pattern, kind in TENSORS if pattern.fullmatch(tensor))
-    return next((problem(kind, path) for kind in found), None)
+def with_names_of_a_tool(
+    path: Path, tensors: Iterable[str], config: Mapping[str, Any] | None
+) -> Problem | None:
+    """The problem of a checkpoint some of whose tensors have names that only one tool uses.
+
+    The Hub has Mistral Large 4 under such names: those that transformers renames, for the model of `config`, are its.
+    """
+    found = [(tensor, kind) for tensor in tensors for pattern, kind in TENSORS if pattern.fullmatch(tensor)]
+    rules = renamings(config) if found and config else ()
+    others = (kind for name, kind in found if all(rule.applied(name).name == name for rule in rules))
+    return next((problem(kind, path) for kind in others), None)
 
 
 def quantized_by_mlx(path: Path, config: Mapping[str, Any] | None) -> Problem | None:
