@@ -108,9 +108,9 @@ def strike(scene: Scene, paths: Sequence[str], fault: Fault) -> str:
     only = [word for path in paths for word in ("-P", path)]
     options = [*only, "-e", f"trace={fault.name}", "-e", f"inject={fault.name}:{how}:when={fault.at}"]
     ended, log = traced(scene, options)
-    struck = re.search(rf"({re.escape(str(scene.root))}[^\">]*)[\">].*\(INJECTED\)", log)
-    if struck:
-        ended = ended._replace(struck=Call(fault.name, os.path.normpath(struck[1])))
+    struck = re.findall(rf"({re.escape(str(scene.root))}[^\">]*)[\">].*\(INJECTED\)", log)
+    if struck:  # strace counts the calls of each thread: the last of these faults ended the run
+        ended = ended._replace(struck=Call(fault.name, os.path.normpath(struck[-1])))
     elif fault.kind in ERRORS:
         return "not reached"
     return scene.judged(fault, ended)

@@ -10,6 +10,7 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -251,11 +252,18 @@ def portable_tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return portable
 
 
+def _matching(pattern: Path) -> list[Path]:
+    """Files whose names match the last part of a path. `Path.glob` finds none in a folder that cannot be listed."""
+    if not pattern.parent.is_dir():
+        return []
+    return sorted(path for path in pattern.parent.iterdir() if fnmatchcase(path.name, pattern.name))
+
+
 def _plain_of(folder: Path) -> Iterator[Path]:
     """Paths of possible companions; they may not exist."""
     for pattern in (*BESIDES, *TOKENIZER):
         # Fixed names are not globbed: a glob treats a file that it cannot access as missing.
-        yield from sorted(folder.glob(pattern)) if "*" in pattern else [folder / pattern]
+        yield from _matching(folder / pattern) if "*" in pattern else [folder / pattern]
 
 
 _CLASS = re.compile(r"([^\W\d]\w*)\.\w+")
@@ -282,7 +290,7 @@ def _code_of(folder: Path) -> Iterator[Path]:
 
 
 def _code_configs(folder: Path) -> list[Path]:
-    candidates = [folder / CONFIG, folder / TOKENIZER_CONFIG, *sorted(folder.glob("*processor_config.json"))]
+    candidates = [folder / CONFIG, folder / TOKENIZER_CONFIG, *_matching(folder / "*processor_config.json")]
     return [path for path in candidates if path.is_file() and belongs(path, folder)]
 
 

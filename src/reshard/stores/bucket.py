@@ -169,8 +169,10 @@ def asked(url: str, what: str, kind: Kind) -> Iterator[None]:
     except (FileExistsError, MemoryError, StoppedError):
         raise
     except FileNotFoundError as error:
-        if what != "write":
+        if what == "read":
             raise
+        if what != "write":
+            raise _wrong_answer(url, said(error)) from _passing()
         raise ReshardError(
             "bucket-not-found",
             "this bucket does not exist",
@@ -197,13 +199,17 @@ def asked(url: str, what: str, kind: Kind) -> Iterator[None]:
                 found=found,
                 remedy=kind.sign_in,
             ) from None
-        raise ReshardError(
-            "bucket-answer-wrong",
-            "the request to the store failed",
-            file=url,
-            found=found,
-            remedy="check the address and the network, then run the same command again",
-        ) from _passing()
+        raise _wrong_answer(url, found) from _passing()
+
+
+def _wrong_answer(url: str, found: str) -> ReshardError:
+    return ReshardError(
+        "bucket-answer-wrong",
+        "the request to the store failed",
+        file=url,
+        found=found,
+        remedy="check the address and the network, then run the same command again",
+    )
 
 
 def _passing() -> OSError:

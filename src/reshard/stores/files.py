@@ -128,7 +128,10 @@ class LocalFile:
         return OSError(error.errno, error.strerror, self._path)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        try:
+            os.close(self._descriptor)
+        except OSError as error:  # file servers report some failures only now
+            raise self._named(error) from None
 
     def __enter__(self) -> LocalFile:
         return self
