@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from reshard.cli import COMMANDS
 from tests.commandline import reshard as command
 
 DOCS = Path(__file__).parents[1] / "docs"
+SOURCE = Path(reshard.__file__).parent
 FUNCTIONS = tuple("convert diagnose doctor export inspect open report support train verify".split())  # noqa: SIM905
 COMMANDS_ALONE = ("help", "install-completion")
 LOG = """Traceback (most recent call last):
@@ -68,7 +68,8 @@ def test_each_command_is_a_function() -> None:
 
 
 def test_no_function_has_the_name_of_a_module() -> None:
-    assert [name for name in FUNCTIONS if find_spec(f"reshard.{name}")] == []
+    modules = {path.relative_to(SOURCE).with_suffix("").as_posix() for path in SOURCE.rglob("*.py")}
+    assert [name for name in FUNCTIONS if {name, f"{name}/__init__"} & modules] == []
 
 
 def test_doctor_says_what_the_command_says(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
