@@ -32,6 +32,7 @@ from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import shared
+from reshard.transfer.overflow import Overflows
 from reshard.transfer.plan import ZERO, Block, OutputFile, Plan
 from reshard.transfer.sink import Buffer, Sink, stays_cached
 
@@ -99,7 +100,7 @@ def test_casts_round_as_torch_does(source: str, target: str) -> None:
     values = torch.cat([torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float(), special])
     values = values[~values.isnan()].to(getattr(torch, source))
     raw = values.view(torch.uint8).numpy().view(RAW[dtype(source).itemsize])
-    ours = cast(raw, dtype(source), dtype(target))
+    ours = cast(raw, dtype(source), dtype(target), Overflows())
     expected = values.to(getattr(torch, target)).view(torch.uint8).numpy().view(ours.dtype)
     if source == "float64" and target == "bfloat16":
         # torch rounds twice here, by way of float32, and so does reshard
@@ -109,7 +110,7 @@ def test_casts_round_as_torch_does(source: str, target: str) -> None:
 
 def test_a_nan_stays_a_nan_in_bfloat16() -> None:
     raw = np.array([0x7F800001, 0xFFC00000, 0x7FFFFFFF], np.uint32)
-    bits = cast(raw, dtype("float32"), U16)
+    bits = cast(raw, dtype("float32"), U16, Overflows())
     assert np.isnan((bits.astype(np.uint32) << 16).view(np.float32)).all()
 
 

@@ -16,7 +16,7 @@ import reshard
 from reshard.algebra.dtypes import dtype
 from reshard.base.errors import Problem, ReshardError
 from reshard.transfer.elements import cast
-from reshard.transfer.overflow import LARGEST, overflows
+from reshard.transfer.overflow import LARGEST, Overflows
 from tests.commandline import reshard as command
 from tests.genuine import quantized
 from tests.test_resume import Death, content, dying
@@ -183,9 +183,9 @@ def test_casts_lose_what_torch_loses(stored: str, wanted: str) -> None:
     values = torch.tensor(EDGES, dtype=torch.float64).to(getattr(torch, stored))
     lost = values[values.isfinite() & values.to(getattr(torch, wanted)).isinf()].double().abs()
     raw = values.view(getattr(torch, f"uint{8 * values.itemsize}")).numpy()
-    with overflows() as found:
-        cast(raw, dtype(stored), dtype(wanted))
-        cast(raw[:0], dtype(stored), dtype(wanted))
+    found = Overflows()
+    cast(raw, dtype(stored), dtype(wanted), found)
+    cast(raw[:0], dtype(stored), dtype(wanted), found)
     if not len(lost):
         assert found.found is None
     else:

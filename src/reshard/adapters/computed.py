@@ -17,7 +17,7 @@ import numpy as np
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Computed, Read, Tensor
 from reshard.base.errors import can_reserve
-from reshard.transfer.elements import CAST, RAW, as_float, cast
+from reshard.transfer.elements import CAST, RAW, as_float
 
 FLOAT32 = dtype("float32")
 BLOCK = 1 << 17
@@ -181,16 +181,18 @@ class Merged(Computed):
         total = weight + change
         if self._delta.magnitude is not None:
             total = self._factors(first, last, total, right, read) * total
-        return cast(np.ascontiguousarray(total, np.float32).reshape(-1).view(np.uint32), FLOAT32, self.dtype)
+        return read.cast(
+            np.ascontiguousarray(total, np.float32).reshape(-1).view(np.uint32), FLOAT32, self.dtype
+        )
 
     def _parts(self, first: int, last: int, change: Floats, read: Read) -> tuple[Floats, Floats]:
         """The base and the change to add to it, in rows `first` to `last`."""
         columns = self._base.shape[1]
         raw = read(self._base, first * columns, last * columns)
-        weight = as_float(_as(raw, self._base.dtype, self.dtype), self.dtype).reshape(-1, columns)
+        weight = as_float(_as(read, raw, self._base.dtype, self.dtype), self.dtype).reshape(-1, columns)
         change = change * np.float32(self._delta.scale)
         if self._delta.rounded:
-            change = _rounded(change, self.dtype)
+            change = _rounded(read, change, self.dtype)
         return weight, change
 
     def _product(self, first: int, last: int, right: Floats, read: Read) -> Floats:
@@ -244,9 +246,9 @@ class Shifted(Computed):
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
         base, bias = self.inputs
-        weight = as_float(_as(read(base, begin, end), base.dtype, self.dtype), self.dtype)
+        weight = as_float(_as(read, read(base, begin, end), base.dtype, self.dtype), self.dtype)
         total = (weight + _floats(read, bias, begin, end) * self._scale).astype(np.float32)
-        return cast(total.view(np.uint32), FLOAT32, self.dtype)
+        return read.cast(total.view(np.uint32), FLOAT32, self.dtype)
 
 
 def _part(rank: int) -> int:
@@ -279,11 +281,11 @@ def _floats(read: Read, tensor: Tensor, begin: int = 0, end: int | None = None) 
     return out
 
 
-def _as(raw: Floats, stored: DType, wanted: DType) -> Floats:
-    return raw if stored == wanted else cast(raw, stored, wanted)
+def _as(read: Read, raw: Floats, stored: DType, wanted: DType) -> Floats:
+    return raw if stored == wanted else read.cast(raw, stored, wanted)
 
 
-def _rounded(values: Floats, target: DType) -> Floats:
+def _rounded(read: Read, values: Floats, target: DType) -> Floats:
     """float32 values rounded to another dtype, converted back to float32."""
-    raw = cast(np.ascontiguousarray(values).view(np.uint32), FLOAT32, target)
+    raw = read.cast(np.ascontiguousarray(values).view(np.uint32), FLOAT32, target)
     return as_float(raw, target).astype(np.float32, copy=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -34,7 +34,7 @@ class Computed(ABC):
 
     @abstractmethod
     def values(self, begin: int, end: int, read: Read) -> np.ndarray[Any, Any]:
-        """Raw elements `begin` to `end`, in row-major order. `read(tensor, begin, end)` returns those of an input."""
+        """Raw elements `begin` to `end`, in row-major order; `read` returns those of an input."""
 
     @abstractmethod
     def room(self, count: int) -> int:
@@ -131,7 +131,16 @@ def least_room(view: View) -> int:
     return max((source.least for source in sources if isinstance(source, Computed)), default=0)
 
 
-Read = Callable[[Tensor, int, int], "np.ndarray[Any, Any]"]
+class Read(Protocol):
+    """What a computed source gets its inputs with, and rounds its results with."""
+
+    def __call__(self, tensor: Tensor, begin: int, end: int) -> np.ndarray[Any, Any]:
+        """Raw elements `begin` to `end` of an input, in row-major order."""
+        ...
+
+    def cast(self, values: np.ndarray[Any, Any], source: DType, target: DType) -> np.ndarray[Any, Any]:
+        """Raw elements of one float type as another, rounded once; finite values that become Inf are counted."""
+        ...
 
 
 class Replica(NamedTuple):

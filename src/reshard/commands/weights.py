@@ -32,7 +32,7 @@ from reshard.transfer.elements import count_nonfinite
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.overflow import overflow_problem, overflows
+from reshard.transfer.overflow import overflow_problem
 from reshard.transfer.plan import Planned
 from reshard.transfer.sources import Sources, noted
 
@@ -142,12 +142,11 @@ class LazyTensor:
         files = Files()
         with self._weights.reading() as sources, sources.only(self.files).unchanged():
             try:
-                with overflows() as lost:
-                    found = Gatherer(files, sources.ledger).read(
-                        Tensor(self._dtype, self._view), 0, self.size
-                    )
+                gatherer = Gatherer(files, sources.ledger)
+                found = gatherer.read(Tensor(self._dtype, self._view), 0, self.size)
             finally:
                 files.close()
+        lost = gatherer.take_lost()
         if overflow := lost.of(count_nonfinite(found, self._dtype) if lost.found else 0):
             raise ReshardError(overflow_problem(self.name, overflow))
         return found.reshape(self.shape)

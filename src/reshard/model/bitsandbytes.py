@@ -19,7 +19,7 @@ from reshard.base.errors import ReshardError
 from reshard.base.plain import json_of
 from reshard.formats.quantization import Weight, part_of
 from reshard.model.blocks import Floats
-from reshard.transfer.elements import CAST, cast
+from reshard.transfer.elements import CAST
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 
@@ -53,7 +53,7 @@ class LookedUp(Computed):
         low, high = begin // self._size, -(-end // self._size)
         scales = np.repeat(self._scales(low, high, read), self._size)
         floats *= scales[begin - low * self._size : end - low * self._size]
-        return cast(floats.view(np.uint32), FLOAT32, self.dtype)
+        return read.cast(floats.view(np.uint32), FLOAT32, self.dtype)
 
     def room(self, count: int) -> int:
         return count * (12 + CAST) + (self._size + self._nested) * 24 + (1 << 14)
@@ -88,7 +88,7 @@ class Rowwise(Computed):
         floats = read(packed, begin, end).view(np.int8).astype(np.float32)
         floats *= scales[begin - first * columns : end - first * columns]
         floats *= RECIPROCAL_OF_127
-        return cast(floats.view(np.uint32), FLOAT32, self.dtype)
+        return read.cast(floats.view(np.uint32), FLOAT32, self.dtype)
 
 
 def plain(name: str, weight: Weight, tensors: Mapping[str, Tensor], wanted: DType) -> Tensor | None:

@@ -34,7 +34,7 @@ from reshard.formats.quantization import (
 from reshard.model import bitsandbytes
 from reshard.model.blocks import Blocks, Floats, small_floats
 from reshard.model.groups import grouped, no_such_group, packing_of
-from reshard.transfer.elements import CAST, RAW, as_float, cast, castable
+from reshard.transfer.elements import CAST, RAW, as_float, castable
 
 FLOAT32 = dtype("float32")
 BFLOAT16, FLOAT16 = dtype("bfloat16"), dtype("float16")
@@ -208,7 +208,7 @@ class Dequantized(Computed):
                     self._blocks.multiply(values, scales[index[part]])
                 else:
                     values *= scales[index[part]][:, groups]
-            out[part] = cast(values.view(np.uint32), FLOAT32, self.dtype)
+            out[part] = read.cast(values.view(np.uint32), FLOAT32, self.dtype)
         return out
 
     def _groups(self, columns: slice, read: Read) -> Floats | None:

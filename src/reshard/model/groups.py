@@ -16,7 +16,7 @@ from reshard.algebra.tensors import FEW, Computed, Read, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
 from reshard.model.blocks import Floats
-from reshard.transfer.elements import CAST, RAW, as_float, cast, castable
+from reshard.transfer.elements import CAST, RAW, as_float, castable
 
 FLOAT32 = dtype("float32")
 EACH = 8
@@ -113,7 +113,9 @@ class Grouped(Computed):
         groups -= used.start
         floats = values.astype(np.float32) - zeros.astype(np.float32)[groups]
         floats *= factors[groups]
-        return cast(floats.view(np.uint32), FLOAT32, self.dtype).astype(RAW[self.dtype.itemsize], copy=False)
+        return read.cast(floats.view(np.uint32), FLOAT32, self.dtype).astype(
+            RAW[self.dtype.itemsize], copy=False
+        )
 
     def _along_rows(self, raw: Floats) -> Floats:
         values: Floats = (raw[:, :, None] >> self._packing.shifts & 15).reshape(len(raw), -1)

@@ -13,7 +13,7 @@ from reshard.transfer.elements import RAW, count_nonfinite, has_nonfinite
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.journal import Begun
 from reshard.transfer.memory import WINDOW
-from reshard.transfer.overflow import Overflows, overflows
+from reshard.transfer.overflow import Overflows
 from reshard.transfer.plan import Block, OutputFile
 from reshard.transfer.sink import PAGE
 
@@ -42,9 +42,8 @@ class Stream:
         size = self.block.dtype.itemsize
         first, last = begin // size, (begin + out.nbytes) // size
         pieces = self.view.pieces if last - first == self.view.numel else self.view.window(first, last)
-        with overflows() as lost:
-            gatherer.fill(pieces, self.block.dtype, out.view(RAW[size]))
-        self._note_nonfinite(out, lost)
+        gatherer.fill(pieces, self.block.dtype, out.view(RAW[size]))
+        self._note_nonfinite(out, gatherer.take_lost())
         if self.block.crc_at:
             self._checksum = crc32(out.data, self._checksum)
 

@@ -20,7 +20,7 @@ from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import Share
-from reshard.transfer.overflow import overflows
+from reshard.transfer.overflow import Overflows
 from reshard.transfer.threads import together
 
 WINDOW = 1 << 20
@@ -117,7 +117,9 @@ class Comparer:
         elements, largest = 0, 0.0
         fits_first = fits_second = True
         for _, a, b in self._windows(first, second):
-            left, right = (cast(each, kind, common) for each, kind in zip((a, b), kinds, strict=True))
+            left, right = (
+                cast(each, kind, common, Overflows()) for each, kind in zip((a, b), kinds, strict=True)
+            )
             if measure:
                 measure.add(left, right, common)
             unequal = _unequal(left, right, common)
@@ -159,8 +161,8 @@ def _unequal(a: Elements, b: Elements, dtype: DType) -> Elements:
 
 def _rounds(a: Elements, b: Elements, dtype: DType, target: DType) -> bool:
     """Whether rounding `a` from `dtype` to `target` gives `b`. A finite value is never rounded to Inf."""
-    with overflows() as lost:
-        rounded = cast(a, dtype, target)
+    lost = Overflows()
+    rounded = cast(a, dtype, target, lost)
     return lost.found is None and not _unequal(rounded, b, target).any()
 
 

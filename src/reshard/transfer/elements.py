@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from reshard.algebra.dtypes import DType
-from reshard.transfer.overflow import LARGEST, Overflow, watching
+from reshard.transfer.overflow import LARGEST, Overflow, Overflows
 
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Dtypes for moving elements: integers of their width, whatever they mean."""
@@ -16,17 +16,17 @@ CAST = 20
 """Most bytes that `cast` needs for an element: float64 values cast to bfloat16."""
 
 
-def cast(values: np.ndarray[Any, Any], source: DType, target: DType) -> np.ndarray[Any, Any]:
+def cast(values: np.ndarray[Any, Any], source: DType, target: DType, lost: Overflows) -> np.ndarray[Any, Any]:
     """Convert raw elements of one float type to another, rounding to nearest even as torch does.
 
-    A finite value that does not fit becomes Inf, which `overflows` collects.
+    A finite value that does not fit becomes Inf, and is added to `lost`.
     """
     floats = as_float(values, source)
     raw, is_suspect = _from_float(floats, target)
-    if is_suspect and LARGEST[source.name] > LARGEST[target.name] and (found := watching()):
-        lost = np.isfinite(floats) & ~np.isfinite(as_float(raw, target))
-        if count := int(lost.sum()):
-            found.add(Overflow(count, float(np.where(lost, np.abs(floats), 0).max()), target.name))
+    if is_suspect and LARGEST[source.name] > LARGEST[target.name]:
+        is_lost = np.isfinite(floats) & ~np.isfinite(as_float(raw, target))
+        if count := int(is_lost.sum()):
+            lost.add(Overflow(count, float(np.where(is_lost, np.abs(floats), 0).max()), target.name))
     return raw
 
 

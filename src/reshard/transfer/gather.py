@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -17,6 +16,7 @@ from reshard.base.errors import Problem
 from reshard.transfer.elements import CAST, RAW, cast
 from reshard.transfer.files import Files
 from reshard.transfer.ledger import Ledger, Passed, join
+from reshard.transfer.overflow import Overflows
 
 RUN = 32 << 10
 """Runs of at least this many contiguous bytes are read directly to their place: measured, docs/performance.md."""
@@ -37,6 +37,7 @@ class Gatherer:
 
     def __init__(self, files: Files, ledger: Ledger | None, limit: int = 64 << 20) -> None:
         self._passed: Passed = {}
+        self._lost = Overflows()
         self._files = files
         self._ledger = ledger
         self._limit = limit
@@ -79,7 +80,7 @@ class Gatherer:
             for part in _halves(piece):
                 self._compute(source, part, dtype, out, limit)
             return
-        read = partial(self.read, limit=limit - min(room, most))
+        read = _Inputs(self, limit - min(room, most))
         if is_runs:
             ((count, step, _),) = repeats
             span = source.runs(piece.start, count, step, length, read)
@@ -111,14 +112,17 @@ class Gatherer:
             self._room = np.empty(nbytes, np.uint8)
         return self._room[:nbytes]
 
-    @staticmethod
+    def cast(self, values: np.ndarray[Any, Any], source: DType, target: DType) -> np.ndarray[Any, Any]:
+        """Raw elements of one float type as another; the finite values that become Inf are kept for `take_lost`."""
+        return cast(values, source, target, self._lost)
+
     def _pick(
-        span: np.ndarray[Any, Any], stored: DType, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]
+        self, span: np.ndarray[Any, Any], stored: DType, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]
     ) -> None:
         """Copy the elements of a piece, all of which are in `span`, to their places in `out`."""
         values = _strided(span, 0, [(n, s) for n, s, _ in piece.axes])
         if stored != dtype:
-            values = cast(values, stored, dtype)
+            values = self.cast(values, stored, dtype)
         _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = values
 
     def _read(
@@ -140,6 +144,24 @@ class Gatherer:
         """What this thread has added to the ledger since the last call."""
         passed, self._passed = self._passed, {}
         return passed
+
+    def take_lost(self) -> Overflows:
+        """The finite values that casts have made infinite since the last call."""
+        lost, self._lost = self._lost, Overflows()
+        return lost
+
+
+class _Inputs(NamedTuple):
+    """How a computed source reads its inputs: by a gatherer, in at most `limit` bytes."""
+
+    gatherer: Gatherer
+    limit: int
+
+    def __call__(self, tensor: Tensor, begin: int, end: int) -> np.ndarray[Any, Any]:
+        return self.gatherer.read(tensor, begin, end, self.limit)
+
+    def cast(self, values: np.ndarray[Any, Any], source: DType, target: DType) -> np.ndarray[Any, Any]:
+        return self.gatherer.cast(values, source, target)
 
 
 def _run(piece: Piece) -> int:

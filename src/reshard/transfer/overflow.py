@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from reshard.base.errors import Problem
@@ -34,7 +32,7 @@ class Overflow(NamedTuple):
 
 
 class Overflows:
-    """What casts of one thread have lost so far."""
+    """What some casts have lost so far."""
 
     def __init__(self) -> None:
         self.found: Overflow | None = None
@@ -50,25 +48,6 @@ class Overflows:
         """
         values = min(self.found.values, nonfinite) if self.found else 0
         return self.found._replace(values=values) if self.found and values else None
-
-
-_watching: ContextVar[Overflows | None] = ContextVar("overflows", default=None)
-
-
-@contextmanager
-def overflows() -> Iterator[Overflows]:
-    """Collect what all casts in the block lose, also those inside of computed sources."""
-    found = Overflows()
-    token = _watching.set(found)
-    try:
-        yield found
-    finally:
-        _watching.reset(token)
-
-
-def watching() -> Overflows | None:
-    """What collects the overflows of this thread; None if nobody asked for them."""
-    return _watching.get()
 
 
 def overflow_problem(tensor: str, overflow: Overflow) -> Problem:
