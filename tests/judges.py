@@ -32,10 +32,14 @@ def judged_by_megatron(path: Path, layout: Layout | None = None, spec: Spec = "l
 
     The model is built from the arguments in the checkpoint. TransformerEngine's experts are a grouped linear.
     """
-    checkpoint = reshard.open(path)
+    checkpoint = reshard.open(path).checkpoint
     args = {**(checkpoint.args or {}), "moe_grouped_gemm": spec == "te"}
     return megatron_logits(
-        checkpoint.path, TOKENS, args=args, layout=layout or checkpoint.layout.complete(), spec=spec
+        checkpoint.path,
+        TOKENS,
+        args=args,
+        layout=layout or checkpoint.layout.complete(),
+        spec=spec,
     )
 
 

@@ -92,7 +92,7 @@ def test_transformers_computes_what_the_engine_computed(
     kind: str, saved: Callable[[str], Path], hf_model: Maker, tmp_path: Path
 ) -> None:
     source = saved(kind)
-    checkpoint = reshard.open(source)
+    checkpoint = reshard.open(source).checkpoint
     assert (checkpoint.format, checkpoint.dialect) == ("dcp", "hf")
     reshard.convert(source, tmp_path / "hf", base=hf_model("llama"))
     assert_agree(transformers_logits(tmp_path / "hf", TOKENS), np.load(source.parent / "logits.npy"))
@@ -104,7 +104,7 @@ def test_transformers_computes_what_the_engine_computed(
 def test_optimizer_states_are_read_under_the_names_of_their_tensors(
     kind: str, saved: Callable[[str], Path]
 ) -> None:
-    checkpoint = reshard.open(saved(kind))
+    checkpoint = reshard.open(saved(kind)).checkpoint
     assert checkpoint.states.keys() == {"exp_avg", "exp_avg_sq"}
     assert checkpoint.optimizer and checkpoint.optimizer.step == 1
     assert checkpoint.optimizer.settings["betas"] == (0.9, 0.999)
@@ -117,7 +117,7 @@ def test_optimizer_states_are_read_under_the_names_of_their_tensors(
 
 def test_optimizer_states_are_those_that_torch_reads(saved: Callable[[str], Path]) -> None:
     for kind, folder in (("fsdp2-tp", "step-1"), ("accelerate-2", "optimizer_0")):
-        checkpoint = reshard.open(saved(kind))
+        checkpoint = reshard.open(saved(kind)).checkpoint
         theirs = as_torch_reads(saved(kind) / folder)
         states = theirs["optim" if kind == "fsdp2-tp" else "optimizer"]["state"]
         for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.3.mlp.down_proj.weight"):
@@ -126,14 +126,14 @@ def test_optimizer_states_are_those_that_torch_reads(saved: Callable[[str], Path
 
 
 def test_what_is_no_weight_is_dropped_by_named_rules(saved: Callable[[str], Path]) -> None:
-    assert reshard.open(saved("fsdp2-tp")).dropped.keys() == {
+    assert reshard.open(saved("fsdp2-tp")).checkpoint.dropped.keys() == {
         "optimizer states",
         "learning rate schedules",
         "other objects",
     }
-    assert "random number states" in reshard.open(saved("fsdp2-app")).dropped
+    assert "random number states" in reshard.open(saved("fsdp2-app")).checkpoint.dropped
     titan = {"optimizer states", "learning rate schedules", "data loader states", "training progress"}
-    assert reshard.open(TITAN / "llama").dropped.keys() == titan
+    assert reshard.open(TITAN / "llama").checkpoint.dropped.keys() == titan
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["below model", "at the top"])
@@ -175,8 +175,8 @@ def test_a_trainer_checkpoint_says_what_it_lacks(saved: Callable[[str], Path], h
 
 
 def test_the_step_is_that_of_the_folder(saved: Callable[[str], Path]) -> None:
-    assert reshard.open(saved("fsdp2-flat")).iteration == 1
-    assert reshard.open(saved("trainer-2"), iteration=1).iteration == 1
+    assert reshard.open(saved("fsdp2-flat")).checkpoint.iteration == 1
+    assert reshard.open(saved("trainer-2"), iteration=1).checkpoint.iteration == 1
     with pytest.raises(ReshardError, match="the folder of this iteration does not exist"):
         reshard.open(saved("fsdp2-flat"), iteration=2)
 
@@ -219,7 +219,7 @@ def test_torchtitan_of_2024_nests_the_model(tmp_path: Path) -> None:
     save({f"model.{name}": tensor for name, tensor in state.items()}, tmp_path / "flat")
     plain = reshard.open(TITAN / "llama-older").tensors
     for folder in ("nested", "flat"):
-        checkpoint = reshard.open(tmp_path / folder)
+        checkpoint = reshard.open(tmp_path / folder).checkpoint
         assert checkpoint.dialect == "torchtitan" and checkpoint.tensors.keys() == plain.keys()
 
 
@@ -329,7 +329,7 @@ def test_config_and_tokenizer_travel_along(hf_model: Maker, tmp_path: Path) -> N
     assert json.loads((tmp_path / "dcp" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     reshard.convert(tmp_path / "dcp", tmp_path / "hf")  # needs no --base
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
-    assert reshard.open(tmp_path / "dcp").dtypes == {"bfloat16": 39}
+    assert reshard.open(tmp_path / "dcp").checkpoint.dtypes == {"bfloat16": 39}
 
 
 # ------------------------------------------------------------------------------------------- bad input

@@ -122,22 +122,22 @@ def test_optimizer_states_are_those_that_the_engine_gathers(name: str, tmp_path:
 
 
 def test_a_note_says_which_weights_are_taken() -> None:
-    (note,) = reshard.open(DATA / "z3").notes
+    (note,) = reshard.open(DATA / "z3").checkpoint.notes
     assert "fp32 masters" in note and "--dtype bfloat16" in note
-    assert reshard.open(DATA / "z3_fp32").notes == []
-    (note,) = reshard.open(DATA / "z0_bf16").notes
+    assert reshard.open(DATA / "z3_fp32").checkpoint.notes == []
+    (note,) = reshard.open(DATA / "z0_bf16").checkpoint.notes
     assert "module's, in bfloat16" in note
 
 
 def test_frozen_weights_keep_the_dtype_of_the_module() -> None:
-    checkpoint = reshard.open(DATA / "z3")
+    checkpoint = reshard.open(DATA / "z3").checkpoint
     frozen = {name for name, tensor in checkpoint.tensors.items() if tensor.dtype.name == "bfloat16"}
     assert frozen == {name for name in checkpoint.tensors if "mlp" in name}
 
 
 @pytest.mark.parametrize("name", ["z2_lora", "z3_lora"])
 def test_without_frozen_weights_the_adapter_alone_is_left(name: str) -> None:
-    checkpoint = reshard.open(DATA / name)
+    checkpoint = reshard.open(DATA / name).checkpoint
     trained = {n: t for n, t in load_file(DATA / name / "module.safetensors").items() if "lora_" in n}
     assert checkpoint.tensors.keys() == trained.keys()
     assert all(key.startswith("base_model.model.model.layers.") for key in trained)
@@ -184,7 +184,7 @@ def test_a_missing_expert_is_named(copy: Any) -> None:
 
 @pytest.mark.parametrize("name", ["z0", "z2", "z3"])
 def test_the_folder_of_the_step_can_be_named_itself(name: str) -> None:
-    run, step = reshard.open(DATA / name), reshard.open(DATA / name / TAG)
+    run, step = (reshard.open(path).checkpoint for path in (DATA / name, DATA / name / TAG))
     assert step.tensors.keys() == run.tensors.keys()
     assert step.iteration == run.iteration == 2
     assert step.root.resolve() == DATA / name
@@ -193,8 +193,8 @@ def test_the_folder_of_the_step_can_be_named_itself(name: str) -> None:
 def test_iteration_chooses_a_step_and_latest_does_otherwise(copy: Any) -> None:
     run = copy("z2")
     shutil.copytree(run / TAG, run / "global_step10")
-    assert reshard.open(run).iteration == 2
-    assert reshard.open(run, iteration=10).path == run / "global_step10"
+    assert reshard.open(run).checkpoint.iteration == 2
+    assert reshard.open(run, iteration=10).checkpoint.path == run / "global_step10"
     (run / "latest").unlink()
     assert "--iteration" in str(problems_of(run)[0].remedy)
 
@@ -202,7 +202,7 @@ def test_iteration_chooses_a_step_and_latest_does_otherwise(copy: Any) -> None:
 def test_a_folder_of_trainer_is_read_with_its_config(copy: Any, tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()
     copy("z3").rename(tmp_path / "output" / "checkpoint-2")
-    checkpoint = reshard.open(tmp_path / "output")
+    checkpoint = reshard.open(tmp_path / "output").checkpoint
     assert checkpoint.root == tmp_path / "output" / "checkpoint-2"
     assert reshard.inspect(tmp_path / "output").family == "llama"
 
@@ -211,7 +211,7 @@ def test_without_masters_the_weights_are_those_of_the_module(copy: Any, tmp_path
     run = copy("z2")
     for file in run.glob("*/*optim_states.pt"):
         file.unlink()
-    checkpoint = reshard.open(run)
+    checkpoint = reshard.open(run).checkpoint
     assert "masters (optim_states files) are missing" in checkpoint.notes[0]
     ours = converted(run, tmp_path / "out")
     assert_holds(ours, load_file(DATA / "z2" / "module.safetensors"))
@@ -473,7 +473,7 @@ def test_states_that_the_source_lacks_take_up_no_space(tmp_path: Path) -> None:
     assert len(states) == 2 * 21
     assert all(path.stat().st_size < 2000 for path in states)
     assert all(not torch.load(path)["param"].any() for path in states)
-    assert reshard.open(tmp_path / "out").states == {}
+    assert reshard.open(tmp_path / "out").checkpoint.states == {}
 
 
 def test_masters_in_16_bits_are_refused(tmp_path: Path) -> None:

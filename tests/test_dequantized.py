@@ -111,7 +111,7 @@ def test_a_hugging_face_folder_that_would_not_change_is_refused(hf_model: Models
 def test_fp8_deepseek_with_mtp_to_megatron_and_back(fp8: Callable[[str], Path], tmp_path: Path) -> None:
     source, native, out = fp8("deepseek_v3_mtp"), tmp_path / "megatron", tmp_path / "out"
     reshard.convert(source, native, to="megatron", tp=2, pp=2, ep=2)
-    assert reshard.open(native).quantization is None
+    assert reshard.open(native).checkpoint.quantization is None
     assert "quantization_config" not in json.loads((native / "config.json").read_text())
     assert reshard.verify(source, native).equal
     reshard.convert(native, out)
@@ -200,7 +200,7 @@ def test_any_range_of_elements(hf_model: Models, tmp_path: Path) -> None:
 
     plain = hf_model("qwen3", dtype="bfloat16")
     source = with_blocks(plain, tmp_path / "source", (40, 24), torch.float32)
-    tensor = dequantized(reshard.open(source)).tensors["model.layers.0.mlp.up_proj.weight"]
+    tensor = dequantized(reshard.open(source).checkpoint).tensors["model.layers.0.mlp.up_proj.weight"]
     expected = (
         published(source, (40, 24))["model.layers.0.mlp.up_proj.weight"].view(torch.uint16).flatten().numpy()
     )
@@ -221,18 +221,21 @@ def test_a_rank_computes_its_own_columns_alone(hf_model: Models, tmp_path: Path)
     from reshard.transfer.gather import Gatherer
 
     source = with_blocks(hf_model("qwen3", dtype="bfloat16"), tmp_path / "source", (16, 16), torch.float32)
-    tensor = dequantization.dequantized(reshard.open(source)).tensors["model.layers.0.mlp.down_proj.weight"]
+    tensor = dequantization.dequantized(reshard.open(source).checkpoint).tensors[
+        "model.layers.0.mlp.down_proj.weight"
+    ]
     (piece,) = tensor.view.pieces
     computed = piece.source
     assert isinstance(computed, dequantization.Dequantized)
     rows, columns = tensor.shape
     asked: list[int] = []
 
-    def read(part: Tensor, begin: int, end: int) -> np.ndarray:
-        asked.append(end - begin)
-        return Gatherer(Files(), None).read(part, begin, end)
+    class Asked(Gatherer):
+        def __call__(self, part: Tensor, begin: int, end: int) -> np.ndarray:
+            asked.append(end - begin)
+            return self.read(part, begin, end)
 
-    computed.runs(columns // 4, rows, columns, columns // 4, read)
+    computed.runs(columns // 4, rows, columns, columns // 4, Asked(Files(), None))
     assert asked[0] <= rows * (columns // 4 + 16)
 
 

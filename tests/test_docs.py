@@ -381,7 +381,7 @@ def test_the_family_that_the_guide_declares_works(
     assert all(np.array_equal(before[key], after[key]) for key in before)
 
     tokens = np.random.default_rng(0).integers(0, 283, (1, 16))
-    checkpoint = reshard.open(tmp_path / "megatron")
+    checkpoint = reshard.open(tmp_path / "megatron").checkpoint
     assert checkpoint.args is not None
     found = megatron_logits(checkpoint.path, tokens, args=checkpoint.args).logits
     expected = transformers_logits(qwen3, tokens)

@@ -96,7 +96,7 @@ def values(tensor: reshard.formats.checkpoint.Tensor) -> torch.Tensor:
 
 def assert_expected(folder: Path, expected: Path) -> None:
     """Assert that the checkpoint in `folder` has the complete tensors that torch saved, bit for bit."""
-    checkpoint = reshard.open(folder)
+    checkpoint = reshard.open(folder).checkpoint
     whole = torch.load(expected)
     assert_same_tensors({name: values(tensor) for name, tensor in checkpoint.tensors.items()}, whole)
 
@@ -136,7 +136,7 @@ def test_the_model_becomes_what_its_ranks_computed(
 
 def test_each_kind_is_what_it_is_named_after(made: Path) -> None:
     """The files contain the classes that they should test, so that no two cases are the same."""
-    variants = {kind: reshard.open(made / kind).variant for kind in MODELS}
+    variants = {kind: reshard.open(made / kind).checkpoint.variant for kind in MODELS}
     assert variants == {
         "fsdp2": "DTensor",
         "fsdp2-hsdp": "DTensor",
@@ -149,10 +149,13 @@ def test_each_kind_is_what_it_is_named_after(made: Path) -> None:
         "accelerate-local": "ShardedTensor, flat",
         "accelerate-full": "plain",
     }
-    notes = " ".join(reshard.open(made / "fsdp2-tp").notes)
+    notes = " ".join(reshard.open(made / "fsdp2-tp").checkpoint.notes)
     assert "_StridedShard(0, split_factor=2), Shard(0) on a mesh of dp_shard 2 × tp 2" in notes
     assert "Shard(0), Shard(1) on a mesh" in notes
-    assert "Replicate, Shard(0) on a mesh of ddp 2 × fsdp 2" in reshard.open(made / "fsdp2-hsdp").notes[0]
+    assert (
+        "Replicate, Shard(0) on a mesh of ddp 2 × fsdp 2"
+        in reshard.open(made / "fsdp2-hsdp").checkpoint.notes[0]
+    )
 
 
 def test_shards_that_do_not_divide(made: Path) -> None:
@@ -210,13 +213,14 @@ def test_files_that_changed_names_are_read_right(
 ) -> None:
     """Each tensor records its position, so the weights do not depend on file names; a note names the files."""
     folder = broken(kind)
-    assert not any("renamed" in note for note in reshard.open(folder).notes)
+    assert not any("renamed" in note for note in reshard.open(folder).checkpoint.notes)
     first, second = rank_file(folder, 1), rank_file(folder, 2)
     first.rename(folder / "spare")
     second.rename(first)
     (folder / "spare").rename(second)
     assert any(
-        f"record their position: {first.name}, {second.name}" in note for note in reshard.open(folder).notes
+        f"record their position: {first.name}, {second.name}" in note
+        for note in reshard.open(folder).checkpoint.notes
     )
     reshard.convert(folder, tmp_path / "out", base=source)
     assert_same_tensors(tensors_of(tmp_path / "out"), torch.load(folder / "expected"))
@@ -230,7 +234,7 @@ def test_a_state_dict_inside_of_another(broken: Callable[[str], Path]) -> None:
             rank_file(folder, rank),
         )
     assert_expected(folder, folder / "expected")
-    assert reshard.open(folder).notes[-1] == "skipped, because they are not weights: step"
+    assert reshard.open(folder).checkpoint.notes[-1] == "skipped, because they are not weights: step"
 
 
 def test_inspect_names_what_verl_saved_beside_the_weights() -> None:
@@ -305,7 +309,7 @@ def test_a_missing_rank_is_named(kind: str, rank: int, broken: Callable[[str], P
 
 
 def test_a_plain_tensor_that_all_ranks_share_is_taken_and_said(made: Path) -> None:
-    checkpoint = reshard.open(made / "tp")
+    checkpoint = reshard.open(made / "tp").checkpoint
     assert any(
         "replicated on every rank, not sharded: model.embed_tokens.weight and " in note
         for note in checkpoint.notes

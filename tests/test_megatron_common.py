@@ -23,6 +23,7 @@ from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpChunk, read_metadata, write_metadata
 from reshard.engines.megatron import megatron_logits
 from reshard.oracle.transformers import transformers_logits
+from reshard.transfer.sources import Sources
 from tests import commandline
 from tests.bad_input.test_damaged_files import Trap
 from tests.genuine import torch_dcp
@@ -51,7 +52,7 @@ def newer(tmp_path: Path) -> Path:
 
 
 def test_transformers_computes_what_a_newer_megatron_computes(tmp_path: Path) -> None:
-    checkpoint = reshard.open(NEWER)
+    checkpoint = reshard.open(NEWER).checkpoint
     assert checkpoint.args and checkpoint.args["num_layers"] == ARGS["num_layers"]
     assert checkpoint.iteration == 2 and str(checkpoint.layout) == "TP2 · PP1"
     assert "other objects" not in checkpoint.dropped
@@ -76,7 +77,7 @@ def test_an_older_megatron_loads_it_converted(tmp_path: Path) -> None:
 def replaced(folder: Path, chunk: DcpChunk | None) -> None:
     """Write the iteration's `.metadata` again, with this chunk for the common state, or without one."""
     file = folder / ".metadata"
-    metadata = read_metadata(file)
+    metadata = read_metadata(file, Sources())
     for tensor in metadata.tensors.values():
         tensor.chunks = [each._replace(file=Path(each.file).name) for each in tensor.chunks]
     metadata.objects = {COMMON: chunk} if chunk else {}
@@ -90,7 +91,7 @@ def test_a_common_state_that_is_missing(newer: Path) -> None:
 
 
 def test_a_common_state_in_a_file_that_is_missing(newer: Path) -> None:
-    chunk = read_metadata(newer / STEP / ".metadata").objects[COMMON]
+    chunk = read_metadata(newer / STEP / ".metadata", Sources()).objects[COMMON]
     Path(chunk.file).unlink()
     assert refused(newer)["code"] == "dcp-file-missing"
 
@@ -131,7 +132,7 @@ def check_the_same(folder: Path) -> None:
         reshard.convert(folder / name, folder / f"{name}-hf", no_tokenizer=True)
     comparison = reshard.verify(folder / "torch_dcp-hf", folder / "torch_dist-hf")
     assert comparison.equal and comparison.tensors > 20
-    checkpoint = reshard.open(folder / "torch_dcp")
+    checkpoint = reshard.open(folder / "torch_dcp").checkpoint
     assert checkpoint.iteration == 2 and checkpoint.variant == "torch_dcp"
     assert checkpoint.dropped["optimizer states"] > 2 * checkpoint.nbytes
     assert any("numbers instead of the names" in note for note in checkpoint.notes)

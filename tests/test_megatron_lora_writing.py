@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import read_metadata
+from reshard.transfer.sources import Sources
 from tests.environments import python
 from tests.genuine import make_megatron_lora as genuine
 from tests.genuine.huggingface import make_model
@@ -49,7 +50,7 @@ def written(adapter: Path, out: Path, base: Path, **options: Any) -> dict[str, A
 def boxes(folder: Path) -> Boxes:
     """Every key with its shape and its chunks."""
     (file,) = folder.glob("*/.metadata")
-    found = read_metadata(file).tensors
+    found = read_metadata(file, Sources()).tensors
     return {key: (t.shape, sorted((c.offsets, c.sizes) for c in t.chunks)) for key, t in found.items()}
 
 

@@ -88,7 +88,7 @@ def test_folders_of_ranks_that_were_exchanged(name: str, genuine: Maker, tmp_pat
     """
     source = genuine(name).iteration("torch")
     folders = sorted(path.name for path in source.iterdir())
-    assert len(folders) > 1 and reshard.open(source).problems == []
+    assert len(folders) > 1 and reshard.open(source).checkpoint.problems == []
     for (at, a), (to, b) in combinations(enumerate(folders), 2):
         if len(folders) > 4 and (at ^ to).bit_count() > 1:
             continue
@@ -141,7 +141,7 @@ def test_chunk_files_of_two_ranks_that_were_exchanged(
     pair: tuple[int, int], four_ranks: Path, tmp_path: Path
 ) -> None:
     """Found by their sizes and offsets, or else by the seeds of their random number states."""
-    assert reshard.open(four_ranks).problems == []
+    assert reshard.open(four_ranks).checkpoint.problems == []
     run = Path(shutil.copytree(four_ranks, tmp_path / four_ranks.name))
     for file in ("0.distcp", "1.distcp"):
         exchange(*(run / f"__{rank}_{file}" for rank in pair))
@@ -206,18 +206,20 @@ def test_ranks_of_files_whose_arguments_do_not_tell_the_model(
         for key in ("num_experts", "num_layers", "hidden_size"):
             delattr(content["args"], key)
         torch.save(content, file)
-    assert reshard.open(run).problems == []
+    assert reshard.open(run).checkpoint.problems == []
     first, second = sorted(run.iterdir())[:2]
     exchange(first, second)
-    assert {problem.message for problem in reshard.open(run).problems} == {"a file belongs to another rank"}
+    assert {problem.message for problem in reshard.open(run).checkpoint.problems} == {
+        "a file belongs to another rank"
+    }
 
 
 @pytest.mark.parametrize("format", ["torch", "torch_dist"])
 def test_a_folder_that_was_renamed_is_told(format: Format, genuine: Maker, tmp_path: Path) -> None:
     source = genuine("qwen2-fp32").iteration(format)
-    assert reshard.open(source).notes == []
+    assert reshard.open(source).checkpoint.notes == []
     run = Path(shutil.copytree(source, tmp_path / "iter_0000500"))
-    assert reshard.open(run).notes == ["iter_0000500 was renamed: its files are of iteration 2"]
+    assert reshard.open(run).checkpoint.notes == ["iter_0000500 was renamed: its files are of iteration 2"]
 
 
 def test_the_rank_of_a_converter_says_nothing(genuine: Maker, tmp_path: Path) -> None:
@@ -228,5 +230,5 @@ def test_the_rank_of_a_converter_says_nothing(genuine: Maker, tmp_path: Path) ->
         content = torch.load(file, weights_only=False)
         content["args"].rank, content["args"].world_size = 0, 1
         torch.save(content, file)
-    assert reshard.open(run).problems == []
+    assert reshard.open(run).checkpoint.problems == []
     assert reshard.verify(run, source).equal

@@ -70,7 +70,7 @@ OPTIMIZERS = [
 def test_states_of_the_optimizer_are_dropped_by_name(name: str, genuine: Maker) -> None:
     """Two moments and main weights in float32: six times bfloat16 weights. Moments alone: twice float32 weights."""
     for format, root in genuine(name).roots.items():
-        checkpoint = reshard.open(root)
+        checkpoint = reshard.open(root).checkpoint
         states = checkpoint.dropped["optimizer states"]
         assert states > (5 if VARIANTS[name].bf16 else 1.5) * checkpoint.nbytes, format
         assert (
@@ -80,7 +80,7 @@ def test_states_of_the_optimizer_are_dropped_by_name(name: str, genuine: Maker) 
 
 
 def test_a_release_has_no_optimizer(genuine: Maker) -> None:
-    checkpoint = reshard.open(genuine("qwen2-release").roots["torch_dist"])
+    checkpoint = reshard.open(genuine("qwen2-release").roots["torch_dist"]).checkpoint
     assert checkpoint.iteration == "release"
     assert checkpoint.dropped["optimizer states"] == 0
 
@@ -215,7 +215,7 @@ def test_an_argument_that_legacy_files_lack_says_nothing(gone: str, genuine: Mak
         content = torch.load(file, weights_only=False)
         delattr(content["args"], gone)
         torch.save(content, file)
-    ours, whole = reshard.open(run), reshard.open(source)
+    ours, whole = reshard.open(run).checkpoint, reshard.open(source).checkpoint
     assert ours.layout == whole.layout and ours.problems == []
     assert {name: tensor.shape for name, tensor in ours.tensors.items()} == {
         name: tensor.shape for name, tensor in whole.tensors.items()
@@ -323,6 +323,6 @@ def test_older_versions(name: str, megatron: str, genuine: Maker, tmp_path: Path
     """Their metadata names their own classes, and latent attention's down projections are sharded."""
     source = genuine(name, megatron)
     for format, root in source.roots.items():
-        assert reshard.open(root).dropped["optimizer states"] > 0
+        assert reshard.open(root).checkpoint.dropped["optimizer states"] > 0
         reshard.convert(root, tmp_path / format, no_tokenizer=True)
         assert_agree(transformers_logits(tmp_path / format, TOKENS), by_megatron(source, format))

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 import reshard
 from reshard.containers.safetensors import header_bytes, read_tensors
 from reshard.folders.companions import find_companions
+from reshard.transfer.sources import Sources
 from tests.genuine.huggingface import VOCAB_SIZE, make_model
 
 
@@ -24,7 +25,7 @@ def edit(path: Path, **changes: object) -> None:
 def test_an_embedding_of_the_tokenizers_size_is_taken_for_that(tmp_path: Path) -> None:
     """Megatron-LM pads the tokenizer's size; Qwen2.5's config has more rows than that."""
     model = make_model("qwen2", tmp_path / "hf")
-    tokens = find_companions(model).vocab_size
+    tokens = find_companions(Sources(), model).vocab_size
     assert tokens is not None
     reshard.convert(model, tmp_path / "mc", to="megatron", vocab_divisible_by=1)
     edit(tmp_path / "mc" / "config.json", vocab_size=tokens + 40)
@@ -32,7 +33,8 @@ def test_an_embedding_of_the_tokenizers_size_is_taken_for_that(tmp_path: Path) -
     assert any(f"vocab_size: {tokens} as the tokenizer has" in note for note in result.plan.notes)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == tokens
     assert (
-        read_tensors(tmp_path / "back" / "model.safetensors")["model.embed_tokens.weight"].shape[0] == tokens
+        read_tensors(tmp_path / "back" / "model.safetensors", Sources())["model.embed_tokens.weight"].shape[0]
+        == tokens
     )
 
 
@@ -50,7 +52,7 @@ def test_a_tokenizer_that_the_embedding_was_not_made_for_counts_nothing(tmp_path
     reshard.convert(model, tmp_path / "mc", to="megatron", vocab_divisible_by=1)
     edit(tmp_path / "mc" / "config.json", vocab_size=VOCAB_SIZE - 30)
     reshard.convert(tmp_path / "mc", tmp_path / "back")
-    table = read_tensors(tmp_path / "back" / "model.safetensors")["model.embed_tokens.weight"]
+    table = read_tensors(tmp_path / "back" / "model.safetensors", Sources())["model.embed_tokens.weight"]
     assert table.shape[0] == VOCAB_SIZE - 30
 
 
@@ -81,7 +83,7 @@ def test_tokens_without_rows_make_no_rows(tmp_path: Path) -> None:
     result = reshard.convert(tmp_path / "mc", tmp_path / "back")
     assert not any("vocab_size" in note for note in result.plan.notes)
     assert reshard.verify(source, tmp_path / "back").equal
-    table = read_tensors(tmp_path / "back" / "model.safetensors")["model.embed_tokens.weight"]
+    table = read_tensors(tmp_path / "back" / "model.safetensors", Sources())["model.embed_tokens.weight"]
     assert table.shape[0] == VOCAB_SIZE
 
 
@@ -116,10 +118,10 @@ def test_another_models_vocabulary_is_still_refused(tmp_path: Path) -> None:
 def test_quantized_weights_are_refused_in_one_word(tmp_path: Path) -> None:
     model = make_model("deepseek_v3", tmp_path / "hf")
     scale = "model.layers.0.self_attn.o_proj.weight_scale_inv"
-    dtype = next(iter(read_tensors(model / "model.safetensors").values())).dtype
+    dtype = next(iter(read_tensors(model / "model.safetensors", Sources()).values())).dtype
     header, _ = header_bytes([(scale, dtype, (2, 2))])
     (model / "scales.safetensors").write_bytes(header + np.ones(4, np.float32).tobytes())
-    weight_map = dict.fromkeys(read_tensors(model / "model.safetensors"), "model.safetensors")
+    weight_map = dict.fromkeys(read_tensors(model / "model.safetensors", Sources()), "model.safetensors")
     index = {"metadata": {}, "weight_map": {**weight_map, scale: "scales.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(reshard.ReshardError, match="quantized") as caught:

@@ -135,7 +135,7 @@ def test_masters_are_stored_less_one_and_moments_as_they_are(hf_model: Models, t
     reshard.convert(run, tmp_path / "megatron", to="megatron", dtype="bfloat16", **options)
     reshard.convert(tmp_path / "megatron", tmp_path / "back", to="dcp", dtype="float32", **options)
     hub, back = values(run), values(tmp_path / "back")
-    native = values(reshard.open(tmp_path / "megatron").path)
+    native = values(reshard.open(tmp_path / "megatron").checkpoint.path)
     norm = "decoder.layers.2.self_attention.out_norm.weight"
     less_one = hub[f"model.{NORM}"] - 1
     assert less_one.any()

@@ -27,6 +27,7 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import read_metadata, write_metadata
 from reshard.engines.megatron.checkpoint import SaveOptions
+from reshard.transfer.sources import Sources
 from tests.genuine.megatron import QWEN2, QWEN2_TIED, QWEN3_MOE, Genuine, tokens
 from tests.genuine.train_megatron import TrainingRun, train_and_save
 from tests.test_megatron_writing import entries
@@ -237,7 +238,7 @@ def copied(source: Path, out: Path, left_out: Callable[[str], bool]) -> Path:
     """The run with a `.metadata` that lacks some keys."""
     shutil.copytree(source, out)
     file = out / "iter_0000002" / ".metadata"
-    metadata = read_metadata(file)
+    metadata = read_metadata(file, Sources())
     for key in [key for key in metadata.tensors if left_out(key)]:
         del metadata.tensors[key]
     for tensor in metadata.tensors.values():

@@ -88,7 +88,7 @@ def run(
 
 def in_megatron(folder: Path, out: Path, layout: Layout, **options: Any) -> tuple[float, ...]:
     """The next two losses of megatron-core, which loads everything from `folder`."""
-    checkpoint = reshard.open(folder)
+    checkpoint = reshard.open(folder).checkpoint
     assert checkpoint.iteration == 2
     return train_and_save(
         checkpoint.args or {},
@@ -127,7 +127,7 @@ def test_its_weights_become_main_weights_beside_bfloat16(
     options = {"to": "megatron", "with_optimizer": True, "transformer_impl": "local", "vocab_divisible_by": 2}
     reshard.convert(source, tmp_path / "half", dtype="bfloat16", **options)
     reshard.convert(source, tmp_path / "full", **options)
-    half, full = (values(reshard.open(tmp_path / name).path) for name in ("half", "full"))
+    half, full = (values(reshard.open(tmp_path / name).checkpoint.path) for name in ("half", "full"))
     name = "decoder.layers.self_attention.linear_qkv.weight"
     assert torch.equal(half[f"optimizer.state.param.{name}"], full[name])
     assert torch.equal(half[name], full[name].bfloat16())
@@ -152,7 +152,7 @@ def test_a_run_of_megatron_goes_on_in_torch(run: tuple[Path, list[float]], tmp_p
     ours, layout = tmp_path / "ours", Sizes(tp=2)
     options = {"to": "megatron", "with_optimizer": True, "transformer_impl": "local"}
     reshard.convert(source, ours, tp=2, vocab_divisible_by=1, **options)
-    checkpoint = reshard.open(ours)
+    checkpoint = reshard.open(ours).checkpoint
     saved = train_and_save(
         checkpoint.args or {},
         tmp_path / "on",
@@ -214,7 +214,7 @@ def test_a_run_of_deepspeed_goes_on_in_megatron(name: str, tmp_path: Path) -> No
         transformer_impl="local",
         no_tokenizer=True,
     )
-    checkpoint = reshard.open(tmp_path / "ours")
+    checkpoint = reshard.open(tmp_path / "ours").checkpoint
     options = {"resume": True, "steps": 0, "iteration": 2, "distributed_optimizer": True, "save": PORTABLE}
     train_and_save(
         checkpoint.args or {},

@@ -88,7 +88,7 @@ def test_a_swift_checkpoint_keeps_its_layout_and_becomes_one_of_megatron_lm(tmp_
     checkpoint = DATA / "swift" / "deepseek_v3" / "checkpoint-3"
     assert reshard.inspect(checkpoint).as_dict()["layout"]["pp"] == 2
     reshard.convert(checkpoint, tmp_path / "ours", to="megatron", tp=2)
-    args = reshard.open(tmp_path / "ours").args or {}
+    args = reshard.open(tmp_path / "ours").checkpoint.args or {}
     assert (args["num_layers"], args["tensor_model_parallel_size"], args["q_lora_rank"]) == (2, 2, 24)
     assert "tuner_type" not in args
     assert_equal(tmp_path / "ours", checkpoint / "model.safetensors")

@@ -101,7 +101,7 @@ def test_what_other_tools_quantized(kind: str, hf_model: Models, tmp_path: Path)
         if name.endswith("bias")
     )
     assert found.whole
-    assert found.checkpoint.parameters - added == reshard.open(plain).parameters
+    assert found.checkpoint.parameters - added == reshard.open(plain).checkpoint.parameters
     assert settings(source)["quant_method"] in str(found.checkpoint.quantization)
     if kind in COPIED_BY_OTHERS:
         for folder in (source, out):
@@ -293,7 +293,7 @@ def test_inspect_counts_weights_and_says_how_they_are_quantized(
     plain, source = folders(name)
     result = command("inspect", source, "--json")
     assert result.code == 0
-    assert result.json["parameters"] == reshard.open(plain).parameters
+    assert result.json["parameters"] == reshard.open(plain).checkpoint.parameters
     scales = [key for key in stored(source) if key.endswith(("_scale_inv", "_scales"))]
     assert result.json["quantization"]["weights"] == len(scales) > 0
     assert result.json["quantization"]["method"] == ("mxfp4" if name == "gpt_oss" else "fp8")
@@ -319,7 +319,7 @@ def test_awq_is_called_by_its_name_and_not_incomplete(hf_model: Models, tmp_path
     found = reshard.inspect(folder)
     assert found.whole, found.problems
     assert str(found.checkpoint.quantization) == "awq, 4 bits, groups of 16"
-    assert found.checkpoint.parameters == reshard.open(plain).parameters
+    assert found.checkpoint.parameters == reshard.open(plain).checkpoint.parameters
     with pytest.raises(ReshardError) as refused:
         reshard.convert(folder, tmp_path / "out", to="megatron")
     assert [problem.message for problem in refused.value.problems] == ["the weights are quantized"]
@@ -354,7 +354,7 @@ def test_other_names_and_types(case: str, hf_model: Models, tmp_path: Path) -> N
     found = reshard.inspect(folder)
     assert found.whole, found.problems
     assert found.checkpoint.quantization and [*found.checkpoint.quantization.weights] == [f"{linear}.weight"]
-    assert found.checkpoint.parameters == reshard.open(plain).parameters
+    assert found.checkpoint.parameters == reshard.open(plain).checkpoint.parameters
     reshard.convert(folder, tmp_path / "out", to="huggingface")
     assert stored(tmp_path / "out") == stored(folder)
     del parts[next(name for name in parts if "scale" in name)]
@@ -384,7 +384,7 @@ def test_names_of_a_plain_model_that_sound_quantized(hf_model: Models, tmp_path:
     tensors = load_file(plain / "model.safetensors") | {name: torch.ones(3) for name in names}
     folder = quantized.with_tensors(plain, tmp_path / "source", tensors, None)
     edit(folder, model_type="nobodys")
-    assert reshard.open(folder).quantization is None
+    assert reshard.open(folder).checkpoint.quantization is None
     reshard.convert(folder, tmp_path / "out", to="huggingface")
     assert stored(tmp_path / "out") == stored(folder)
 
@@ -416,7 +416,7 @@ def test_every_type_that_safetensors_stores(hf_model: Models, tmp_path: Path) ->
     assert stored(folder).keys() == {f"model.{name}" for name in sizes}
     reshard.convert(folder, tmp_path / "out", to="huggingface", max_shard_size="100B")
     assert stored(tmp_path / "out") == stored(folder)
-    assert reshard.open(folder).parameters == 24 * len(sizes)
+    assert reshard.open(folder).checkpoint.parameters == 24 * len(sizes)
     assert reshard.verify(folder, tmp_path / "out").equal
 
 

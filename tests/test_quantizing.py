@@ -103,7 +103,11 @@ def test_fp8_is_what_transformers_makes(name: str, kind: str, hf_model: Models, 
     plan = reshard.convert(plain, out, quantize=kind, max_shard_size="100KB").plan
     chosen = assert_quantized(out, tensors_of(plain), kind)
     assert f"{len(chosen)} weights are quantized to {kind}" in plan.notes
-    assert plan.parameters == reshard.open(plain).parameters == reshard.open(out).parameters
+    assert (
+        plan.parameters
+        == reshard.open(plain).checkpoint.parameters
+        == reshard.open(out).checkpoint.parameters
+    )
     assert settings(out).get("scale_fmt") == ("ue8m0" if kind == "fp8-ue8m0" else None)
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
@@ -291,7 +295,11 @@ def test_mxfp4_experts_of_gpt_oss(hf_model: Models, tmp_path: Path) -> None:
     chosen = assert_quantized(out, tensors_of(plain), "mxfp4")
     assert all(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in chosen)
     assert settings(out) == quantized.GPT_OSS
-    assert plan.parameters == reshard.open(plain).parameters == reshard.open(out).parameters
+    assert (
+        plan.parameters
+        == reshard.open(plain).checkpoint.parameters
+        == reshard.open(out).checkpoint.parameters
+    )
     reshard.convert(out, tmp_path / "plain", to="huggingface", dtype="bfloat16")
     assert_as_transformers(out, tmp_path / "plain")
     reshard.convert(plain, tmp_path / "native", to="megatron", tp=2, pp=2, ep=2, etp=1)
@@ -418,7 +426,7 @@ def test_a_dry_run_shows_the_plan(hf_model: Models, tmp_path: Path) -> None:
     sizes = {file["path"]: file["bytes"] for file in shown.json["files"] if file["path"] != "reshard.json"}
     assert {name: (tmp_path / "out" / name).stat().st_size for name in sizes} == sizes
     found = command("inspect", tmp_path / "out", "--json").json
-    assert found["parameters"] == shown.json["parameters"] == reshard.open(plain).parameters
+    assert found["parameters"] == shown.json["parameters"] == reshard.open(plain).checkpoint.parameters
     assert found["quantization"]["weights"] == 28
 
 

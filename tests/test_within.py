@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import read_metadata
+from reshard.transfer.sources import Sources
 from tests import commandline
 from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import TYPES, make_model_type
@@ -68,7 +69,7 @@ def test_every_format_takes_all_parts(
 
 def test_what_is_carried_is_whole_in_the_first_stage(model: Callable[[str], Path], tmp_path: Path) -> None:
     reshard.convert(model("qwen3_vl"), tmp_path / "m", to="megatron", tp=2, pp=2)
-    tensors = read_metadata(tmp_path / "m" / "iter_0000000" / ".metadata").tensors
+    tensors = read_metadata(tmp_path / "m" / "iter_0000000" / ".metadata", Sources()).tensors
     carried = {key: tensor for key, tensor in tensors.items() if key.startswith("visual.visual.")}
     assert len(carried) == 39 and all(
         key.startswith("language_model.") for key in tensors.keys() - carried.keys()
@@ -230,7 +231,7 @@ def test_an_adapter_of_a_part(name: str, tmp_path: Path) -> None:
     assert_same_tensors(tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "expected"))
 
     reshard.convert(tmp_path / "lora", tmp_path / "m", to="megatron", base=hub, tp=2)
-    keys = read_metadata(next(tmp_path.glob("m/*/.metadata"))).tensors
+    keys = read_metadata(next(tmp_path.glob("m/*/.metadata")), Sources()).tensors
     assert keys and all(key.startswith("language_model.decoder.layers.") for key in keys)
     reshard.convert(tmp_path / "m", tmp_path / "back", base=hub)
     again = load_file(tmp_path / "back" / "adapter_model.safetensors")

@@ -13,6 +13,7 @@ from reshard.base.errors import ReshardError
 from reshard.folders import companions
 from reshard.folders.companions import Companions, check, find_companions, output_file
 from reshard.transfer import sources
+from reshard.transfer.sources import Sources
 from tests.genuine.huggingface import make_model
 
 
@@ -26,7 +27,7 @@ def write(folder: Path, **contents: object) -> Path:
 
 def test_all_that_transformers_wrote_travels_except_weights(tmp_path: Path) -> None:
     folder = make_model("qwen3", tmp_path, max_shard_size="100KB")
-    companions = find_companions(folder)
+    companions = find_companions(Sources(), folder)
     weights = {path.name for path in folder.glob("model*")}
     assert len(weights) > 2
     assert companions.files.keys() == {path.name for path in folder.iterdir()} - weights
@@ -39,14 +40,14 @@ def test_added_tokens_count(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_model("qwen3", tmp_path / "model"))
     tokenizer.add_tokens(["<one>", "<two>"])
     tokenizer.save_pretrained(tmp_path / "more")
-    assert find_companions(tmp_path / "more").vocab_size == len(tokenizer) == 285
+    assert find_companions(Sources(), tmp_path / "more").vocab_size == len(tokenizer) == 285
 
 
 def test_a_unigram_vocabulary_is_a_list(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("b", -2.0)], unk_id=0))
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert find_companions(tmp_path).vocab_size == tokenizer.get_vocab_size() == 4
+    assert find_companions(Sources(), tmp_path).vocab_size == tokenizer.get_vocab_size() == 4
 
 
 @pytest.mark.parametrize(
@@ -65,23 +66,23 @@ def test_a_unigram_vocabulary_is_a_list(tmp_path: Path) -> None:
 def test_what_makes_a_tokenizer(names: list[str], expected: bool, tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("{}")
-    companions = find_companions(tmp_path)
+    companions = find_companions(Sources(), tmp_path)
     assert companions.has_tokenizer is expected
     assert companions.files.keys() == set(names)
 
 
 def test_a_vocabulary_of_two_files(tmp_path: Path) -> None:
     write(tmp_path, vocab__json={"a": 0, "b": 1}, merges__txt="", added_tokens__json={"<end>": 4})
-    assert find_companions(tmp_path).vocab_size == 5
+    assert find_companions(Sources(), tmp_path).vocab_size == 5
 
 
 def test_a_sentencepiece_model_does_not_tell_its_size_here(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\x00\xff")
-    companions = find_companions(tmp_path)
+    companions = find_companions(Sources(), tmp_path)
     assert (companions.vocab_size, companions.named_ids) == (None, 0)
     decoder = {"0": {"content": "<unk>"}, "32000": {"content": "<pad>"}}
     write(tmp_path, tokenizer_config__json={"added_tokens_decoder": decoder})
-    companions = find_companions(tmp_path)
+    companions = find_companions(Sources(), tmp_path)
     assert (companions.vocab_size, companions.named_ids) == (None, 32001)
 
 
@@ -97,7 +98,7 @@ def test_templates_processors_and_nothing_that_describes_the_folder(tmp_path: Pa
     for name in names + others:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
-    assert find_companions(tmp_path).files.keys() == set(names)
+    assert find_companions(Sources(), tmp_path).files.keys() == set(names)
 
 
 CODE = {
@@ -113,11 +114,11 @@ CODE = {
 def test_python_files_travel_where_auto_map_names_them(where: str, classes: object, tmp_path: Path) -> None:
     """And the files that they import, as transformers loads them; nothing else, and with a note."""
     folder = write(tmp_path, config__json={}, **CODE)
-    assert not find_companions(folder).code
+    assert not find_companions(Sources(), folder).code
     write(
         folder, **{f"{where}__json": {"auto_map": {"AutoModel": classes, "AutoConfig": "owner/x--setup.C"}}}
     )
-    found = find_companions(folder)
+    found = find_companions(Sources(), folder)
     imported = dynamic_module_utils.get_relative_import_files(folder / "modeling_x.py")
     wanted = {"modeling_x.py", *(Path(path).name for path in imported)}
     assert set(found.code) == {name for name in found.files if name.endswith(".py")} == wanted
@@ -130,31 +131,31 @@ def test_python_files_travel_where_auto_map_names_them(where: str, classes: obje
     "auto_map", [3, ["modeling_x.X"], {"AutoModel": 3}, {"AutoModel": "../setup.X"}, {"A": [[]]}]
 )
 def test_an_auto_map_that_names_nothing(auto_map: object, tmp_path: Path) -> None:
-    assert not find_companions(write(tmp_path, config__json={"auto_map": auto_map}, **CODE)).code
+    assert not find_companions(Sources(), write(tmp_path, config__json={"auto_map": auto_map}, **CODE)).code
 
 
 def test_the_first_folder_counts(tmp_path: Path) -> None:
     inner = write(tmp_path / "iter_0000002", config__json={"from": "inner"})
     outer = write(tmp_path, config__json={"from": "outer"}, tokenizer__json="{}")
-    companions = find_companions(inner, outer, tmp_path / "absent")
+    companions = find_companions(Sources(), inner, outer, tmp_path / "absent")
     assert companions.config == {"from": "inner"}
     assert companions.files["tokenizer.json"] == outer / "tokenizer.json"
-    assert find_companions(tmp_path / "absent").config is None
+    assert find_companions(Sources(), tmp_path / "absent").config is None
 
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:
     write(tmp_path, config__json="{")
     with pytest.raises(ReshardError, match=r"config\.json cannot be read") as caught:
-        find_companions(tmp_path)
+        find_companions(Sources(), tmp_path)
     assert caught.value.problems[0].file == str(tmp_path / "config.json")
     write(tmp_path, config__json="[]")
     with pytest.raises(ReshardError, match="expected: a JSON object"):
-        find_companions(tmp_path)
+        find_companions(Sources(), tmp_path)
 
 
 def content_of(file: Path) -> bytes:
     """The content to write in place of a file: other bytes, or its own."""
-    written = output_file(file.name, file)
+    written = output_file(file.name, file, Sources())
     return b"".join(content for _, content in written.literals()) if not written.blocks else file.read_bytes()
 
 
@@ -193,7 +194,7 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
     (folder / "vocab.json").symlink_to("inner.json")
     (folder / "merges.txt").symlink_to(folder / "merges.txt")
     write(folder, config__json={"auto_map": {"AutoModel": "modeling_x.X"}})
-    found = find_companions(folder)
+    found = find_companions(Sources(), folder)
     assert found.files.keys() == {"config.json", "vocab.json"}
     assert {path.relative_to(folder).as_posix() for path in found.left_out} == set(names)
     assert all(f"outside its folder, {secret}" in note for note in found.notes) and len(found.notes) == len(
@@ -201,7 +202,7 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
     )
     linked = tmp_path / "link"
     linked.symlink_to(folder)
-    assert find_companions(linked).files.keys() == found.files.keys()
+    assert find_companions(Sources(), linked).files.keys() == found.files.keys()
 
 
 def test_the_cache_of_the_hub_is_one_folder(tmp_path: Path) -> None:
@@ -215,10 +216,13 @@ def test_the_cache_of_the_hub_is_one_folder(tmp_path: Path) -> None:
         (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
         file_download._create_symlink(str(blob), str(snapshot / name), new_blob=True)
         assert (snapshot / name).is_symlink()
-    assert len(find_companions(snapshot).files) == 3 and not find_companions(snapshot).left_out
+    assert (
+        len(find_companions(Sources(), snapshot).files) == 3
+        and not find_companions(Sources(), snapshot).left_out
+    )
     (snapshot / "x.model").symlink_to(tmp_path / "secret")
     (tmp_path / "secret").write_text("key")
-    assert find_companions(snapshot).left_out == (snapshot / "x.model",)
+    assert find_companions(Sources(), snapshot).left_out == (snapshot / "x.model",)
 
 
 def test_a_folder_of_links_to_a_model(tmp_path: Path) -> None:
@@ -228,15 +232,15 @@ def test_a_folder_of_links_to_a_model(tmp_path: Path) -> None:
     for path in model.iterdir():
         if path.name != "config.json":
             (folder / path.name).symlink_to(path)
-    assert find_companions(folder).files.keys() == find_companions(model).files.keys()
+    assert find_companions(Sources(), folder).files.keys() == find_companions(Sources(), model).files.keys()
     (model / "secret").write_text("key")
     (folder / "x.model").symlink_to(model / "secret")
     (folder / "other.safetensors").symlink_to("other.safetensors")
-    assert find_companions(folder).left_out == (folder / "x.model",)
+    assert find_companions(Sources(), folder).left_out == (folder / "x.model",)
     (folder / "x.model").unlink()
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(model / "tokenizer.json")  # which is not weights
-    assert find_companions(folder).files.keys() == {"config.json"}
+    assert find_companions(Sources(), folder).files.keys() == {"config.json"}
 
 
 # -------------------------------------------------------------------------------------------- damage
@@ -268,14 +272,14 @@ def test_large_json_is_looked_through(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JSON that is too large to parse is read in windows: it is text from brace to brace, or damaged."""
-    monkeypatch.setattr(companions, "fits", lambda nbytes: nbytes < 10 * companions.JSON_WEIGHT)
+    monkeypatch.setattr(Sources, "fits", lambda self, nbytes: nbytes < 10 * companions.JSON_WEIGHT)
     monkeypatch.setattr(sources, "WINDOW", 3)
     write(tmp_path, tokenizer__json=' {"a": "\u20ac\u20ac"}\n ', vocab__json="{}")
-    found = check(find_companions(tmp_path))
+    found = check(find_companions(Sources(), tmp_path))
     assert found.unparsed == ("tokenizer.json",) and "tokenizer.json" in found.notes[0]
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ReshardError, match=r"tokenizer\.json cannot be read"):
-        check(find_companions(tmp_path))
+        check(find_companions(Sources(), tmp_path))
 
 
 def test_a_large_companion_is_copied_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,11 +288,11 @@ def test_a_large_companion_is_copied_and_not_loaded(tmp_path: Path, monkeypatch:
         file.truncate(3 << 30)
     size = 9 << 20
     (tmp_path / "tokenizer.json").write_text(json.dumps({"x": "x" * size}))
-    monkeypatch.setattr(companions, "fits", lambda nbytes: nbytes < size)
+    monkeypatch.setattr(Sources, "fits", lambda self, nbytes: nbytes < size)
     tracemalloc.start()
     try:
-        found = check(find_companions(tmp_path))
-        planned = [output_file(name, path) for name, path in found.files.items()]
+        found = check(find_companions(Sources(), tmp_path))
+        planned = [output_file(name, path, Sources()) for name, path in found.files.items()]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -26,6 +26,7 @@ from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
 from reshard.containers.torchfiles.read import ChunkReader, read_torch_file
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
+from reshard.transfer.sources import Sources
 from tests.judges import of_type
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -56,11 +57,11 @@ def genuine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 def test_reads_what_dcp_save_wrote(genuine: tuple[Path, dict[str, Any]]) -> None:
     folder, state = genuine
-    found = read_metadata(folder / ".metadata")
+    found = read_metadata(folder / ".metadata", Sources())
     assert found.tensors.keys() | found.objects.keys() == state.keys()
     assert found.planner_data is not None
     assert found.planner_data["model.int64"] == ("model", "int64")
-    reader = ChunkReader()
+    reader = ChunkReader(Sources())
     for key, tensor in found.tensors.items():
         assert f"torch.{tensor.dtype}" == str(state[key].dtype) and tensor.shape == tuple(state[key].shape)
         (chunk,) = tensor.chunks
@@ -69,13 +70,13 @@ def test_reads_what_dcp_save_wrote(genuine: tuple[Path, dict[str, Any]]) -> None
         assert raw(stored) == elements(state[key])
     reader.close()
     for key, entry in found.objects.items():
-        assert read_torch_file(entry.file, entry.offset, entry.length) == state[key]
+        assert read_torch_file(entry.file, Sources(), entry.offset, entry.length) == state[key]
 
 
 def test_writes_the_same_tables_as_torch(genuine: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = genuine
     theirs = pickle.loads((folder / ".metadata").read_bytes())
-    found = read_metadata(folder / ".metadata")
+    found = read_metadata(folder / ".metadata", Sources())
     for chunks in [*(tensor.chunks for tensor in found.tensors.values())]:
         chunks[:] = [chunk._replace(file=Path(chunk.file).name) for chunk in chunks]
     found.objects = {key: chunk._replace(file=Path(chunk.file).name) for key, chunk in found.objects.items()}
@@ -188,8 +189,8 @@ def test_metadata_of_other_versions_is_read(genuine: tuple[Path, dict[str, Any]]
         sys.modules.pop(name)
         if real is not None:
             sys.modules[name] = real
-    found = read_metadata(tmp_path / ".metadata")
-    assert found.tensors.keys() == read_metadata(folder / ".metadata").tensors.keys()
+    found = read_metadata(tmp_path / ".metadata", Sources())
+    assert found.tensors.keys() == read_metadata(folder / ".metadata", Sources()).tensors.keys()
     assert found.planner_data is None
 
 
@@ -199,7 +200,7 @@ def test_missing_and_short_files_are_all_listed(tmp_path: Path) -> None:
     short = tmp_path / "__0_0.distcp"
     short.write_bytes(short.read_bytes()[:-1])
     with pytest.raises(ReshardError) as error:
-        read_metadata(tmp_path / ".metadata")
+        read_metadata(tmp_path / ".metadata", Sources())
     assert [Path(problem.file or "").name for problem in error.value.problems] == [
         "__0_0.distcp",
         "__1_0.distcp",
@@ -210,7 +211,7 @@ def test_missing_and_short_files_are_all_listed(tmp_path: Path) -> None:
 
 def test_a_missing_metadata_file_says_how_it_gets_lost(tmp_path: Path) -> None:
     with pytest.raises(ReshardError, match=r"cp -r FOLDER"):
-        read_metadata(tmp_path / ".metadata")
+        read_metadata(tmp_path / ".metadata", Sources())
 
 
 @QUICK
@@ -222,7 +223,7 @@ def test_truncated_metadata_is_an_error(
     path = tmp_path / ".metadata"
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(ReshardError):
-        read_metadata(path)
+        read_metadata(path, Sources())
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_places_that_cannot_be(
     content.storage_data[index] = change(content.storage_data[index])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(ReshardError, match=message):
-        read_metadata(tmp_path / ".metadata")
+        read_metadata(tmp_path / ".metadata", Sources())
 
 
 def test_tables_that_disagree(genuine: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -258,12 +259,12 @@ def test_tables_that_disagree(genuine: tuple[Path, dict[str, Any]], tmp_path: Pa
     del content.storage_data[metadata.MetadataIndex("step")]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(ReshardError) as error:
-        read_metadata(tmp_path / ".metadata")
+        read_metadata(tmp_path / ".metadata", Sources())
     assert {problem.tensor for problem in error.value.problems} == {"model.int64", "step"}
     content.state_dict_metadata["model.int32"].chunks[0].sizes = torch.Size([2, 4])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(ReshardError, match="outside the tensor's shape"):
-        read_metadata(tmp_path / ".metadata")
+        read_metadata(tmp_path / ".metadata", Sources())
 
 
 def test_a_hostile_metadata_file_is_refused(tmp_path: Path) -> None:
@@ -272,7 +273,7 @@ def test_a_hostile_metadata_file_is_refused(tmp_path: Path) -> None:
         b"cposix\nsystem\n(X%c\x00\x00\x00touch %btR." % (6 + len(str(trap)), str(trap).encode())
     )
     with pytest.raises(ReshardError, match=r"refused to load posix\.system"):
-        read_metadata(tmp_path / ".metadata")
+        read_metadata(tmp_path / ".metadata", Sources())
     assert not trap.exists()
 
 

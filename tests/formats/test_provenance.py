@@ -9,6 +9,7 @@ from reshard.families import FAMILIES
 from reshard.folders import provenance
 from reshard.folders.provenance import find_hints, read_run_config
 from reshard.formats.megatron.writers import args_of_run_config
+from reshard.transfer.sources import Sources
 
 # Some lines of what Megatron-Bridge 0.3.1 wrote for a small Qwen3-MoE.
 RUN_CONFIG = """\
@@ -74,7 +75,7 @@ def test_ms_swift(tmp_path: Path) -> None:
     }
     args |= {"tuner_type": "full", "mcore_model": None, "dataset": ["a"], "swift_version": "4.5.2"}
     (tmp_path / "args.json").write_text(json.dumps(args))
-    found = find_hints([tmp_path / "iter_0000002", tmp_path])
+    found = find_hints([tmp_path / "iter_0000002", tmp_path], Sources())
     assert [(hint.kind, hint.key, hint.value, hint.exists) for hint in found] == [
         (provenance.BASE, "model_dir", str(base), True),
         (provenance.BASE, "model", "Qwen/Qwen3-8B", False),
@@ -87,7 +88,7 @@ def test_ms_swift(tmp_path: Path) -> None:
 
 def test_a_path_that_is_gone_is_told(tmp_path: Path) -> None:
     (tmp_path / "args.json").write_text(json.dumps({"model": "/mnt/lost/Qwen2.5-32B", "train_type": "lora"}))
-    base, tuner = find_hints([tmp_path])
+    base, tuner = find_hints([tmp_path], Sources())
     assert not base.exists
     assert str(base) == (
         f"{tmp_path / 'args.json'} (model) names the base model /mnt/lost/Qwen2.5-32B, which is not on this machine"
@@ -97,7 +98,7 @@ def test_a_path_that_is_gone_is_told(tmp_path: Path) -> None:
 
 def test_megatron_bridge(tmp_path: Path) -> None:
     (tmp_path / "run_config.yaml").write_text(RUN_CONFIG)
-    found = [(hint.kind, hint.key, hint.value) for hint in find_hints([tmp_path])]
+    found = [(hint.kind, hint.key, hint.value) for hint in find_hints([tmp_path], Sources())]
     assert found == [
         (provenance.BASE, "model.hf_model_id", "/data/models/Qwen3-MoE"),
         (provenance.TOKENIZER, "tokenizer.tokenizer_model", "/data/models/Qwen3-MoE"),
@@ -107,21 +108,21 @@ def test_megatron_bridge(tmp_path: Path) -> None:
 def test_megatron_bridge_with_a_model_builder(tmp_path: Path) -> None:
     metadata = {"extra_checkpoint_metadata": {"hf_model_id": "org/model"}, "transformer": {"num_layers": 3}}
     (tmp_path / "run_config.yaml").write_text(json.dumps({"model": metadata}))
-    assert [hint.value for hint in find_hints([tmp_path])] == ["org/model"]
-    assert args_of_run_config(read_run_config(tmp_path) or {})["num_layers"] == 3
+    assert [hint.value for hint in find_hints([tmp_path], Sources())] == ["org/model"]
+    assert args_of_run_config(read_run_config(tmp_path, Sources()) or {})["num_layers"] == 3
 
 
 def test_the_args_of_the_checkpoint(tmp_path: Path) -> None:
     args = {"tokenizer_model": str(tmp_path), "pretrained_checkpoint": None, "num_layers": 4}
-    [hint] = find_hints([], args)
+    [hint] = find_hints([], Sources(), args)
     assert (hint.source, hint.kind, hint.exists) == (provenance.ARGS, provenance.TOKENIZER, True)
-    [hint] = find_hints([], {"tokenizer_model": "Qwen/Qwen3-8B"})
+    [hint] = find_hints([], Sources(), {"tokenizer_model": "Qwen/Qwen3-8B"})
     assert not hint.exists
 
 
 def test_a_config_from_the_run_config_of_megatron_bridge(tmp_path: Path) -> None:
     (tmp_path / "run_config.yaml").write_text(RUN_CONFIG)
-    args = args_of_run_config(read_run_config(tmp_path) or {})
+    args = args_of_run_config(read_run_config(tmp_path, Sources()) or {})
     config = FAMILIES["qwen3_moe"].config.to_config(args)
     expected = {"num_hidden_layers": 4, "num_experts": 8, "num_key_value_heads": 4, "head_dim": 16}
     expected |= {
@@ -134,7 +135,7 @@ def test_a_config_from_the_run_config_of_megatron_bridge(tmp_path: Path) -> None
     expected |= {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
     assert {key: config[key] for key in expected} == expected
     assert args["swiglu"] is True and "activation_func" not in args
-    assert read_run_config(tmp_path / "absent") is None
+    assert read_run_config(tmp_path / "absent", Sources()) is None
 
 
 def test_yaml_tags_are_read_as_data_and_run_nothing(tmp_path: Path) -> None:
@@ -147,11 +148,11 @@ def test_yaml_tags_are_read_as_data_and_run_nothing(tmp_path: Path) -> None:
         f"  window: !!python/tuple [1, 2]\n"
         f"checkpoint: {{hf_source_path: !own tagged}}\n"
     )
-    assert {hint.key: hint.value for hint in find_hints([tmp_path])} == {
+    assert {hint.key: hint.value for hint in find_hints([tmp_path], Sources())} == {
         "checkpoint.hf_source_path": "tagged",
         "model.hf_model_id": "base",
     }
-    content = read_run_config(tmp_path) or {}
+    content = read_run_config(tmp_path, Sources()) or {}
     assert content["model"]["window"] == [1, 2]
     assert content["model"]["apply"] == [f"touch {marker}"]
     assert not marker.exists()
@@ -170,12 +171,12 @@ def test_yaml_tags_are_read_as_data_and_run_nothing(tmp_path: Path) -> None:
 )
 def test_a_file_that_cannot_be_read_is_told(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    [hint] = find_hints([tmp_path])
+    [hint] = find_hints([tmp_path], Sources())
     assert (hint.kind, hint.source) == (provenance.UNREADABLE, str(tmp_path / name))
 
 
 def test_no_files_no_hints(tmp_path: Path) -> None:
-    assert find_hints([tmp_path, tmp_path / "absent"], {}) == []
+    assert find_hints([tmp_path, tmp_path / "absent"], Sources(), {}) == []
     (tmp_path / "args.json").write_text(json.dumps({"model": "x" * 5000, "model_dir": ["not a path"]}))
-    [hint] = find_hints([tmp_path])
+    [hint] = find_hints([tmp_path], Sources())
     assert not hint.exists

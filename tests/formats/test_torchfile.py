@@ -24,6 +24,7 @@ from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import ReshardError
 from reshard.containers.torchfiles import pickles
 from reshard.containers.torchfiles.read import ChunkReader, read_torch_file
+from reshard.transfer.sources import Sources
 from tests.judges import of_type
 
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -59,7 +60,7 @@ def assert_same(stored: Any, tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", dtypes.BY_NAME)
 def test_every_dtype(tmp_path: Path, name: str) -> None:
     tensor = of_type(torch.arange(24).reshape(2, 3, 4), name)
-    assert_same(read_torch_file(saved(tmp_path / "x.pt", tensor)), tensor)
+    assert_same(read_torch_file(saved(tmp_path / "x.pt", tensor), Sources()), tensor)
 
 
 def test_views_and_strides(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_views_and_strides(tmp_path: Path) -> None:
         "empty": base[:0],
         "parameter": torch.nn.Parameter(base[4]),
     }
-    content = read_torch_file(saved(tmp_path / "x.pt", views))
+    content = read_torch_file(saved(tmp_path / "x.pt", views), Sources())
     for name, tensor in views.items():
         assert_same(content[name], tensor)
     assert len({id(stored.storage) for stored in content.values()}) == 1
@@ -82,7 +83,9 @@ def test_views_and_strides(tmp_path: Path) -> None:
 
 def test_ties_share_a_storage_and_others_do_not(tmp_path: Path) -> None:
     tied = torch.ones(3, 3)
-    content = read_torch_file(saved(tmp_path / "x.pt", {"a": tied, "b": tied, "c": torch.ones(3, 3)}))
+    content = read_torch_file(
+        saved(tmp_path / "x.pt", {"a": tied, "b": tied, "c": torch.ones(3, 3)}), Sources()
+    )
     assert content["a"].storage is content["b"].storage
     assert content["a"].storage != content["c"].storage
 
@@ -93,14 +96,14 @@ def test_state_dict_with_many_tensors_and_attributes(tmp_path: Path) -> None:
         parameter.tensor_model_parallel = True
     model["0"].weight.data.note = "a tensor with attributes of its own"
     wanted = model.state_dict(keep_vars=True)
-    content = read_torch_file(saved(tmp_path / "x.pt", {"module": wanted}))["module"]
+    content = read_torch_file(saved(tmp_path / "x.pt", {"module": wanted}), Sources())["module"]
     assert isinstance(content, OrderedDict) and list(content) == list(wanted)
     for name, tensor in wanted.items():
         assert_same(content[name], tensor)
 
 
 def test_crc_is_that_of_the_bytes(tmp_path: Path) -> None:
-    stored = read_torch_file(saved(tmp_path / "x.pt", torch.arange(100)))
+    stored = read_torch_file(saved(tmp_path / "x.pt", torch.arange(100)), Sources())
     with zipfile.ZipFile(tmp_path / "x.pt") as archive:
         assert stored.storage.crc32 == archive.getinfo("x/data/0").CRC
 
@@ -120,7 +123,7 @@ def test_plain_values_are_rebuilt(tmp_path: Path) -> None:
         "default": defaultdict(list, a=[1]),
         "nested": [({"x": (1, True, [])},)],
     }
-    found = read_torch_file(saved(tmp_path / "x.pt", content))
+    found = read_torch_file(saved(tmp_path / "x.pt", content), Sources())
     args = found.pop("args")
     assert isinstance(args, argparse.Namespace)
     assert vars(args) == {**vars(content.pop("args")), "dtype": dtypes.dtype("bfloat16")}
@@ -141,7 +144,7 @@ def test_objects_of_frameworks_stay_data(tmp_path: Path) -> None:
         "class": torch.nn.Linear,
         "layout": torch.strided,
     }
-    found = read_torch_file(saved(tmp_path / "x.pt", content))
+    found = read_torch_file(saved(tmp_path / "x.pt", content), Sources())
     assert all(isinstance(value, pickles.Opaque) for name, value in found.items() if name != "class")
     assert found["backend"].qualname == "megatron.core.transformer.enums.AttnBackend"
     assert found["backend"].args == (AttnBackend.flash.value,)
@@ -160,9 +163,9 @@ def test_archive_within_a_file(tmp_path: Path) -> None:
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(b"".join(blobs))
     offsets = [sum(map(len, blobs[:i])) for i in range(3)]
-    reader = ChunkReader()
+    reader = ChunkReader(Sources())
     for tensor, blob, offset in zip(tensors, blobs, offsets, strict=True):
-        whole = read_torch_file(path, offset, len(blob))
+        whole = read_torch_file(path, Sources(), offset, len(blob))
         assert_same(whole, tensor)
         chunk = reader.read(path, offset, len(blob), dtypes.dtype("int16"), tuple(tensor.shape))
         assert chunk == whole
@@ -178,7 +181,7 @@ def test_archive_within_a_file(tmp_path: Path) -> None:
 def test_non_contiguous_and_large_chunks(tmp_path: Path) -> None:
     tensor = torch.arange(6000.0).reshape(60, 100).T
     path = saved(tmp_path / "x.distcp", tensor)
-    reader = ChunkReader()
+    reader = ChunkReader(Sources())
     for _ in range(2):
         chunk = reader.read(path, 0, path.stat().st_size, dtypes.dtype("float32"), (100, 60))
         assert_same(chunk, tensor)
@@ -227,26 +230,26 @@ def test_dangerous_names_are_refused(
     with pytest.raises(
         ReshardError, match=f"refused to load _?{name} named by the pickle in .*x.pt"
     ) as error:
-        read_torch_file(path)
+        read_torch_file(path, Sources())
     assert "nothing was executed" in str(error.value)
     assert not trap.exists()
 
 
 def test_getattr_is_not_called(tmp_path: Path) -> None:
     data = pickle.dumps(Call(getattr, torch.nn.Linear, "__init__"), 2)
-    found = read_torch_file(write_pickle(tmp_path / "x.pt", data))
+    found = read_torch_file(write_pickle(tmp_path / "x.pt", data), Sources())
     assert isinstance(found, pickles.Opaque) and found.qualname == "builtins.getattr"
 
 
 def test_framework_functions_are_not_called(tmp_path: Path) -> None:
     trap = tmp_path / "trap"
     data = b"\x80\x02ctorch.hub\nload\n" + pickle.dumps(str(trap), 2)[2:-1] + b"\x85R."
-    found = read_torch_file(write_pickle(tmp_path / "x.pt", data))
+    found = read_torch_file(write_pickle(tmp_path / "x.pt", data), Sources())
     assert found.qualname == "torch.hub.load" and found.args == (str(trap),)
     other_codec = pickle.dumps("x", 2)[2:-1]
     data = b"\x80\x02c_codecs\nencode\n" + other_codec + b"X\x05\x00\x00\x00rot13\x86R."
     with pytest.raises(ReshardError, match="rot13"):
-        read_torch_file(write_pickle(tmp_path / "y.pt", data))
+        read_torch_file(write_pickle(tmp_path / "y.pt", data), Sources())
 
 
 TENSOR = (
@@ -258,17 +261,18 @@ TENSOR = (
 
 def test_a_pickle_cannot_rewrite_what_it_is_handed(tmp_path: Path) -> None:
     assert_same(
-        read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + TENSOR + b".")), torch.zeros(4, 4)
+        read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + TENSOR + b"."), Sources()),
+        torch.zeros(4, 4),
     )
     longer = b"(NN(J\x00\x00\x00\x01t(K\x01tK\x00tb"
     with pytest.raises(ReshardError):
-        read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + TENSOR + longer + b"."))
+        read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + TENSOR + longer + b"."), Sources())
     poison = b"ctorch\nbfloat16\n](X\x01\x00\x00\x00xK\x09eb"
     with pytest.raises(ReshardError, match="rewrites"):
-        read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + poison + b"."))
+        read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + poison + b"."), Sources())
     assert dtypes.dtype("bfloat16").itemsize == 2
     poison = b"cargparse\nNamespace\n(N}X\x08\x00\x00\x00__init__K\x01stb."
-    read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + poison))
+    read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + poison), Sources())
     assert argparse.Namespace(a=1).a == 1
 
 
@@ -290,7 +294,7 @@ def test_a_tensor_that_does_not_fit_its_storage(tmp_path: Path, old: bytes, new:
     assert old in TENSOR
     path = write_pickle(tmp_path / "x.pt", b"\x80\x02" + TENSOR.replace(old, new) + b".")
     with pytest.raises(ReshardError, match=r"x\.pt"):
-        read_torch_file(path)
+        read_torch_file(path, Sources())
 
 
 def rezip(source: Path, target: Path, change: Any, compression: int = zipfile.ZIP_STORED) -> Path:
@@ -330,7 +334,7 @@ def test_foreign_files_are_named_for_what_they_are(tmp_path: Path) -> None:
         tmp_path: "not a regular file",
     }.items():
         with pytest.raises(ReshardError, match=message) as error:
-            read_torch_file(path)
+            read_torch_file(path, Sources())
         assert str(path) in str(error.value)
 
 
@@ -347,7 +351,7 @@ def test_truncation_anywhere_is_an_error(sample: Path, tmp_path: Path, data: st.
     path = tmp_path / "cut.pt"
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(ReshardError):
-        read_torch_file(path)
+        read_torch_file(path, Sources())
 
 
 @QUICK
@@ -359,7 +363,7 @@ def test_damage_anywhere_is_an_error_or_harmless(sample: Path, tmp_path: Path, d
     path = tmp_path / "damaged.pt"
     path.write_bytes(content)
     try:
-        found = read_torch_file(path)
+        found = read_torch_file(path, Sources())
     except ReshardError:
         return
     assert found["a"].shape == (500,)
@@ -386,4 +390,4 @@ def test_a_flipped_byte_in_the_pickle_is_noticed(sample: Path, tmp_path: Path) -
     path = tmp_path / "flipped.pt"
     path.write_bytes(content)
     with pytest.raises(ReshardError, match=r"the bytes of data\.pkl do not match"):
-        read_torch_file(path)
+        read_torch_file(path, Sources())

@@ -24,6 +24,7 @@ from reshard.containers.torchfiles import write
 from reshard.containers.torchfiles.pickles import Global, Opaque, Reduce, dumps, loads
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.containers.torchfiles.write import Image, NewTensor, image_bytes, layout_torch_file
+from reshard.transfer.sources import Sources
 from tests.judges import of_type
 
 
@@ -162,7 +163,7 @@ def test_args_of_a_checkpoint_are_written_as_they_were_read(tmp_path: Path) -> N
         counts=OrderedDict(a=[1]),
     )
     torch.save({"args": args}, tmp_path / "common.pt")
-    read = read_torch_file(tmp_path / "common.pt")
+    read = read_torch_file(tmp_path / "common.pt", Sources())
     assert isinstance(read["args"].backend, Opaque)
     image = layout_torch_file(read)
     found = torch.load(io.BytesIO(image_bytes(image)), weights_only=False)["args"]
@@ -217,7 +218,7 @@ def test_more_than_4_gib_in_a_sparse_file(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         assert archive.read("archive/data/1") == struct.pack("<qq", 5, -6)
         assert archive.getinfo("archive/data/0").file_size == large.nbytes
-    ours = read_torch_file(path)
+    ours = read_torch_file(path, Sources())
     assert ours["small"].storage.offset == second.offset
     assert ours["large"].storage.offset == first.offset and ours["large"].storage.nbytes == large.nbytes
 

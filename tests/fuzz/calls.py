@@ -29,6 +29,7 @@ from reshard.training.request import check, run_of
 from reshard.training.run import Run
 from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished
 from reshard.transfer.marker import parsed_marker
+from reshard.transfer.sources import Sources
 from tests.fuzz.seeds import DATA, copied
 
 Take = Callable[[bytes], None]
@@ -154,7 +155,7 @@ def safetensors_as_its_library(path: Path) -> None:
     """Files that reshard reads, the safetensors library reads too, with the same offsets."""
     from safetensors import SafetensorError, safe_open
 
-    ours = read_tensors(path)
+    ours = read_tensors(path, Sources())
     try:
         with safe_open(path, "numpy") as file:
             theirs = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -170,7 +171,7 @@ def torch_file_as_torch(path: Path) -> None:
     """If torch loads a file too, the tensors are the same."""
     import torch
 
-    ours = read_torch_file(path)
+    ours = read_torch_file(path, Sources())
     try:
         theirs = torch.load(path, weights_only=True)
     except Exception:  # it refuses what we keep as inert data, and what is damaged

@@ -13,6 +13,7 @@ from reshard.base.plain import json_of
 from reshard.base.plain_yaml import yaml_of
 from reshard.containers.torchfiles.pickles import loads
 from reshard.containers.torchfiles.read import read_torch_file
+from reshard.transfer.sources import Sources
 from tests.fuzz import calls, mutate, seeds
 from tests.fuzz.calls import alone, directly, file_of, in_copy, pickled
 from tests.fuzz.seeds import encoded, files, pickles
@@ -66,7 +67,8 @@ TARGETS: dict[str, Target] = {
     "yaml": _text(lambda: files("**/run_config.yaml"), directly(yaml_of), errors=(ValueError,)),
     "pickle": _pickle(lambda: pickles(*RANKS), directly(lambda data: loads(data, "file"))),
     "torch-file": _bytes(
-        lambda: files("fsdp_ranks/torch-2.6.0/*/*", "verl/*/*/*/extra*.pt"), alone("a.pt", read_torch_file)
+        lambda: files("fsdp_ranks/torch-2.6.0/*/*", "verl/*/*/*/extra*.pt"),
+        alone("a.pt", lambda path: read_torch_file(path, Sources())),
     ),
     "torch-file-as-torch": _pickle(
         lambda: pickles(*RANKS),

@@ -35,11 +35,17 @@ def load(adapter: Path, base: Path, out: Path, layout: dict[str, int], spec: str
         reshard.convert(
             base, start, to="megatron", transformer_impl=impl, vocab_divisible_by=1, no_tokenizer=True, **layout
         )  # fmt: skip
-        checkpoint = reshard.open(start)
+        checkpoint = reshard.open(start).checkpoint
         sizes = Layout(**{"etp": layout.get("tp", 1), **layout})
-        written = reshard.open(adapter).path
+        written = reshard.open(adapter).checkpoint.path
         logits = run_ranks(
-            sizes.world_size, _rank, dict(checkpoint.args or {}), sizes, checkpoint.path, written, spec
+            sizes.world_size,
+            _rank,
+            dict(checkpoint.args or {}),
+            sizes,
+            checkpoint.path,
+            written,
+            spec,
         )
     np.save(out, next(found for found in logits if found is not None))
 

@@ -120,7 +120,7 @@ def make(name: str, out: Path) -> None:
         base, start, to="megatron", transformer_impl=impl, vocab_divisible_by=1, no_tokenizer=True,
         overwrite=True, **variant.layout,
     )  # fmt: skip
-    checkpoint = reshard.open(start)
+    checkpoint = reshard.open(start).checkpoint
     args = {**(checkpoint.args or {}), "moe_grouped_gemm": variant.spec == "te"}
     sizes = Layout(**{"etp": variant.layout.get("tp", 1), **variant.layout})
     folder = out / name / "iter_0000003"

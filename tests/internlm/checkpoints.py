@@ -12,6 +12,7 @@ import torch
 import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
+from reshard.transfer.sources import Sources
 from tests.judges import assert_same_tensors, tensors_of
 
 DATA = Path(__file__).parents[1] / "data" / "internlm"
@@ -35,7 +36,11 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def config_with(folder: Path, **keys: Any) -> None:
     """Rewrite `model_config.pt` with other keys; None removes a key."""
-    config = {**reshard.formats.internlm.config.read_model_config(folder), "dtype": torch.bfloat16, **keys}
+    config = {
+        **reshard.formats.internlm.config.read_model_config(folder, Sources()),
+        "dtype": torch.bfloat16,
+        **keys,
+    }
     torch.save({key: value for key, value in config.items() if value is not None}, folder / "model_config.pt")
 
 

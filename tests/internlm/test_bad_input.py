@@ -98,7 +98,7 @@ def test_files_of_two_ranks_that_were_exchanged(
 ) -> None:
     """Found by tensors that only one of the two saves: embedding, head, one rank's bias, the expert's number."""
     folder = copy_of(name)
-    assert reshard.open(folder).problems == []
+    assert reshard.open(folder).checkpoint.problems == []
     (folder / first).rename(folder / "spare")
     (folder / second).rename(folder / first)
     (folder / "spare").rename(folder / second)

@@ -34,10 +34,13 @@ def test_a_plain_gpt_model_computes_what_internevo_computes(
     layout, expected = WIDE[name], np.load(DATA / name / "logits.npz")
     sizes = {key: getattr(layout, key) for key in ("tp", "pp", "ep", "etp")}
     reshard.convert(hub(name), tmp_path / "m", to=to, no_tokenizer=True, **sizes)
-    checkpoint = reshard.open(tmp_path / "m")
+    checkpoint = reshard.open(tmp_path / "m").checkpoint
     for other in (layout, Layout()) if to == "megatron" else (layout,):
         result = megatron_logits(
-            checkpoint.path, expected["tokens"], args=dict(checkpoint.args or {}), layout=other
+            checkpoint.path,
+            expected["tokens"],
+            args=dict(checkpoint.args or {}),
+            layout=other,
         )
         assert (result.missing, result.unexpected) == ((), ())
         assert_agree(result.logits, expected["logits"])

@@ -16,6 +16,7 @@ import reshard
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron import megatron_logits
 from reshard.formats.internlm.internevo import is_old_order
+from reshard.transfer.sources import Sources
 from tests.commandline import reshard as run
 from tests.genuine.internlm_reference import hub_logits
 from tests.internlm.checkpoints import DATA, NAMES, Copies, config_with, edit, problems_of, same_as_before
@@ -80,7 +81,7 @@ def test_weights_go_to_megatron_directly(name: str, tmp_path: Path) -> None:
     layout, flags = (Layout(ep=2), ("--ep", 2)) if name == "moe-tp2" else (Layout(2), ("--tp", 2))
     result = run("convert", DATA / name, tmp_path / "m", "--to", "megatron", *flags, "--no-tokenizer")
     assert result.code == 0, result.err
-    checkpoint, expected = reshard.open(tmp_path / "m"), np.load(DATA / name / "logits.npz")
+    checkpoint, expected = reshard.open(tmp_path / "m").checkpoint, np.load(DATA / name / "logits.npz")
     args = dict(checkpoint.args or {})
     found = megatron_logits(checkpoint.path, expected["tokens"], args=args, layout=layout, spec="local")
     assert_agree(found.logits, expected["logits"])
@@ -154,9 +155,9 @@ def test_nothing_is_assumed_where_neither_shapes_nor_version_tell_w2_from_w3(cop
     alike = {f"model.blocks.{i}.mlp.w{n}.weight": torch.randn(24, 24) for i in range(2) for n in (1, 2, 3)}
     for file in folder.glob("model_tp*.pt"):
         edit(file, lambda content: content | alike)
-    assert reshard.open(folder).problems == []
+    assert reshard.open(folder).checkpoint.problems == []
     config_with(folder, mlp_layer_fusion=None)  # as before InternEvo 0.4
-    (problem,) = reshard.open(folder).problems
+    (problem,) = reshard.open(folder).checkpoint.problems
     assert "which of them is the down projection" in problem.message
     assert "add mlp_layer_fusion=False" in str(problem.remedy)
 
@@ -235,7 +236,7 @@ def test_without_a_model_config_nothing_is_assumed(
 ) -> None:
     """No config on the Hub contains the order of rows. The remedy tells the user how to set it."""
     folder = copy_of(name)
-    config = reshard.formats.internlm.config.read_model_config(folder)
+    config = reshard.formats.internlm.config.read_model_config(folder, Sources())
     (folder / "model_config.pt").unlink()
     for base in (None, hub(name)):
         found = problems_of(folder, tmp_path / "refused", base=base)
@@ -262,8 +263,8 @@ def test_slices_of_wqkv_are_not_taken_for_llama(copy_of: Copies, tmp_path: Path)
     found = problems_of(folder, tmp_path / "out")
     assert "slices of InternLM2's wqkv" in found and "config_file.pt" in found
     torch.save('model_type = "LLAMA2"\n', folder / "config_file.pt")
-    assert reshard.open(folder).problems == []
-    assert reshard.open(DATA / "llama-tp2").problems == []
+    assert reshard.open(folder).checkpoint.problems == []
+    assert reshard.open(DATA / "llama-tp2").checkpoint.problems == []
 
 
 def test_a_missing_config_is_told_only_where_the_engine_tells_none(copy_of: Copies) -> None:

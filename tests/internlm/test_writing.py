@@ -18,6 +18,7 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.formats import internlm
 from reshard.formats.internlm.write import stages
+from reshard.transfer.sources import Sources
 from tests.commandline import reshard as run
 from tests.environments import python
 from tests.genuine.internlm_reference import hub_logits
@@ -49,7 +50,7 @@ def test_what_is_written_is_what_internevo_wrote(
         )
         assert_same_tensors(ours, theirs)
     ours = torch.load(tmp_path / "out" / "model_config.pt", weights_only=True)
-    theirs = reshard.formats.internlm.config.read_model_config(DATA / name)
+    theirs = reshard.formats.internlm.config.read_model_config(DATA / name, Sources())
     choices = {"dtype", "use_flash_attn", "parallel_output", "multiple_of", "mlp_layer_fusion", "adapt_hf"}
     assert {key: ours[key] for key in theirs.keys() - choices} == {
         key: theirs[key] for key in theirs.keys() - choices

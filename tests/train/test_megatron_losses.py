@@ -252,7 +252,7 @@ def test_the_exported_folder_computes_what_megatron_does(name: str, runs: Runs, 
     assert not any(told.values()), told
     with torch.no_grad():
         ours = model.eval()(torch.from_numpy(TOKENS)).logits.numpy()
-    checkpoint = reshard.open(run.output)
+    checkpoint = reshard.open(run.output).checkpoint
     theirs = megatron_logits(
         trained.checkpoint, TOKENS, args=checkpoint.args, layout=checkpoint.layout.complete()
     ).logits

@@ -23,6 +23,7 @@ from reshard.training.memory import activations
 from reshard.training.memory.activations import Kept, Widths
 from reshard.training.run import Run
 from reshard.training.trl.memory import sizes_of
+from reshard.transfer.sources import Sources
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -405,7 +406,9 @@ def test_megatrons_activations_are_those_that_autograd_keeps(
     run = run_on(tiny("qwen3"), engine="megatron", options=options)
     (real,) = run_ranks(1, held_by_rank, run, 1)
     found = memory.estimate(run, Batches(1, 1, 1, 1, 64), engine_of(run).precision(run), 1, gpu=False)
-    one_layer_again = real["kept again"] / read_object(run.model / "config.json")["num_hidden_layers"]
+    one_layer_again = (
+        real["kept again"] / read_object(run.model / "config.json", Sources())["num_hidden_layers"]
+    )
     assert sum(found.step.values()) == pytest.approx(real["kept"] + one_layer_again, rel=0.2)
 
 

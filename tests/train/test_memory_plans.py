@@ -19,6 +19,7 @@ from reshard.training.engines import engine_of
 from reshard.training.memory import Memory
 from reshard.training.memory.activations import Widths
 from reshard.training.run import Run
+from reshard.transfer.sources import Sources
 from tests.train.test_memory import QWEN3_8B, SMALL, run_on
 
 
@@ -109,7 +110,7 @@ def test_room_is_that_of_the_smallest_gpu_or_a_share_of_what_is_free(monkeypatch
 
 
 def test_sizes_of_a_family_that_is_not_declared_are_read_from_usual_names(tiny: Callable[..., Path]) -> None:
-    config = read_object(tiny("qwen3") / "config.json")
+    config = read_object(tiny("qwen3") / "config.json", Sources())
     widths, plain = Widths.of(config), Widths.of({**config, "model_type": "unheard_of"})
     assert replace(widths, qk_norm=False, expert_ffn=0) == plain
 

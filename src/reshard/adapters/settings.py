@@ -22,7 +22,7 @@ from reshard.folders.places import belongs, is_here
 from reshard.folders.provenance import read_run_config
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.peft import CONFIG
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 
 ABOVE = 3
 """Number of parent folders to search: `checkpoint-N/pytorch_model_fsdp_0` is two below the folder of its run."""
@@ -149,7 +149,10 @@ def missing_alpha(module: str | None = None, file: str | None = None) -> Problem
 
 def find_settings(checkpoint: Checkpoint, alpha: float | None = None) -> Settings:
     """The settings in files near an adapter. `alpha`, if given, applies to every module, whatever a file says."""
-    found = next((settings for folder in _folders(checkpoint) for settings in _in(folder)), Settings())
+    found = next(
+        (settings for folder in _folders(checkpoint) for settings in _in(folder, checkpoint.sources)),
+        Settings(),
+    )
     if alpha is None:
         return found
     config = {key: value for key, value in found.config.items() if key != "alpha_pattern"}
@@ -162,14 +165,14 @@ def _folders(checkpoint: Checkpoint) -> Iterator[Path]:
     yield from dict.fromkeys(folder for place in seen for folder in (place, place / "lora_adapter"))
 
 
-def _in(folder: Path) -> Iterator[Settings]:
+def _in(folder: Path, sources: Sources) -> Iterator[Settings]:
     """The settings in one folder, from the most reliable file on."""
-    if (folder / CONFIG).is_file() and belongs(folder / CONFIG, folder):
-        yield Settings(read_object(folder / CONFIG), str(folder / CONFIG), written=True)
+    if (folder / CONFIG).is_file() and belongs(folder / CONFIG, folder, sources):
+        yield Settings(read_object(folder / CONFIG, sources), str(folder / CONFIG), written=True)
     for name, keys in NOTED.items():
-        if (folder / name).is_file() and (content := _known(_object(folder / name), keys)):
+        if (folder / name).is_file() and (content := _known(_object(folder / name, sources), keys)):
             yield Settings(content, str(folder / name))
-    content = _known((_run_config(folder) or {}).get("peft"), BRIDGE)
+    content = _known((_run_config(folder, sources) or {}).get("peft"), BRIDGE)
     if content:
         yield Settings(content, str(folder / "run_config.yaml"))
 
@@ -199,16 +202,16 @@ def _known(content: Any, keys: Mapping[str, str]) -> dict[str, Any]:
     return known if "lora_alpha" in known else {}
 
 
-def _object(path: Path) -> Any:
+def _object(path: Path, sources: Sources) -> Any:
     try:
-        return json_of(read_source(path, JSON_MOST))
+        return json_of(sources.read(path, JSON_MOST))
     except ValueError:
         return None  # an unreadable hint is ignored
 
 
-def _run_config(folder: Path) -> dict[str, Any] | None:
+def _run_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
     try:
-        return read_run_config(folder)
+        return read_run_config(folder, sources)
     except ValueError:
         return None
 

@@ -151,10 +151,9 @@ def verify(
         return check_record(source_path(a), shared(None, meter.left(Need())).threads, on_total, on_bytes)
     if html is not None:
         check_page(Path(html), "--html")
-    with meter.bounding():
-        first, second = open_sides(source_path(a), source_path(b), config, on_step)
+    first, second = open_sides(source_path(a), source_path(b), config, on_step, meter)
     need = need_of(first, second)
-    share = shared(None, meter.left(need), need, (first.sources | second.sources).paths)
+    share = shared(None, meter.left(need), need, first.checkpoint.sources.paths)
     result = compare_weights(
         first, second, share, measured=html is not None, on_total=on_total, on_bytes=on_bytes
     )

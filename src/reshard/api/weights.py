@@ -59,8 +59,8 @@ def open(
     Returns
     -------
     Weights
-        A mapping from names to `LazyTensor`. It also has the format, layout, dtypes and native tensors of the
-        checkpoint.
+        A mapping from names to `LazyTensor`. It also has the format, the layout and the native tensors, and as
+        `checkpoint` everything else that was found.
 
     Raises
     ------

@@ -32,6 +32,7 @@ from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.destination import bucket_problems, space_problems, target_problems
 from reshard.transfer.execute import execute
 from reshard.transfer.journal import Journal
+from reshard.transfer.ledger import Passed
 from reshard.transfer.leftovers import recover, reusable
 from reshard.transfer.marker import marker_in
 from reshard.transfer.memory import Meter, Share, shared
@@ -149,11 +150,10 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
     if how.on is not None:
         source, options = absolute(source, options)
     meter = Meter(how.memory)
-    with meter.bounding():
-        try:
-            plan = plan_conversion(source, options, how.on_step)
-        except ReshardError as error:
-            raise ReshardError([*error.problems, *_also_in_the_way(source, target, how)]) from error
+    try:
+        plan = plan_conversion(source, options, how.on_step, meter)
+    except ReshardError as error:
+        raise ReshardError([*error.problems, *_also_in_the_way(source, target, how)]) from error
     identity = identity_of(plan, options, checksum=how.checksum)
     facts = {
         "command": how.command,
@@ -233,7 +233,7 @@ class _Work:
         """Write the planned files and their record, and publish them."""
         plan, how, journal = self.plan, self.how, self.journal
         sizes = {file.path: file.size for file in plan.files}
-        with self._stage(sizes) as (folder, uploads), plan.sources.unchanged():
+        with self._stage(sizes) as (folder, uploads), plan.sources.unchanged(self._passed()):
             if not journal.progress.equal:
                 if problems := unequal_replicas(plan.replicas, self.share):
                     raise ReshardError(problems)
@@ -261,6 +261,10 @@ class _Work:
             if how.overwrite and not uploads and (problems := _in_the_way(plan, self.target, overwrite=True)):
                 raise ReshardError(problems)  # hours may have passed
         return report
+
+    def _passed(self) -> Passed | None:
+        """The CRC32s of what was read, to which the ledger of an open journal's run adds; None without checksums."""
+        return self.journal.progress.passed if self.how.checksum else None
 
     def _tell_lost(self, nbytes: int) -> None:
         note = f"{size(nbytes)} of them changed on the disk since they were written, and are written again"

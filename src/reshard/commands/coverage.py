@@ -38,7 +38,7 @@ from reshard.planning.merge import REPLACED as REPLACED_BY_ADAPTER
 from reshard.planning.optimizer import REPLACED
 from reshard.records.record import options_of, read_unmodified, without_record
 from reshard.transfer.plan import Plan
-from reshard.transfer.sources import OnStep, noted
+from reshard.transfer.sources import OnStep
 from reshard.transfer.usage import (
     COMPUTING,
     Fault,
@@ -144,8 +144,7 @@ def prove_output(
         raise ReshardError([_not_planned(source, output), *error.problems]) from error
     if problems := [*_other_sources(plan, record), *_other_files(plan, record, output)]:
         raise ReshardError(problems)
-    with noted():
-        checkpoint = open_checkpoint(source, options.iteration, options.strip)
+    checkpoint = open_checkpoint(source, options.iteration, options.strip)
     proof = prove(
         plan, checkpoint, lambda done, count: on_step(f"counting elements: {done:,} of {count:,} views")
     )
@@ -191,7 +190,7 @@ def _of_another_format(
     source: Path, output: Path, options: Options, record: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """A problem if the source is a checkpoint of another format than the recorded one."""
-    with noted(), suppress(ReshardError):
+    with suppress(ReshardError):
         found, told = open_checkpoint(source, options.iteration, options.strip).format, record["source"]
         if found != told["format"]:
             yield Problem(

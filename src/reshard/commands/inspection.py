@@ -27,7 +27,7 @@ from reshard.model.heads import resolve_if_declared
 from reshard.model.logical import logical_tensors
 from reshard.model.recognition import describes_model
 from reshard.model.resolve import read_config, resolve
-from reshard.transfer.sources import OnStep, noted
+from reshard.transfer.sources import OnStep, Sources
 
 OPTIMIZER = "optimizer states"
 NO_CONFIG = "weights-without-config"
@@ -124,8 +124,9 @@ def inspect_checkpoint(
 
     Raises ReshardError only if nothing can be opened there.
     """
-    with noted() as sources, sources.counted(on_step):
-        checkpoint = open_checkpoint(path, iteration)
+    sources = Sources(path)
+    with sources.counted(on_step):
+        checkpoint = open_checkpoint(path, iteration, sources=sources)
     on_step("checking names and shapes")
     path = path if iteration is None else checkpoint.path  # so that the next command names the same step
     kind = adapters.kind_of(checkpoint)
@@ -134,7 +135,7 @@ def inspect_checkpoint(
     if kind is Kind.ADAPTER:
         return _inspect_adapter(checkpoint, path)
     problems = list(checkpoint.problems)
-    hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.args)
+    hints = find_hints([checkpoint.path, checkpoint.root], sources, checkpoint.args)
     bases = {hint.kind: Path(hint.value) for hint in hints if is_here(hint.value, "config.json")}
     has_config = (checkpoint.root / "config.json").is_file()
     model: Model | None = None
@@ -232,7 +233,7 @@ def _inspect_fused_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
 
 def _declared_type(checkpoint: Checkpoint) -> str | None:
     try:
-        config = read_config(checkpoint.root)
+        config = read_config(checkpoint.root, checkpoint.sources)
     except ReshardError:
         return None  # it is already among the problems
     return str(config["model_type"]) if config and "model_type" in config else None
@@ -240,7 +241,7 @@ def _declared_type(checkpoint: Checkpoint) -> str | None:
 
 def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Problem]:
     """What is missing next to the weights, unless the engine's own config contains what `config.json` would."""
-    there = find_companions(*checkpoint.folders)
+    there = find_companions(checkpoint.sources, *checkpoint.folders)
     check(there)
     problems = []
     if not has_config:

@@ -34,8 +34,8 @@ from reshard.transfer.elements import castable
 from reshard.transfer.files import Files
 from reshard.transfer.gather import crc_problem
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.memory import Need, Share, most
-from reshard.transfer.sources import OnStep, Sources, noted
+from reshard.transfer.memory import Meter, Need, Share, most
+from reshard.transfer.sources import OnStep, Sources
 from reshard.transfer.threads import together
 
 ROUNDED = "rounded"
@@ -206,22 +206,25 @@ class Side(NamedTuple):
     checkpoint: Checkpoint
     model: Model | None
     tensors: LogicalTensors
-    sources: Sources
     notes: tuple[str, ...] = ()
     quantized: Mapping[str, Stored] = MappingProxyType({})
 
 
 def open_sides(
-    a: Path, b: Path, base: Path | None = None, on_step: OnStep = lambda step: None
+    a: Path,
+    b: Path,
+    base: Path | None = None,
+    on_step: OnStep = lambda step: None,
+    meter: Meter | None = None,
 ) -> tuple[Side, Side]:
     """Open both checkpoints under logical names. A side without a config uses the other side's."""
+    sources = Sources(a, b, meter=meter)
     if base:
-        read_base(base)  # check it even if neither side needs it
-    with noted() as sources:
-        with sources.counted(on_step):
-            first, second = open_checkpoint(a), open_checkpoint(b)
-        on_step("comparing names and shapes")
-        return _side(first, second, base, sources), _side(second, first, base, sources)
+        read_base(base, sources)  # check it even if neither side needs it
+    with sources.counted(on_step):
+        first, second = open_checkpoint(a, sources=sources), open_checkpoint(b, sources=sources)
+    on_step("comparing names and shapes")
+    return _side(first, second, base), _side(second, first, base)
 
 
 def need_of(first: Side, second: Side) -> Need:
@@ -273,7 +276,7 @@ def _not_comparable(found: Quantization, path: Path) -> ReshardError:
     )
 
 
-def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources: Sources) -> Side:
+def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     before, checkpoint = checkpoint, _comparable(checkpoint, other)
@@ -284,7 +287,7 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
         base = other.root if (other.root / "config.json").is_file() else None
     try:
         found = resolve(checkpoint, base, computes=False)
-        return Side(found.checkpoint, found.model, logical_tensors(found), sources, notes, quantized)
+        return Side(found.checkpoint, found.model, logical_tensors(found), notes, quantized)
     except ReshardError:
         if not checkpoint.has_hub_names:
             raise
@@ -292,7 +295,7 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
         found = as_named(checkpoint, _config(checkpoint, base))
         if declared(found.config.get("model_type")):
             found = replace(found, config={})  # it is damaged, so that its config says nothing of its tensors
-        return Side(found.checkpoint, None, logical_tensors(found), sources, notes, quantized)
+        return Side(found.checkpoint, None, logical_tensors(found), notes, quantized)
 
 
 def _config(checkpoint: Checkpoint, base: Path | None) -> Mapping[str, Any]:
@@ -317,9 +320,8 @@ def compare_weights(
 
     Raises ReshardError if a file is damaged, or changes meanwhile.
     """
-    sources, ledger = first.sources | second.sources, Ledger(every=True, most=share.ranges)
-    sources.ledger = ledger
-    with sources.unchanged():
+    ledger = Ledger(every=True, most=share.ranges)
+    with first.checkpoint.sources.unchanged(ledger.passed):
         return _compared(first, second, share, ledger, on_total, on_bytes, [] if measured else None)
 
 

@@ -6,7 +6,7 @@ names, dtypes and values are bit-identical to its output, in any format and layo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.algebra.dtypes import DType
+from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Tensor, cells_of
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError
@@ -34,7 +35,6 @@ from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.overflow import overflow_problem
 from reshard.transfer.plan import Planned
-from reshard.transfer.sources import Sources, noted
 
 if TYPE_CHECKING:
     import torch as torchlib  # in `LazyTensor`, `torch` is a method
@@ -139,13 +139,8 @@ class LazyTensor:
         Raises ReshardError if a file cannot be read, or has changed since it was opened, if a finite value does not fit
         the requested dtype, or if the checkpoint is closed.
         """
-        files = Files()
-        with self._weights.reading() as sources, sources.only(self.files).unchanged():
-            try:
-                gatherer = Gatherer(files, sources.ledger)
-                found = gatherer.read(Tensor(self._dtype, self._view), 0, self.size)
-            finally:
-                files.close()
+        with self._weights.reading_from(self.files) as gatherer:
+            found = gatherer.read(Tensor(self._dtype, self._view), 0, self.size)
         lost = gatherer.take_lost()
         if overflow := lost.of(count_nonfinite(found, self._dtype) if lost.found else 0):
             raise ReshardError(overflow_problem(self.name, overflow))
@@ -234,19 +229,23 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return found
 
 
-class Weights(Checkpoint, Mapping[str, LazyTensor]):
+class Weights(Mapping[str, LazyTensor]):
     """A checkpoint as a mapping from Hugging Face names to its logical tensors.
 
-    `tensors` has the native tensors, under the names of their engine; `weights[name]` is a tensor built from them.
     In a `with` block, it is closed at the end; its tensors can then no longer be read.
+
+    Attributes
+    ----------
+    checkpoint : Checkpoint
+        What its format's reader found. Its `tensors` are the native ones, under the names of their engine;
+        `weights[name]` is a tensor built from them.
     """
 
-    _source: Checkpoint
-    _options: Options
-    _typed: Path
-    _folder: str
-    _is_closed = False
-    sources: Sources
+    def __init__(self, checkpoint: Checkpoint, options: Options, typed: Path, folder: str) -> None:
+        self.checkpoint = checkpoint
+        self._options, self._typed, self._folder = options, typed, folder
+        self._ledger = Ledger(every=True)
+        self._is_closed = False
 
     @classmethod
     def opened(cls, path: Path, options: Options) -> Weights:
@@ -256,13 +255,24 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
         """
         folder = "" if path.is_absolute() else str(Path.cwd())
         base = options.base and options.base.absolute()
-        with as_typed(folder), noted(path.absolute()) as sources:
+        with as_typed(folder):
             checkpoint = open_checkpoint(path.absolute(), options.iteration, options.strip)
-        self = cls(**{each.name: getattr(checkpoint, each.name) for each in fields(checkpoint)})
-        sources.ledger = Ledger(every=True)
-        self._source, self._options, self.sources = checkpoint, replace(options, base=base), sources
-        self._typed, self._folder = path, folder
-        return self
+        return cls(checkpoint, replace(options, base=base), path, folder)
+
+    @property
+    def format(self) -> str:
+        """Name of the format."""
+        return self.checkpoint.format
+
+    @property
+    def layout(self) -> SavedLayout:
+        """The recorded parallel layout."""
+        return self.checkpoint.layout
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors as they are stored, under the names of their engine."""
+        return self.checkpoint.tensors
 
     def close(self) -> None:
         """Close the checkpoint: from now on, reading from it raises ReshardError."""
@@ -279,8 +289,8 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
         self.close()
 
     @contextmanager
-    def reading(self) -> Iterator[Sources]:
-        """The files that may be read, in a block whose errors show paths as they were passed.
+    def reading(self) -> Iterator[None]:
+        """Let a block read, with errors that show paths as they were passed.
 
         Raises ReshardError if the checkpoint is closed.
         """
@@ -293,14 +303,22 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
                 remedy="read tensors inside of the block, or open the checkpoint again",
             )
         with as_typed(self._folder):
-            yield self.sources
+            yield
+
+    @contextmanager
+    def reading_from(self, files: Collection[str]) -> Iterator[Gatherer]:
+        """Let a block read from some files, none of which may change meanwhile. Raises ReshardError if one does."""
+        opened = Files()
+        with self.reading(), self.checkpoint.sources.only(files).unchanged(self._ledger.passed):
+            try:
+                yield Gatherer(opened, self._ledger)
+            finally:
+                opened.close()
 
     @cached_property
     def _plan(self) -> Mapping[str, Planned]:
         """The tensors as a conversion would write them. Raises ReshardError if it would be refused."""
-        with noted() as more:
-            found = planned_tensors(self.path, self._source, self._options)
-        self.sources |= more
+        found = planned_tensors(self.checkpoint, self._options)
         return {each.name: each for each in found}
 
     @property
@@ -378,10 +396,7 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
         """The same checkpoint with weights of another dtype. Raises ReshardError for an unknown dtype."""
         Types(dtype)
         with self.reading():
-            other = type(self)(**{each.name: getattr(self, each.name) for each in fields(self)})
-        other.__dict__ |= {key: value for key, value in vars(self).items() if key != "_plan"}
-        other._options = replace(self._options, dtype=dtype)
-        return other
+            return Weights(self.checkpoint, replace(self._options, dtype=dtype), self._typed, self._folder)
 
     def __repr__(self) -> str:
         """One line. The tensors are counted as `len` does, if their names are known without an error."""
@@ -399,7 +414,9 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
             for name in names[:SHOWN]
         ]
         more = [("…", f"and {len(names) - SHOWN:,} more", "")] if len(names) > SHOWN else []
-        title = html_table([("path", str(self._typed)), ("format", self.format), ("weights", self.amount)])
+        title = html_table(
+            [("path", str(self._typed)), ("format", self.format), ("weights", self.checkpoint.amount)]
+        )
         return title + html_table([*rows, *more], ("tensor", "dtype", "shape"))
 
 

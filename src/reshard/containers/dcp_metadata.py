@@ -19,7 +19,7 @@ from reshard.containers.paths import below
 from reshard.containers.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
 from reshard.containers.torchfiles.untrusted import damaged, element_type, shape_of, sizes, text
 from reshard.stores import as_path
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 
 MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
@@ -68,13 +68,13 @@ class DcpMetadata:
     planner_data: dict[str, tuple[Any, ...]] | None = None
 
 
-def read_metadata(path: Path) -> DcpMetadata:
+def read_metadata(path: Path, sources: Sources) -> DcpMetadata:
     """Read the file `.metadata`, and check that every file it names exists and is long enough.
 
     Raises ReshardError for a missing or damaged `.metadata`; for missing or short files, listing all.
     """
     try:
-        content = read_source(path)
+        content = sources.read(path)
     except OSError as error:
         raise ReshardError(
             "dcp-metadata-unreadable",

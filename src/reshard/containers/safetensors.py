@@ -21,18 +21,18 @@ from reshard.base.errors import UNUSABLE, Problem, ReshardError
 from reshard.base.plain import json_of, kind_of
 from reshard.containers.torchfiles.untrusted import shape_of, sizes
 from reshard.transfer.plan import Block, OutputFile, Planned
-from reshard.transfer.sources import open_source
+from reshard.transfer.sources import Sources
 
 HEADER_LIMIT = 100_000_000
 """Longer headers are refused, as the safetensors library does."""
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+def read_header(path: Path, sources: Sources) -> tuple[dict[str, Any], dict[str, Any], int]:
     """The header of a file without its `__metadata__`, these, and the offset at which its data begins.
 
     Raises ReshardError if the file is cut short or not a safetensors file.
     """
-    with open_source(path) as file:
+    with sources.open(path) as file:
         size = file.size
         first = file.read(0, 8)
         length = int.from_bytes(first, "little") if size >= 8 else 0
@@ -56,14 +56,14 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
     return header, metadata if isinstance(metadata, dict) else {}, 8 + length
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path, sources: Sources) -> dict[str, Tensor]:
     """All tensors of a file. Raises ReshardError like `read_file`."""
-    return read_file(path)[0]
+    return read_file(path, sources)[0]
 
 
-def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_file(path: Path, sources: Sources) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors of a file, and its metadata. Raises ReshardError listing every entry that does not fit."""
-    header, metadata, begin = read_header(path)
+    header, metadata, begin = read_header(path, sources)
     file = str(path)
     available = path.stat().st_size - begin
     tensors: dict[str, Tensor] = {}

@@ -23,7 +23,7 @@ from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.target import Options
 from reshard.model.vocabulary import EMBEDDINGS
 from reshard.planning import IS_ADAPTER, plan_conversion
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 MARKS = (
@@ -250,7 +250,7 @@ def _finding(problem: Problem, where: Place, why: Iterable[Text], cure: Iterable
 
 def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Whether the tokenizer fits the embedding, has a chat template, and opens in transformers 4."""
-    companions = find_companions(*checkpoint.folders)
+    companions = find_companions(checkpoint.sources, *checkpoint.folders)
     names = EMBEDDINGS.get(checkpoint.dialect, ())
     table = next((t for name in names if (t := checkpoint.tensors.get(name))), None)
     tokens = companions.vocab_size
@@ -261,7 +261,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
     path = companions.files.get("tokenizer_config.json")
     if path is None:
         return
-    config = read_object(path)
+    config = read_object(path, checkpoint.sources)
     if config.get("tokenizer_class") == "TokenizersBackend":
         yield told("checkpoint-tokenizer-of-5", [_line_of(path, "TokenizersBackend")])
     if "chat_template" not in config and not any(name in companions.files for name in TEMPLATE_FILES):
@@ -272,7 +272,7 @@ def remote_code(folder: Path) -> Iterator[Finding]:
     """The old checkpointing method in modeling files, and a config that disables the cache."""
     for path in sorted(folder.glob("modeling*.py")):
         try:
-            tree = ast.parse(read_source(path, CODE_MOST).decode("utf-8"))
+            tree = ast.parse(Sources().read(path, CODE_MOST).decode("utf-8"))
         except (SyntaxError, ValueError, OSError, RecursionError, MemoryError, ReshardError):
             continue
         methods = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
@@ -281,7 +281,7 @@ def remote_code(folder: Path) -> Iterator[Finding]:
             if method.name == "_set_gradient_checkpointing" and is_old:
                 yield told("checkpoint-old-gradient-checkpointing", [_line_of(path, f"def {method.name}")])
     config = folder / "config.json"
-    if config.is_file() and read_object(config).get("use_cache") is False:
+    if config.is_file() and read_object(config, Sources()).get("use_cache") is False:
         yield told("checkpoint-use-cache", [_line_of(config, '"use_cache"')])
 
 

@@ -18,7 +18,7 @@ from reshard.base.plain_yaml import Yaml
 from reshard.diagnosis.finding import Place
 from reshard.diagnosis.reading import decoded
 from reshard.stores import as_path
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 
 
 class _Loader(Yaml):
@@ -109,7 +109,7 @@ def read_config(path: str) -> ConfigText:
     """Parse a config: as JSON by its suffix, else as YAML. Raises ReshardError with the line of the error."""
     lenient = False
     try:
-        text = decoded(read_source(as_path(path), JSON_MOST)).removeprefix("\ufeff")
+        text = decoded(Sources().read(as_path(path), JSON_MOST)).removeprefix("\ufeff")
         if path.endswith(".json"):
             content, lenient = _json(text)
         else:

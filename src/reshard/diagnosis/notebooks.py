@@ -16,7 +16,7 @@ from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.scripts import diagnose_source
 from reshard.diagnosis.source import NOT_PYTHON, parsed
 from reshard.stores import as_path
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def diagnose_notebook(path: str) -> list[Finding]:
     Raises ReshardError if the file is not a notebook.
     """
     try:
-        cells = list(_cells(json_of(read_source(as_path(path), JSON_MOST).removeprefix(codecs.BOM_UTF8))))
+        cells = list(_cells(json_of(Sources().read(as_path(path), JSON_MOST).removeprefix(codecs.BOM_UTF8))))
     except (ValueError, OSError) as error:
         raise ReshardError(
             "notebook-unreadable",

@@ -15,7 +15,7 @@ from reshard.base.errors import ReshardError
 from reshard.diagnosis.finding import Place
 from reshard.folders.companions import CODE_MOST
 from reshard.stores import as_path
-from reshard.transfer.sources import read_source as read_file
+from reshard.transfer.sources import Sources
 
 _RANK = (
     r"(?:(?<![\w.])(?:\w+\.)*(?:get_)?(?:local_|global_|dp_|dist_)?(?:process_|global_|local_)?(?:rank|process_index)\b(?:\(\))?"
@@ -209,7 +209,7 @@ NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 def read_source(path: str) -> Source:
     """Parse a script. Raises ReshardError if it is not Python."""
     try:
-        raw = read_file(as_path(path), CODE_MOST)
+        raw = Sources().read(as_path(path), CODE_MOST)
         tree = ast.parse(raw)  # bytes: parsed in the encoding that the script declares, as in Python
         encoding, _ = tokenize.detect_encoding(BytesIO(raw).readline)
         return parsed(path, "\n".join(raw.decode(encoding).splitlines()), tree)

@@ -18,19 +18,19 @@ from reshard.model.vocabulary import EMBEDDINGS
 
 def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What loads differently or cannot be saved again. Raises ReshardError if a config is not JSON."""
-    companions = find_companions(*checkpoint.folders)
+    companions = find_companions(checkpoint.sources, *checkpoint.folders)
     config_path = companions.files.get("config.json")
     if config_path is not None:
-        config = read_object(config_path)
+        config = read_object(config_path, checkpoint.sources)
         yield from _dtype(checkpoint, config, config_path)
         yield from _tied_twice(checkpoint, config, config_path)
     adapter = checkpoint.path / "adapter_config.json"
     if checkpoint.format == "peft" and adapter.is_file():
-        yield from _base_of_adapter(read_object(adapter), adapter)
+        yield from _base_of_adapter(read_object(adapter, checkpoint.sources), adapter)
     if (path := companions.files.get("generation_config.json")) is not None:
-        yield from _generation(read_object(path), path)
+        yield from _generation(read_object(path, checkpoint.sources), path)
     if (path := companions.files.get("tokenizer_config.json")) is not None:
-        yield from _tokenizer_of_5(read_object(path), path)
+        yield from _tokenizer_of_5(read_object(path, checkpoint.sources), path)
     if (path := companions.files.get("tokenizer.json")) is not None:
         yield from _small_vocabulary(checkpoint, companions.vocab_size, path)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from reshard.base.errors import Problem, ReshardError, understood
 from reshard.base.plain import JSON_MOST, JSON_WEIGHT, json_of, kind_of, to_json
 from reshard.folders.places import belongs
 from reshard.stores import as_path
-from reshard.transfer.memory import fits
 from reshard.transfer.plan import OutputFile
-from reshard.transfer.sources import open_source, read_source, windows
+from reshard.transfer.sources import Sources, windows
 
 RECORD = "reshard.json"
 FILES = "files"
@@ -81,13 +80,14 @@ class Companions:
     """The companions of a checkpoint: `files` maps each name, relative to its folder, to the path where it was found.
 
     `code` are the names of Python files. `left_out` are links that were not followed, `unparsed` the names of JSON
-    files that were scanned but not parsed, because parsing would take more memory than is allowed.
+    files that were scanned but not parsed, because parsing would take more memory than is allowed. `sources` open them.
     """
 
     files: Mapping[str, Path]
     code: tuple[str, ...] = ()
     left_out: tuple[Path, ...] = ()
     unparsed: tuple[str, ...] = ()
+    sources: Sources = field(default_factory=Sources, repr=False, compare=False)
 
     @property
     def notes(self) -> list[str]:
@@ -103,7 +103,7 @@ class Companions:
     @property
     def config(self) -> dict[str, Any] | None:
         """The parsed `config.json`, or None if there is none. Raises ReshardError if it is not a JSON object."""
-        return read_object(self.files[CONFIG]) if CONFIG in self.files else None
+        return read_object(self.files[CONFIG], self.sources) if CONFIG in self.files else None
 
     @property
     def has_tokenizer(self) -> bool:
@@ -122,8 +122,8 @@ class Companions:
             return None
         with understood(path):
             if path.name == "tokenizer.json":
-                return _vocab_size_of_tokenizer(read_object(path))
-            return int(max([*read_object(path).values(), *self._added_ids()], default=-1)) + 1
+                return _vocab_size_of_tokenizer(read_object(path, self.sources))
+            return int(max([*read_object(path, self.sources).values(), *self._added_ids()], default=-1)) + 1
 
     @property
     def named_ids(self) -> int:
@@ -135,13 +135,13 @@ class Companions:
         """The ids of added tokens, which slow tokenizers keep in separate files."""
         ids: list[Any] = []
         if "added_tokens.json" in self.files:
-            ids += read_object(self.files["added_tokens.json"]).values()
+            ids += read_object(self.files["added_tokens.json"], self.sources).values()
         if TOKENIZER_CONFIG in self.files:
-            ids += read_object(self.files[TOKENIZER_CONFIG]).get("added_tokens_decoder") or ()
+            ids += read_object(self.files[TOKENIZER_CONFIG], self.sources).get("added_tokens_decoder") or ()
         return [int(token) for token in ids if str(token).isdecimal()]
 
 
-def find_companions(*folders: str | Path) -> Companions:
+def find_companions(sources: Sources, *folders: str | Path) -> Companions:
     """The companions in `folders`; if two folders have a file of the same name, the first folder's is used.
 
     Python files are companions if an `auto_map` tells transformers to load them, together with what they import from
@@ -151,22 +151,22 @@ def find_companions(*folders: str | Path) -> Companions:
     code: dict[str, None] = {}
     left_out: list[Path] = []
     for folder in map(as_path, folders):
-        for path in [*_plain_of(folder), *_code_of(folder)]:
+        for path in [*_plain_of(folder), *_code_of(folder, sources)]:
             name = path.relative_to(folder).as_posix()
             if name in files or not path.is_file():
                 continue
-            if not belongs(path, folder):
+            if not belongs(path, folder, sources):
                 left_out.append(path)
                 continue
             files[name] = path
             if path.suffix == ".py":
                 code[name] = None
-    return Companions(files, tuple(code), tuple(left_out))
+    return Companions(files, tuple(code), tuple(left_out), sources=sources)
 
 
-def links_out_of(folder: Path) -> list[str]:
+def links_out_of(folder: Path, sources: Sources) -> list[str]:
     """A note for each companion in `folder` that is a link out of the folder, which is not followed."""
-    return told(path for path in _plain_of(folder) if path.is_file() and not belongs(path, folder))
+    return told(path for path in _plain_of(folder) if path.is_file() and not belongs(path, folder, sources))
 
 
 def told(links: Iterable[Path]) -> list[str]:
@@ -177,37 +177,45 @@ def told(links: Iterable[Path]) -> list[str]:
 def check(companions: Companions) -> Companions:
     """Raise ReshardError naming every companion that could not be loaded; return them with `unparsed` filled in."""
     files = sorted(companions.files.items())
-    large = tuple(name for name, path in files if path.suffix == ".json" and _is_large(path.stat().st_size))
-    problems = [problem for name, path in files for problem in _damage(path, is_parsed=name not in large)]
+    large = tuple(
+        name
+        for name, path in files
+        if path.suffix == ".json" and _is_large(path.stat().st_size, companions.sources)
+    )
+    problems = [
+        problem
+        for name, path in files
+        for problem in _damage(path, companions.sources, is_parsed=name not in large)
+    ]
     if problems:
         raise ReshardError(problems)
     return replace(companions, unparsed=large)
 
 
-def _is_large(size: int) -> bool:
+def _is_large(size: int, sources: Sources) -> bool:
     """Whether a JSON file is too long to parse, or parsing it needs more memory than is allowed."""
-    return size > JSON_MOST or not fits(size * JSON_WEIGHT)
+    return size > JSON_MOST or not sources.fits(size * JSON_WEIGHT)
 
 
-def _damage(path: Path, *, is_parsed: bool) -> list[Problem]:
+def _damage(path: Path, sources: Sources, *, is_parsed: bool) -> list[Problem]:
     try:
         if path.suffix != ".json":
-            if _head(path).startswith(_POINTER):
+            if _head(path, sources).startswith(_POINTER):
                 raise _pointer(path)
         elif is_parsed:
-            read_object(path)
+            read_object(path, sources)
         else:
-            _look_through(path)
+            _look_through(path, sources)
     except ReshardError as error:
         return error.problems
     return []
 
 
-def _look_through(path: Path) -> None:
+def _look_through(path: Path, sources: Sources) -> None:
     """Raise ReshardError if a file is not text from brace to brace: it was cut short, or parts of it are missing."""
     decoder = getincrementaldecoder("utf-8")()
     first, last = "", ""
-    with open_source(path) as file:
+    with sources.open(path) as file:
         try:
             for part in windows(file):
                 text = decoder.decode(part).strip()
@@ -221,18 +229,18 @@ def _look_through(path: Path) -> None:
         raise _unreadable(path, f"{first!r} at its beginning, {last!r} at its end")
 
 
-def output_file(name: str, file: Path) -> OutputFile:
+def output_file(name: str, file: Path, sources: Sources) -> OutputFile:
     """The output file of a checked companion: a copy, except for values that transformers 4 refuses.
 
     Its bytes are read when they are written, whatever its size.
     """
     if name == TOKENIZER_CONFIG:
-        config = read_object(file)
+        config = read_object(file, sources)
         portable = portable_tokenizer_config(config)
         if portable != config:
             return OutputFile.of_bytes(name, to_json(portable))
     if file.suffix != ".json":  # `check` has already read the JSON files
-        open_source(file).close()
+        sources.open(file).close()
     return OutputFile.copy_of(name, file)
 
 
@@ -273,9 +281,9 @@ _IMPORT = re.compile(r"^[ \t]*(?:import[ \t]+\.(\w+)[ \t]*$|from[ \t]+\.(\w+)[ \
 CODE_MOST = 4 << 20
 
 
-def _code_of(folder: Path) -> Iterator[Path]:
+def _code_of(folder: Path, sources: Sources) -> Iterator[Path]:
     """The Python files that transformers loads for the files in `folder`: those of `auto_map`, and their imports."""
-    maps = [read_object(file).get("auto_map") for file in _code_configs(folder)]
+    maps = [read_object(file, sources).get("auto_map") for file in _code_configs(folder, sources)]
     waiting = [module for auto_map in maps for module in _modules(auto_map)]
     seen: set[str] = set()
     while waiting:
@@ -283,15 +291,15 @@ def _code_of(folder: Path) -> Iterator[Path]:
         path = folder / f"{module}.py"
         if module not in seen and path.is_file():
             yield path
-            if belongs(path, folder):
-                text = read_source(path, CODE_MOST).decode(errors="replace")
+            if belongs(path, folder, sources):
+                text = sources.read(path, CODE_MOST).decode(errors="replace")
                 waiting += [first or second for first, second in _IMPORT.findall(text)]
         seen.add(module)
 
 
-def _code_configs(folder: Path) -> list[Path]:
+def _code_configs(folder: Path, sources: Sources) -> list[Path]:
     candidates = [folder / CONFIG, folder / TOKENIZER_CONFIG, *_matching(folder / "*processor_config.json")]
-    return [path for path in candidates if path.is_file() and belongs(path, folder)]
+    return [path for path in candidates if path.is_file() and belongs(path, folder, sources)]
 
 
 def _modules(auto_map: Any) -> Iterator[str]:
@@ -305,8 +313,8 @@ def _modules(auto_map: Any) -> Iterator[str]:
 _POINTER = b"version https://git-lfs"
 
 
-def _head(path: Path) -> bytes:
-    with open_source(path) as file:
+def _head(path: Path, sources: Sources) -> bytes:
+    with sources.open(path) as file:
         return file.read(0, 64)
 
 
@@ -324,9 +332,9 @@ def _vocab_size_of_tokenizer(tokenizer: Mapping[str, Any]) -> int | None:
     return int(max([highest, *(token["id"] for token in tokenizer.get("added_tokens", ()))])) + 1
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, sources: Sources) -> dict[str, Any]:
     """The JSON object in a file. Raises ReshardError if it does not contain one."""
-    content: Any = read_source(path, JSON_MOST, JSON_WEIGHT)
+    content: Any = sources.read(path, JSON_MOST, JSON_WEIGHT)
     if content.startswith(_POINTER):
         raise _pointer(path)
     try:

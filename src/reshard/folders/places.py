@@ -16,6 +16,7 @@ from pathlib import Path
 from reshard.base.errors import ReshardError
 from reshard.containers import safetensors
 from reshard.stores import is_remote, realpath
+from reshard.transfer.sources import Sources
 
 
 def folders_in(path: Path) -> list[Path]:
@@ -51,7 +52,7 @@ def is_here(name: str, file: str = "") -> bool:
         return False
 
 
-def belongs(path: Path, folder: Path) -> bool:
+def belongs(path: Path, folder: Path, sources: Sources) -> bool:
     """Whether the file `path` of `folder` is part of that folder, and not a link out of it."""
     real, home = realpath(path), realpath(folder)
     if home in real.parents:
@@ -62,12 +63,12 @@ def belongs(path: Path, folder: Path) -> bool:
     if real.name != path.name and real.parent.name != "blobs":
         return False
     links = (link for link in folder.glob("*.safetensors") if link.is_symlink())
-    return any(realpath(link).parent == real.parent and _is_weights(link) for link in links)
+    return any(realpath(link).parent == real.parent and _is_weights(link, sources) for link in links)
 
 
-def _is_weights(file: Path) -> bool:
+def _is_weights(file: Path, sources: Sources) -> bool:
     try:
-        safetensors.read_header(file)
+        safetensors.read_header(file, sources)
     except (OSError, ReshardError):
         return False
     return True

@@ -20,7 +20,7 @@ from typing import Any
 from reshard.base.errors import ReshardError
 from reshard.base.plain import JSON_MOST, json_of
 from reshard.stores import as_path
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 
 ARGS_JSON = "args.json"
 RUN_CONFIG = "run_config.yaml"
@@ -69,7 +69,9 @@ class Hint:
         return f"{self.source} ({self.key}) names the {self.kind} {self.value}{gone}"
 
 
-def find_hints(folders: Sequence[str | Path], args: Mapping[str, Any] | None = None) -> list[Hint]:
+def find_hints(
+    folders: Sequence[str | Path], sources: Sources, args: Mapping[str, Any] | None = None
+) -> list[Hint]:
     """Hints on the base in `args.json` and `run_config.yaml` of `folders`, and in the `args` of a checkpoint.
 
     `folders` are those of the checkpoint, innermost first (`iter_*`, its parent, …). A file that cannot be read is a
@@ -77,22 +79,24 @@ def find_hints(folders: Sequence[str | Path], args: Mapping[str, Any] | None = N
     """
     hints: list[Hint] = []
     for folder in dict.fromkeys(map(as_path, folders)):
-        hints += _hints_of_file(folder / ARGS_JSON, _SWIFT)
-        hints += _hints_of_file(folder / RUN_CONFIG, _BRIDGE)
+        hints += _hints_of_file(folder / ARGS_JSON, sources, _SWIFT)
+        hints += _hints_of_file(folder / RUN_CONFIG, sources, _BRIDGE)
     return [*hints, *_hints_of(args or {}, _MEGATRON_LM, ARGS, None)]
 
 
-def read_run_config(folder: str | Path) -> dict[str, Any] | None:
+def read_run_config(folder: str | Path, sources: Sources) -> dict[str, Any] | None:
     """`run_config.yaml` in `folder` as plain data; None if there is none. Raises ValueError if it is broken."""
     path = as_path(folder) / RUN_CONFIG
-    return read_yaml(path) if path.is_file() else None
+    return read_yaml(path, sources) if path.is_file() else None
 
 
-def _hints_of_file(path: Path, places: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[Hint]:
+def _hints_of_file(
+    path: Path, sources: Sources, places: Sequence[tuple[str, tuple[str, ...]]]
+) -> Iterator[Hint]:
     if not path.is_file():
         return
     try:
-        content = read_yaml(path)
+        content = read_yaml(path, sources)
     except ValueError as error:
         yield Hint(str(path), "", UNREADABLE, str(error), exists=False)
     else:
@@ -127,10 +131,10 @@ def _exists(value: str, folder: Path | None) -> bool:
         return False
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, sources: Sources) -> dict[str, Any]:
     """A mapping in YAML or JSON as plain data; tags build nothing. Raises ValueError if it is broken."""
     try:
-        raw = read_source(path, JSON_MOST)
+        raw = sources.read(path, JSON_MOST)
     except ReshardError as error:
         raise ValueError(error.problems[0].message) from error
     if path.suffix == ".json":

@@ -33,7 +33,7 @@ from reshard.formats.target import Format, Target
 from reshard.stores import names
 from reshard.transfer.marker import MARKER, parsed_marker
 from reshard.transfer.memory import uncollected
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 
 FORMATS = Registry(
     "reshard.formats",
@@ -132,18 +132,23 @@ def _holds(path: Path, format: Format) -> bool:
 
 @uncollected()
 def open_checkpoint(
-    path: Path, iteration: Iteration | None = None, strip: tuple[str, ...] = ()
+    path: Path,
+    iteration: Iteration | None = None,
+    strip: tuple[str, ...] = (),
+    sources: Sources | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format. Raises ReshardError if none is found, or if it is damaged.
 
     If `path` itself is not a checkpoint, the folder below it where engines are known to save is opened. If the folder
     has both engine weights and Hugging Face weights, as ms-swift saves them, the engine weights are read: to read the
-    others, users pass their file. `strip` lists wrapper prefixes to remove from tensor names.
+    others, users pass their file. `strip` lists wrapper prefixes to remove from tensor names. `sources`, which the
+    checkpoint keeps, open all files.
     """
+    sources = sources or Sources(path)
     if not path.exists():
         raise not_found.nothing_there(path)
     check_open(path)
-    refuse_unfinished(path)
+    refuse_unfinished(path, sources)
     folder, was_step = descent.descend(path, lambda place: detect(place) is not None, iteration)
     iteration = None if was_step else iteration
     name = detect(folder) if folder else None
@@ -154,14 +159,15 @@ def open_checkpoint(
     if name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
         raise ReshardError(of_tool)
     with understood(folder):
-        found = FORMATS[name].open(folder, iteration)
+        found = FORMATS[name].open(folder, sources, iteration)
     root = descent.find_root(found.root, path)
-    beside, linked = _without_links(found.beside, root)
+    beside, linked = _without_links(found.beside, root, sources)
     told = [] if folder == path else [f"the weights are in {folder.relative_to(path)}"]
     tensors = wrappers.all_stripped(found.tensors, strip)
     return _recognized(
         replace(
             found,
+            sources=sources,
             root=root,
             beside=beside,
             tensors=tensors,
@@ -175,11 +181,11 @@ def open_checkpoint(
     )
 
 
-def refuse_unfinished(path: Path) -> None:
+def refuse_unfinished(path: Path, sources: Sources) -> None:
     """Raise ReshardError if `path`, or its parent, is an unfinished conversion to a store."""
     for folder in (path, path.parent):
         if (folder / MARKER).is_file():
-            marker = parsed_marker(read_source(folder / MARKER))
+            marker = parsed_marker(sources.read(folder / MARKER))
             raise ReshardError(
                 "conversion-unfinished",
                 "this is an unfinished conversion, not a checkpoint",
@@ -194,17 +200,19 @@ def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """The config of a checkpoint, if it is readable; its errors are reported by the code that needs it."""
     try:
         path = checkpoint.root / companions.CONFIG
-        there = path.is_file() and belongs(path, checkpoint.root)
-        return companions.read_object(path) if there else checkpoint.config
+        there = path.is_file() and belongs(path, checkpoint.root, checkpoint.sources)
+        return companions.read_object(path, checkpoint.sources) if there else checkpoint.config
     except ReshardError:
         return checkpoint.config
 
 
-def _without_links(beside: Iterable[Path], root: Path) -> tuple[tuple[Path, ...], list[str]]:
+def _without_links(
+    beside: Iterable[Path], root: Path, sources: Sources
+) -> tuple[tuple[Path, ...], list[str]]:
     """The companion folders that are no links, and notes on those that are, and on companions that link elsewhere."""
     linked = [folder for folder in beside if folder.is_symlink()]
     kept = tuple(folder for folder in beside if folder not in linked)
-    notes = [note for folder in (*kept, root) for note in companions.links_out_of(folder)]
+    notes = [note for folder in (*kept, root) for note in companions.links_out_of(folder, sources)]
     return kept, [*companions.told(linked), *notes]
 
 

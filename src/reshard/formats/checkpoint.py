@@ -13,6 +13,7 @@ from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, count, size
 from reshard.folders.iterations import Iteration
 from reshard.formats.quantization import Quantization
+from reshard.transfer.sources import Sources
 
 
 class States(Mapping[str, Mapping[str, Tensor]]):
@@ -117,6 +118,8 @@ class Checkpoint:
         Which tensors are quantized weights.
     spare : frozenset of str
         Tensors that are dropped if the family does not have them and they are zeros.
+    sources : Sources
+        What opened its files, and opens those beside it.
     """
 
     path: Path
@@ -141,6 +144,7 @@ class Checkpoint:
     flat: bool = False
     quantization: Quantization | None = None
     spare: frozenset[str] = frozenset()
+    sources: Sources = field(default_factory=Sources, compare=False)
 
     def __repr__(self) -> str:
         """One line: listing the tensors of a large model would take megabytes."""

@@ -27,6 +27,7 @@ from reshard.formats import flat
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Format
 from reshard.formats.wrappers import without_buffers
+from reshard.transfer.sources import Sources
 
 NAME = "fsdp-ranks"
 FLAT = "_flat_param"
@@ -71,12 +72,12 @@ def detect(path: Path) -> bool:
     return path.is_dir() and bool(_saves(path)) and not any(path.glob("*.safetensors"))
 
 
-def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the files of all ranks. Raises ReshardError naming every rank and every shard that is missing."""
     iterations.refuse(path, iteration, "a folder of FSDP ranks")
     files = _choose(path)
     _check_names(files)
-    parts, entries, problems = _parts(files)
+    parts, entries, problems = _parts(files, sources)
     problems = problems or _rank_problems(files, parts)
     if problems:
         raise ReshardError(problems)
@@ -182,10 +183,14 @@ def _missing(files: Files, rank: int, rule: str) -> Problem:
     )
 
 
-def _state_dict(file: Path, others: Counter[str]) -> dict[Any, Any]:
+def _state_dict(file: Path, sources: Sources, others: Counter[str]) -> dict[Any, Any]:
     """The model's state dict. If it is nested in another dict, the keys of that dict's other entries go to `others`."""
     content = read_dict(
-        file, "fsdp-not-a-state-dict", "not a state dict", "save the model's state_dict() on every rank"
+        file,
+        sources,
+        "fsdp-not-a-state-dict",
+        "not a state dict",
+        "save the model's state_dict() on every rank",
     )
     for key in _NESTED:
         if isinstance(content.get(key), dict):
@@ -209,7 +214,7 @@ Parts = list[tuple[str, Part]]
 """The parts of one tensor, as pairs of file and part."""
 
 
-def _parts(files: Files) -> tuple[dict[str, Parts], Counter[str], list[Problem]]:
+def _parts(files: Files, sources: Sources) -> tuple[dict[str, Parts], Counter[str], list[Problem]]:
     """The parts of every tensor, how often each entry that is not a tensor occurs, and what cannot be read."""
     parts: dict[str, Parts] = defaultdict(list)
     others: Counter[str] = Counter()
@@ -218,7 +223,7 @@ def _parts(files: Files) -> tuple[dict[str, Parts], Counter[str], list[Problem]]
         file = str(path)
         reader = PartReader(file)
         plain: dict[str, StoredTensor] = {}
-        for key, value in _state_dict(path, others).items():
+        for key, value in _state_dict(path, sources, others).items():
             name = str(key)
             try:
                 if is_sharded(value):

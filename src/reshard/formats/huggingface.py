@@ -21,7 +21,7 @@ from reshard.formats.target import Format, Request, Target
 from reshard.formats.wrappers import state_dict_in, without_buffers
 from reshard.stores import as_path, fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 
 NAME = "huggingface"
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
@@ -36,16 +36,16 @@ def detect(path: Path) -> bool:
     return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")) or _index(path) is not None
 
 
-def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder (or a single file). Raises ReshardError naming every shard and tensor that is missing."""
     iterations.refuse(path, iteration, "a Hugging Face folder")
     folder = path if path.is_dir() else path.parent
     problems: list[Problem] = [*distributed_safetensors.alone(path)]
     index = _index(path)
-    named = _weight_map(index) if index else {}
+    named = _weight_map(index, sources) if index else {}
     files = _indexed_files(index, named, problems) if index else _plain_files(path)
     fetch_heads(files)
-    tensors = _read_all(files, problems)
+    tensors = _read_all(files, sources, problems)
     if index and not problems:
         problems += _index_mismatches(index, named, tensors)
     if not (problems or tensors) and any(file.suffix != ".safetensors" for file in files):
@@ -76,11 +76,11 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     )
 
 
-def _read_all(files: Iterable[Path], problems: list[Problem]) -> dict[str, Tensor]:
+def _read_all(files: Iterable[Path], sources: Sources, problems: list[Problem]) -> dict[str, Tensor]:
     """The tensors of all files; adds to `problems` those of files, and of tensors that are in several."""
     found: dict[str, list[distributed_safetensors.Part]] = defaultdict(list)
     for file in files:
-        for name, part in _parts_in(file, problems).items():
+        for name, part in _parts_in(file, sources, problems).items():
             found[name].append(part)
     tensors = {}
     for name, each in found.items():
@@ -92,9 +92,11 @@ def _read_all(files: Iterable[Path], problems: list[Problem]) -> dict[str, Tenso
     return tensors
 
 
-def _parts_in(file: Path, problems: list[Problem]) -> dict[str, distributed_safetensors.Part]:
+def _parts_in(
+    file: Path, sources: Sources, problems: list[Problem]
+) -> dict[str, distributed_safetensors.Part]:
     try:
-        return distributed_safetensors.parts_in(file, *_read(file))
+        return distributed_safetensors.parts_in(file, *_read(file, sources))
     except ReshardError as error:
         problems.extend(error.problems)
         return {}
@@ -114,10 +116,10 @@ def _index(path: Path) -> Path | None:
     return next((name for name in names if name.is_file()), None)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index: Path, sources: Sources) -> dict[str, str]:
     """The file of each tensor."""
     try:
-        content = json_of(read_source(index, JSON_MOST))
+        content = json_of(sources.read(index, JSON_MOST))
         named = _names_of_files(content)
         files = {file: str(below(index.parent, file)) for file in set(named.values())}
     except ValueError as error:
@@ -205,16 +207,18 @@ def _plain_files(path: Path) -> list[Path]:
     )
 
 
-def read_weights(file: Path) -> dict[str, Tensor]:
+def read_weights(file: Path, sources: Sources) -> dict[str, Tensor]:
     """The tensors of one file, safetensors or torch.save. Raises ReshardError if it contains something else."""
-    return _read(file)[0]
+    return _read(file, sources)[0]
 
 
-def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(file: Path, sources: Sources) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The same, and the metadata of safetensors."""
     if file.suffix == ".safetensors":
-        return safetensors.read_file(file)
-    content = read_dict(file, "not-a-state-dict", "not a state dict", "save the model's state_dict()")
+        return safetensors.read_file(file, sources)
+    content = read_dict(
+        file, sources, "not-a-state-dict", "not a state dict", "save the model's state_dict()"
+    )
     weights = state_dict_in(content, str(file))
     return {name: Tensor.stored(item) for name, item in weights.items()}, {}
 

@@ -16,6 +16,7 @@ from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Format, Kind, Request, Target
 from reshard.transfer.plan import OutputFile
+from reshard.transfer.sources import Sources
 
 NAME = "peft"
 CONFIG = "adapter_config.json"
@@ -32,11 +33,11 @@ def detect(path: Path) -> bool:
     return any((path / name).is_file() for name in FILES) and not any(file.is_file() for file in model)
 
 
-def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open an adapter. Its tensors keep PEFT's names, which `adapters.find` reads. Raises ReshardError if damaged."""
     iterations.refuse(path, iteration, "an adapter")
     file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
-    tensors = huggingface.read_weights(file)
+    tensors = huggingface.read_weights(file, sources)
     replicas = _taken_twice(tensors)
     return Checkpoint(
         path=path,

@@ -22,6 +22,7 @@ from reshard.families.model import Model
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, Optimizer
 from reshard.transfer.plan import OutputFile, Planned
+from reshard.transfer.sources import Sources
 
 HUB, LIVE = "hf", "live"
 """The Hub's names, and those in the memory of transformers; all others are dialects, which families declare."""
@@ -241,13 +242,14 @@ class Format:
     those of JSON files that name others beside them, each with the function that finds these in its content.
     `seen` are expressions for paths of such checkpoints in logs, by the names of the tools that write them.
     `detect` checks by file names whether a path is in this format; it is quick and does not raise. `open` reads only
-    headers and metadata, takes the requested iteration, or None, and raises ReshardError.
+    headers and metadata, through the sources that it gets, takes the requested iteration, or None, and raises
+    ReshardError.
     """
 
     name: str
     what: str
     detect: Callable[[Path], bool]
-    open: Callable[[Path, Iteration | None], Checkpoint]
+    open: Callable[[Path, Sources, Iteration | None], Checkpoint]
     target: Target | None = None
     aliases: tuple[str, ...] = ()
     instead: str = ""

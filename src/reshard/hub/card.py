@@ -17,7 +17,7 @@ from reshard.folders.provenance import BASE, find_hints
 from reshard.formats import peft
 from reshard.formats.target import Options
 from reshard.transfer.plan import Plan
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 
 README = "README.md"
 SIGNED = "<!-- written by reshard convert --push-to-hub -->"
@@ -95,11 +95,11 @@ def _cached(folder: Path) -> list[str]:
 
 def _said(folder: Path) -> list[str]:
     """The names of the base in the files of a folder."""
-    said = [hint.value for hint in find_hints([folder]) if hint.kind == BASE]
+    said = [hint.value for hint in find_hints([folder], Sources()) if hint.kind == BASE]
     keys = {companions.CONFIG: "_name_or_path", "adapter_config.json": "base_model_name_or_path"}
     for file, key in keys.items():
         if (folder / file).is_file():
-            said.append(str(companions.read_object(folder / file).get(key) or ""))
+            said.append(str(companions.read_object(folder / file, Sources()).get(key) or ""))
     return said
 
 
@@ -108,7 +108,7 @@ def _front_matter(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        text = read_source(path, YAML_MOST).decode()
+        text = Sources().read(path, YAML_MOST).decode()
         match = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
         found = yaml_of(match[1].encode()) if match else {}
     except (OSError, ReshardError, ValueError):

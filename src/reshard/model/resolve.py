@@ -23,6 +23,7 @@ from reshard.formats.not_found import download
 from reshard.formats.quantization import refusal
 from reshard.model import recognition, vocabulary
 from reshard.model.unusual import why
+from reshard.transfer.sources import Sources
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Resolved:
         return self.model
 
 
-def read_config(folder: Path) -> dict[str, Any] | None:
+def read_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
     """The config.json in a folder, or None. Raises ReshardError unless it is an object whose `model_type` is text."""
     path = folder / "config.json"
-    if not (path.is_file() and belongs(path, folder)):
+    if not (path.is_file() and belongs(path, folder, sources)):
         return None
-    config = read_object(path)
+    config = read_object(path, sources)
     if not isinstance(config.get("model_type"), str | None):
         raise ReshardError(
             "config-json-unreadable",
@@ -63,9 +64,9 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     return config
 
 
-def read_base(base: Path) -> dict[str, Any]:
+def read_base(base: Path, sources: Sources) -> dict[str, Any]:
     """The config of the folder that `--base` names. Raises ReshardError if it has none."""
-    config = read_config(base)
+    config = read_config(base, sources)
     if config is None:
         kind, wrong = (
             ("base-without-config", "the base folder has no config.json")
@@ -86,7 +87,8 @@ def read_base(base: Path) -> dict[str, Any]:
 
 def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any] | None:
     """The config of a checkpoint: that of `base`, else the one next to it, else the one its reader derived; or None."""
-    config = read_base(base) if base else read_config(checkpoint.root) or checkpoint.config
+    sources = checkpoint.sources
+    config = read_base(base, sources) if base else read_config(checkpoint.root, sources) or checkpoint.config
     if not config:
         return None
     family = declared(config.get("model_type"))
@@ -332,10 +334,11 @@ def _completed(checkpoint: Checkpoint, family: Family, folder: Path) -> tuple[Ch
     if family.within is None or not checkpoint.has_megatron_names:
         return checkpoint, []
     absent = family.within.missing(_carried(checkpoint, family), optional=True)
-    there = huggingface.open_checkpoint(folder).tensors if absent and huggingface.detect(folder) else {}
-    added = {name: tensor for name, tensor in there.items() if name.startswith(tuple(absent))}
     if not absent:
         return checkpoint, []
+    has_weights = huggingface.detect(folder)
+    there = huggingface.open_checkpoint(folder, checkpoint.sources).tensors if has_weights else {}
+    added = {name: tensor for name, tensor in there.items() if name.startswith(tuple(absent))}
     named = ", ".join(f"{hub}*" for hub in absent)
     if not added:
         return checkpoint, [

@@ -89,7 +89,7 @@ def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     The larger of the two: Megatron-LM's `--vocab-size` may leave out tokens that were added later.
     """
     rows = embedding_rows(checkpoint)
-    counts = args.get("vocab_size"), find_companions(*checkpoint.folders).vocab_size
+    counts = args.get("vocab_size"), find_companions(checkpoint.sources, *checkpoint.folders).vocab_size
     return min(max((int(count) for count in counts if count), default=rows), rows)
 
 
@@ -101,7 +101,10 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
     rows = embedding_rows(checkpoint)
     if rows == declared:
         return None  # skip the tokenizer, which may take long to read
-    folders = find_companions(base, *checkpoint.folders), find_companions(*checkpoint.folders)
+    folders = (
+        find_companions(checkpoint.sources, base, *checkpoint.folders),
+        find_companions(checkpoint.sources, *checkpoint.folders),
+    )
     tokens = folders[0].vocab_size
     # For example, Qwen2.5's config has 151,936 rows for 151,665 tokens.
     if tokens is not None and tokens <= rows < declared <= rows + SPARE_ROWS:

@@ -30,9 +30,9 @@ from reshard.model.resolve import Resolved, config_of, contradictions, resolve
 from reshard.model.vocabulary import lost_padding
 from reshard.planning import adapters, beside, merge, optimizer
 from reshard.planning.naming import Types, elements, names_of, recast
-from reshard.transfer.memory import NOTHING, Need, uncollected
+from reshard.transfer.memory import NOTHING, Meter, Need, uncollected
 from reshard.transfer.plan import OutputFile, Plan, Planned
-from reshard.transfer.sources import OnStep, Sources, noted, read_source
+from reshard.transfer.sources import OnStep, Sources
 
 __all__ = ["IS_ADAPTER", "Options", "plan_conversion", "planned_tensors"]
 
@@ -41,34 +41,36 @@ IS_ADAPTER = "source-is-an-adapter"
 
 
 @uncollected()
-def plan_conversion(source: Path, options: Options, on_step: OnStep = lambda step: None) -> Plan:
+def plan_conversion(
+    source: Path, options: Options, on_step: OnStep = lambda step: None, meter: Meter | None = None
+) -> Plan:
     """Plan the conversion of `source`. Raises ReshardError. `on_step` receives a description of each step.
 
-    Reads headers and metadata only, and the lora_A of projections that may share one.
+    Reads headers and metadata only, and the lora_A of projections that may share one, within the limit of `meter`.
     """
-    with noted(source, *([options.base] if options.base else [])) as sources:
-        with sources.counted(on_step):
-            checkpoint = open_checkpoint(source, options.iteration, options.strip)
-        on_step("planning")
-        return _planned(source, checkpoint, options, sources)
+    sources = Sources(source, *([options.base] if options.base else []), meter=meter)
+    with sources.counted(on_step):
+        checkpoint = open_checkpoint(source, options.iteration, options.strip, sources)
+    on_step("planning")
+    return _planned(source, checkpoint, options)
 
 
 @uncollected()
-def planned_tensors(source: Path, checkpoint: Checkpoint, options: Options) -> Sequence[Planned]:
+def planned_tensors(checkpoint: Checkpoint, options: Options) -> Sequence[Planned]:
     """The tensors that a conversion to a Hugging Face folder (for an adapter, to PEFT's) would write.
 
     No files are planned, and no tokenizer is needed. Raises ReshardError.
     """
     is_model = options.merge or kind_of(checkpoint) is Kind.MODEL
     to = huggingface.NAME if is_model else peft.NAME
-    merged = _merged(source, checkpoint, replace(options, to=to, tokenizer=False))
+    merged = _merged(checkpoint.path, checkpoint, replace(options, to=to, tokenizer=False))
     return _content(*_prepared(*merged)).request.tensors
 
 
-def _planned(source: Path, checkpoint: Checkpoint, options: Options, sources: Sources) -> Plan:
+def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
     checkpoint, kind, format, options = _merged(source, checkpoint, options)
     with along_with(beside.lacking(checkpoint, kind, options)):
-        return _plan(*_prepared(checkpoint, kind, format, options), sources)
+        return _plan(*_prepared(checkpoint, kind, format, options))
 
 
 def _merged(
@@ -227,10 +229,10 @@ def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpo
 
     `resolve` then checks that its config belongs to these weights.
     """
-    there = companions.find_companions(*checkpoint.folders)
+    there = companions.find_companions(checkpoint.sources, *checkpoint.folders)
     if options.base or (there.config and (there.has_tokenizer or not options.tokenizer)):
         return checkpoint, options
-    for hint in find_hints([checkpoint.path, checkpoint.root], checkpoint.args):
+    for hint in find_hints([checkpoint.path, checkpoint.root], checkpoint.sources, checkpoint.args):
         if hint.kind == BASE:
             checkpoint = replace(checkpoint, notes=[*checkpoint.notes, str(hint)])
             if hint.exists and (Path(hint.value) / "config.json").is_file():
@@ -272,9 +274,7 @@ def _content(source: Resolved, kind: Kind, format: Format, target: Target, optio
     return _model(source, format.name, target, request)
 
 
-def _plan(
-    source: Resolved, kind: Kind, format: Format, target: Target, options: Options, sources: Sources
-) -> Plan:
+def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options: Options) -> Plan:
     """The plan, audited: tensors under the target's names, laid out in files, with companions and other files."""
     checkpoint, model = source.checkpoint, source.model
     content = _content(source, kind, format, target, options)
@@ -283,7 +283,7 @@ def _plan(
     files = [*target.lay_out(request), *beside.companion_files(checkpoint, request, found)]
     planned = {file.path for file in files}
     given = {name: path for name, path in options.beside.items() if name not in planned}
-    files += [OutputFile.of_bytes(name, read_source(path)) for name, path in given.items()]
+    files += [OutputFile.of_bytes(name, checkpoint.sources.read(path)) for name, path in given.items()]
     facts = beside.facts(checkpoint, format, request, content.dropped)
     facts["files"] = sorted(file.path for file in files)
     files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
@@ -301,7 +301,7 @@ def _plan(
         facts=facts,
         load_with=target.load_with(request),
         need=content.need,
-        sources=sources,
+        sources=checkpoint.sources,
         outputs=[*request.tensors, *(state for each in request.states.values() for state in each.values())],
     )
     plan.audit(plan.outputs)

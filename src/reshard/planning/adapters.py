@@ -59,7 +59,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolv
             remedy="add --merge --base DIR to have both in one model, or only --base DIR to convert the adapter "
             "by itself",
         )
-    base = open_checkpoint(options.base, strip=options.strip)
+    base = open_checkpoint(options.base, strip=options.strip, sources=checkpoint.sources)
     if base.problems:
         raise ReshardError(base.problems)
     return replace(resolve(base, family=options.family), checkpoint=checkpoint)

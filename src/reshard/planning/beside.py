@@ -29,9 +29,11 @@ def find_companions(checkpoint: Checkpoint, request: Request) -> companions.Comp
 
 def _companions(checkpoint: Checkpoint, options: Options, *, is_adapter: bool) -> companions.Companions:
     if is_adapter:
-        return companions.find_companions(*([checkpoint.root] if options.tokenizer else []))
+        return companions.find_companions(
+            checkpoint.sources, *([checkpoint.root] if options.tokenizer else [])
+        )
     base = [options.base] if options.base else []
-    return companions.find_companions(*checkpoint.beside, *base, checkpoint.root)
+    return companions.find_companions(checkpoint.sources, *checkpoint.beside, *base, checkpoint.root)
 
 
 def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Problem]:
@@ -81,7 +83,7 @@ def companion_files(
         yield OutputFile.of_bytes(companions.CONFIG, _config(checkpoint, request))
     for name, file in sorted(found.files.items()):
         if name not in left:
-            yield companions.output_file(name, file)
+            yield companions.output_file(name, file, checkpoint.sources)
 
 
 def _config(checkpoint: Checkpoint, request: Request) -> bytes:

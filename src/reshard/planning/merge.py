@@ -37,7 +37,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     """
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
     folder, told = _base_folder(checkpoint, adapter, options)
-    base = open_checkpoint(folder, strip=options.strip) if folder else None
+    base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources) if folder else None
     if base and base.problems:
         raise ReshardError(base.problems)
     base = base and dequantized(base, Types(options.dtype).wanted, adapters.quantized_base)
@@ -87,7 +87,10 @@ def hub_adapter(checkpoint: Checkpoint, options: Options) -> Checkpoint:
     config: Mapping[str, Any] | None = config_of(checkpoint)
     if options.base:
         config = (
-            read_config(options.base) or resolve(open_checkpoint(options.base), family=options.family).config
+            read_config(options.base, checkpoint.sources)
+            or resolve(
+                open_checkpoint(options.base, sources=checkpoint.sources), family=options.family
+            ).config
         )
     return megatron.under_hub_names(checkpoint, config)
 
@@ -181,7 +184,7 @@ def _notes(adapter: adapters.Adapter, base: Checkpoint | None, result: Mapping[s
     notes = (
         [f"the adapter's settings are those of {adapter.settings.source}"] if adapter.settings.source else []
     )
-    tied = read_config(base.root) if base else None
+    tied = read_config(base.root, base.sources) if base else None
     if unties(adapter) and tied and tied.get("tie_word_embeddings"):
         notes.append(
             "the adapter changed the embedding or the head, so they are no longer tied: tie_word_embeddings false"

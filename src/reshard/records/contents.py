@@ -11,7 +11,7 @@ from reshard.base.errors import ReshardError
 from reshard.folders.companions import FILES, RECORD, find_companions, read_object
 from reshard.formats import FORMATS, open_checkpoint
 from reshard.stores import StorePath
-from reshard.transfer.sources import noted
+from reshard.transfer.sources import Sources
 
 _KEPT = (
     *("README.md", "LICENSE*", ".gitattributes", "training_args.bin", "trainer_state.json", "progress.txt"),
@@ -76,7 +76,7 @@ def _listed(folder: Path) -> set[PurePosixPath] | None:
     if not (folder / RECORD).is_file():
         return None
     try:
-        files = read_object(folder / RECORD)[FILES]
+        files = read_object(folder / RECORD, Sources())[FILES]
         return {PurePosixPath(RECORD), *map(PurePosixPath, files)}
     except (ReshardError, KeyError, TypeError):
         return None
@@ -85,13 +85,10 @@ def _listed(folder: Path) -> set[PurePosixPath] | None:
 def _of_the_checkpoint(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...]]:
     """The files that are read to open the one checkpoint in a folder, its companions, and the parts of its format."""
     try:
-        with noted() as sources:
-            checkpoint = open_checkpoint(folder)
-            found = [
-                *map(Path, sources.paths),
-                *find_companions(folder, checkpoint.root).files.values(),
-                folder / RECORD,
-            ]
+        checkpoint = open_checkpoint(folder)
+        read = map(Path, checkpoint.sources.paths)
+        beside = find_companions(checkpoint.sources, folder, checkpoint.root)
+        found = [*read, *beside.files.values(), folder / RECORD]
     except (ReshardError, OSError):
         return set(), ()
     below = (path.relative_to(folder) for path in found if path.is_relative_to(folder))

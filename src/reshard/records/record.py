@@ -22,7 +22,7 @@ from reshard.transfer.digests import NAME, NONE, digest_of
 from reshard.transfer.journal import Journal
 from reshard.transfer.ledger import Passed, Ranges
 from reshard.transfer.plan import OutputFile, Plan
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 from reshard.transfer.state import Report
 from reshard.transfer.threads import together
 
@@ -80,7 +80,7 @@ def write_record(plan: Plan, folder: Path, report: Report, facts: Mapping[str, A
 def is_written(folder: Path, plan: Plan, digest: str) -> bool:
     """Whether a folder has the files of a plan, with their sizes, and a record with the plan's `digest`."""
     try:
-        told = read_object(folder / RECORD).get("plan")
+        told = read_object(folder / RECORD, Sources()).get("plan")
         sizes = {file.path: (folder / file.path).stat().st_size for file in plan.files if file.path != RECORD}
     except (OSError, ReshardError):
         return False
@@ -134,7 +134,7 @@ def check_record(
     written = {name: (told["bytes"], told["digest"]) for name, told in files.items()}
     foreign = [name for name in foreign_in(folder) if not stays(name)]
     faults = [Fault(name, "is not part of the output") for name in foreign]
-    if not _is_own(read_source(folder / RECORD)):
+    if not _is_own(Sources().read(folder / RECORD)):
         faults.append(Fault(RECORD, "was modified after it was written"))
     whole = []
     for name, (length, _) in written.items():
@@ -189,7 +189,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise nothing_there(folder)
     path = folder / RECORD
-    found = read_object(path) if path.is_file() else {}
+    found = read_object(path, Sources()) if path.is_file() else {}
     files = found.get(FILES)
     if not isinstance(files, dict) or not files or not all(map(_is_file, files.items())):
         raise ReshardError(
@@ -214,7 +214,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 def read_unmodified(folder: Path) -> dict[str, Any]:
     """The same. Raises ReshardError also if the record was modified after it was written."""
     found = read_record(folder)
-    if not _is_own(read_source(folder / RECORD)):
+    if not _is_own(Sources().read(folder / RECORD)):
         raise ReshardError(
             "record-modified",
             f"{RECORD} was modified after it was written, and cannot be used",

@@ -22,6 +22,7 @@ from reshard.training.data.mix import Mix
 from reshard.training.engines import engine_of
 from reshard.training.findings import in_short, in_training, lacking
 from reshard.training.run import RECORD, Run, read_record
+from reshard.transfer.sources import Sources
 
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps of accelerate that distribute a model over devices."""
@@ -105,7 +106,7 @@ def model(run: Run) -> Iterator[Problem]:
 
 def _quantized(run: Run) -> Iterator[Problem]:
     """A problem if the base has fewer bits than it would be trained in."""
-    config = read_object(run.model / CONFIG).get("quantization_config")
+    config = read_object(run.model / CONFIG, Sources()).get("quantization_config")
     if config and not engine_of(run).dequantizes:
         yield Problem(
             "model-quantized",

@@ -8,12 +8,13 @@ from typing import Any
 from reshard.base.errors import ReshardError
 from reshard.folders.companions import find_companions
 from reshard.training.run import Run
+from reshard.transfer.sources import Sources
 
 
 def tokenizer_of(run: Run, options: dict[str, Any]) -> Any:
     """The tokenizer with its template. Raises ReshardError if it is missing, or has no vocabulary."""
     remedy = "copy the tokenizer of the base model into the folder"
-    if not find_companions(run.model).has_tokenizer:
+    if not find_companions(Sources(), run.model).has_tokenizer:
         raise ReshardError(
             "tokenizer-missing",
             "the model has no tokenizer",

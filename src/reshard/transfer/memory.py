@@ -13,7 +13,6 @@ import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,26 +139,17 @@ class Meter:
         found = f"the plan takes {_mebibytes(planning)}, one thread {_mebibytes(_least(need) + LEAST_LEDGER)}"
         raise self._too_little(enough, planning, found, tensor=need.tensor)
 
-    @contextmanager
-    def bounding(self) -> Iterator[None]:
-        """Let `expect` raise, in the block, for what would exceed the limit."""
-        token = _meter.set(self)
-        try:
-            yield
-        finally:
-            _meter.reset(token)
-
     def fits(self, nbytes: int) -> bool:
-        """Whether `nbytes` more bytes fit in what is left."""
-        return self._enough(nbytes) <= self._memory
+        """Whether `nbytes` more bytes fit in what is left. Few always do, without measuring."""
+        return nbytes < SLACK or self._enough(nbytes) <= self._memory
 
     def _enough(self, nbytes: int) -> int:
         return max(0, resident()[0] - self._now) + nbytes
 
     def expect(self, nbytes: int, path: str) -> None:
         """Raise ReshardError if reading a file, and what is made from it, takes more than is left."""
-        enough = self._enough(nbytes)
-        if enough > self._memory:
+        if not self.fits(nbytes):
+            enough = self._enough(nbytes)
             found = f"reading this takes {_mebibytes(nbytes)}"
             raise self._too_little(enough, enough, found, file=path)
 
@@ -175,20 +165,6 @@ class Meter:
             remedy=f"pass --memory {number}",
             **where,
         )
-
-
-_meter: ContextVar[Meter | None] = ContextVar("meter", default=None)
-
-
-def expect(nbytes: int, path: str) -> None:
-    """Raise ReshardError if reading a file that takes `nbytes` would exceed the limit."""
-    if nbytes >= SLACK and (meter := _meter.get()):
-        meter.expect(nbytes, path)
-
-
-def fits(nbytes: int) -> bool:
-    """Whether `nbytes` more bytes are within the limit."""
-    return nbytes < SLACK or (meter := _meter.get()) is None or meter.fits(nbytes)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -22,8 +21,8 @@ from isal.isal_zlib import crc32
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.stores import File, Stamp, as_path, is_remote, open_file, realpath, refresh
-from reshard.transfer.ledger import Ledger, Passed, Range, Ranges
-from reshard.transfer.memory import expect
+from reshard.transfer.ledger import Passed, Range, Ranges
+from reshard.transfer.memory import Meter
 
 MOST = 2 << 30
 """Most bytes of a file that is read completely: ten times the metadata of the largest models."""
@@ -57,12 +56,12 @@ Seals = Mapping[str, tuple[int, str, Sequence[Range] | None]]
 class Sources:
     """The files that something is made from. `named` are the paths that led to them.
 
-    `ledger` has the CRC32s of what was read since; None if there are none.
+    Whatever reads a checkpoint and its companions opens them here, within the limit of `meter`, if there is one.
     """
 
-    def __init__(self, *named: Path) -> None:
+    def __init__(self, *named: Path, meter: Meter | None = None) -> None:
         self.named = named
-        self.ledger: Ledger | None = None
+        self.meter = meter
         self._notes: dict[str, _Note] = {}
         self._on_step: OnStep | None = None
 
@@ -74,10 +73,44 @@ class Sources:
     def __or__(self, other: Sources) -> Sources:
         both = Sources(*self.named, *other.named)
         both._notes = {**self._notes, **other._notes}
-        both.ledger = self.ledger or other.ledger
         return both
 
-    def note(self, path: str, stamp: Stamp, content: bytes | None = None) -> Ranges:
+    def open(self, path: str | Path) -> File:
+        """A file opened to read more of it later.
+
+        Raises OSError, and ReshardError for anything but a regular file.
+        """
+        file = open_file(path)
+        return _Opened(file, self._note(str(path), file.stamp()))
+
+    def read(self, path: str | Path, most: int = MOST, weight: int = 1) -> bytes:
+        """All bytes of a file that is not read again. Each takes `weight` bytes of memory, with what is made from it.
+
+        Raises OSError, and ReshardError for anything but a regular file, if it has more than `most` bytes, or if it
+        does not fit in the memory limit.
+        """
+        with open_file(path) as file:
+            stamp = file.stamp()
+            if stamp.size > most:
+                raise ReshardError(
+                    "file-too-large",
+                    "a file is implausibly large",
+                    file=str(path),
+                    expected=f"at most {most:,} bytes",
+                    found=f"{stamp.size:,} bytes",
+                    remedy="the file is damaged, or is not what its name says: copy or download it again",
+                )
+            if self.meter:
+                self.meter.expect(weight * stamp.size, str(path))
+            content = file.read(0, stamp.size)
+            self._note(str(path), stamp, content)
+        return content
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether `nbytes` more bytes are within the memory limit."""
+        return self.meter is None or self.meter.fits(nbytes)
+
+    def _note(self, path: str, stamp: Stamp, content: bytes | None = None) -> Ranges:
         """Record the first stamp of a file. If a file is only ever read completely, only its `content` counts.
 
         Returns the ranges of the file that were read to open it, to which more may be added.
@@ -97,7 +130,6 @@ class Sources:
         """The same sources, restricted to the files in `paths`."""
         some = Sources(*self.named)
         some._notes = {path: self._notes[path] for path in paths if path in self._notes}
-        some.ledger = self.ledger
         return some
 
     def sizes(self) -> dict[str, int]:
@@ -161,8 +193,11 @@ class Sources:
         finally:
             self._on_step = None
 
-    def changed(self) -> list[Problem]:
-        """A problem for each file that has changed since it was opened."""
+    def changed(self, passed: Passed | None = None) -> list[Problem]:
+        """A problem for each file that has changed since it was opened.
+
+        `passed` are the CRC32s of what was read since; None without checksums.
+        """
         refresh(filter(is_remote, self._notes))
         return [
             Problem(
@@ -175,10 +210,11 @@ class Sources:
                 remedy="wait until nothing writes to the source any more, then run the same command again",
             )
             for path, note in self._notes.items()
-            if (found := self._otherwise(path, note))
+            if (found := self._otherwise(path, note, passed))
         ]
 
-    def _otherwise(self, path: str, note: _Note) -> str | None:
+    @staticmethod
+    def _otherwise(path: str, note: _Note, passed: Passed | None) -> str | None:
         """The state of a file now, if it has changed.
 
         A file of which only the time of its last change is another one may have got a new name, or other bytes with
@@ -198,28 +234,31 @@ class Sources:
                 return None  # a training run may write the same config again at every step
             if stamp[:3] != note.stamp[:3]:
                 return str(stamp)
-            if not note.digest and self.ledger and self._is_as_read(file, path, note):
-                note.stamp = stamp
-                return None
-        return "other bytes" if note.digest or self.ledger else "changed since, with the same size and time"
-
-    def _is_as_read(self, file: File, path: str, note: _Note) -> bool:
-        passed = self.ledger.passed.get(path, Ranges()) if self.ledger else Ranges()
-        return _has(file, note.ranges) and _has(file, passed)
+            if note.digest:
+                return "other bytes"
+            if passed is None:
+                return "changed since, with the same size and time"
+            if not (_has(file, note.ranges) and _has(file, passed.get(path, Ranges()))):
+                return "other bytes"
+            note.stamp = stamp
+            return None
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Raise ReshardError with every file that changed before the end of the block, even if the block fails."""
+    def unchanged(self, passed: Passed | None) -> Iterator[None]:
+        """Raise ReshardError with every file that changed before the end of the block, even if the block fails.
+
+        `passed` are the CRC32s of what the block reads, as for `changed`.
+        """
         try:
             yield
         except (ReshardError, OSError) as error:
             problems = []
             with suppress(ReshardError):  # if a store does not answer, `error` reports it
-                problems = self.changed()
+                problems = self.changed(passed)
             if problems:
                 raise ReshardError(problems) from error
             raise
-        if problems := self.changed():
+        if problems := self.changed(passed):
             raise ReshardError(problems)
 
 
@@ -260,20 +299,6 @@ def windows(file: File) -> Iterator[bytes]:
     while part := file.read(at, WINDOW):
         yield part
         at += len(part)
-
-
-_noting: ContextVar[Sources | None] = ContextVar("noting", default=None)
-
-
-@contextmanager
-def noted(*named: Path) -> Iterator[Sources]:
-    """Record all sources that are opened in the block, beginning with the paths `named`."""
-    sources = Sources(*named)
-    token = _noting.set(sources)
-    try:
-        yield sources
-    finally:
-        _noting.reset(token)
 
 
 class _Opened:
@@ -319,37 +344,3 @@ class _Opened:
 
 
 _adding = Lock()
-
-
-def open_source(path: str | Path) -> File:
-    """A source opened to read more of it later.
-
-    Raises OSError, and ReshardError for anything but a regular file.
-    """
-    file = open_file(path)
-    sources = _noting.get()
-    return _Opened(file, sources.note(str(path), file.stamp())) if sources else file
-
-
-def read_source(path: str | Path, most: int = MOST, weight: int = 1) -> bytes:
-    """All bytes of a source that is not read again. Each takes `weight` bytes of memory, with what is made from it.
-
-    Raises OSError, and ReshardError for anything but a regular file, if it has more than `most` bytes, or if it does
-    not fit in the memory limit.
-    """
-    with open_file(path) as file:
-        stamp = file.stamp()
-        if stamp.size > most:
-            raise ReshardError(
-                "file-too-large",
-                "a file is implausibly large",
-                file=str(path),
-                expected=f"at most {most:,} bytes",
-                found=f"{stamp.size:,} bytes",
-                remedy="the file is damaged, or is not what its name says: copy or download it again",
-            )
-        expect(weight * stamp.size, str(path))
-        content = file.read(0, stamp.size)
-        if sources := _noting.get():
-            sources.note(str(path), stamp, content)
-    return content

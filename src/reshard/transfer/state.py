@@ -174,7 +174,6 @@ def opened(
     if kept.lost:
         on_lost(kept.lost)
     ledger = Ledger(every=True, passed=journal.progress.passed, most=share.ranges) if checksum else None
-    plan.sources.ledger = ledger
     return State(plan, folder, share, ledger, journal, on_bytes, kept.digests)
 
 

@@ -18,7 +18,7 @@ from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Format, Request, Target
 from reshard.transfer.plan import Block, OutputFile
-from reshard.transfer.sources import read_source
+from reshard.transfer.sources import Sources
 
 NAME = "toy"
 
@@ -46,11 +46,12 @@ def detect(path: Path) -> bool:
     return (path / INDEX).is_file()
 
 
-def read(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+def read(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """The tensors, which are stored one after another."""
     iterations.refuse(path, iteration, "a toy folder")
     tensors = {}
-    for name, kind, shape, offset, nbytes in json.loads(read_source(path / INDEX, 1 << 20)):
+    sources.open(path / DATA).close()  # from now on, it must not change
+    for name, kind, shape, offset, nbytes in json.loads(sources.read(path / INDEX, 1 << 20)):
         strides = [1]
         for size in reversed(shape[1:]):
             strides.insert(0, strides[0] * size)

@@ -24,7 +24,7 @@ from reshard.containers.torchfiles.archive import EDGE, Archive, Window, damaged
 from reshard.containers.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
 from reshard.containers.torchfiles.untrusted import shape_of, sizes
 from reshard.stores import HEADS, File, fetch_ahead, is_remote, open_file
-from reshard.transfer.sources import open_source
+from reshard.transfer.sources import Sources
 
 MAX_OPEN = 64
 """Maximum number of files that a `ChunkReader` keeps open."""
@@ -37,7 +37,7 @@ NESTED = ("ProcessGroupState",)
 
 
 def read_torch_file(
-    path: str | Path, offset: int = 0, length: int | None = None, file: File | None = None
+    path: str | Path, sources: Sources, offset: int = 0, length: int | None = None, file: File | None = None
 ) -> Any:
     """The content that `torch.save` wrote to `path`, with a `StoredTensor` for each tensor.
 
@@ -47,18 +47,18 @@ def read_torch_file(
     and for a pickle with names that are not allowed.
     """
     if file is None:
-        with _open(path) as own:
-            return read_torch_file(path, offset, length, own)
+        with _open(path, sources) as own:
+            return read_torch_file(path, sources, offset, length, own)
     size = file.size - offset if length is None else length
     archive = Archive(Window(file, str(path), offset, size))
     return _load(archive.read("data.pkl"), archive.window.name, archive.storage)
 
 
 def read_dict(
-    path: Path, code: str, message: str, remedy: str, expected: str = "a dict of tensors"
+    path: Path, sources: Sources, code: str, message: str, remedy: str, expected: str = "a dict of tensors"
 ) -> dict[Any, Any]:
     """The dict in a torch.save file. Raises ReshardError with `message` if it contains something else."""
-    content = read_torch_file(path)
+    content = read_torch_file(path, sources)
     if not isinstance(content, dict):
         found = type(content).__name__
         raise ReshardError(code, message, file=str(path), expected=expected, found=found, remedy=remedy)
@@ -86,7 +86,8 @@ class ChunkReader:
     headers of many are fetched at once.
     """
 
-    def __init__(self, coming: Iterable[tuple[str, int, int]] = ()) -> None:
+    def __init__(self, sources: Sources, coming: Iterable[tuple[str, int, int]] = ()) -> None:
+        self._sources = sources
         self._files: OrderedDict[str, File] = OrderedDict()
         self._coming = (each for each in coming if is_remote(each[0]))
         self._ahead = 0
@@ -134,7 +135,7 @@ class ChunkReader:
         else:
             if len(self._files) == MAX_OPEN:
                 self._files.popitem(last=False)[1].close()
-            self._files[path] = _open(path)
+            self._files[path] = _open(path, self._sources)
         return self._files[path]
 
 
@@ -155,9 +156,9 @@ def _single_tensor(pickled: bytes, name: str = "") -> tuple[str, StoredTensor]:
     return keys[0], tensor
 
 
-def _open(path: str | Path) -> File:
+def _open(path: str | Path, sources: Sources) -> File:
     try:
-        return open_source(path)
+        return sources.open(path)
     except OSError as error:
         raise ReshardError(
             "file-not-openable",

@@ -41,6 +41,7 @@ from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_ten
 from reshard.formats.target import MOMENTS, Request, stateless
 from reshard.formats.wrappers import prefix_of
 from reshard.transfer.plan import OutputFile, Planned
+from reshard.transfer.sources import Sources
 
 NAME = "dcp"
 METADATA = ".metadata"
@@ -82,7 +83,7 @@ def detect(path: Path) -> bool:
     return path.is_dir() and ((path / METADATA).is_file() or any(path.glob("__*_*.distcp")))
 
 
-def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder. Raises ReshardError naming all that is missing, damaged, or ambiguous."""
     step = _step_of(path)
     if iteration is not None and iteration != step:
@@ -95,7 +96,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
             remedy="pass the folder of the step itself, without --iteration",
         )
     try:
-        return _open(path, step)
+        return _open(path, sources, step)
     except ReshardError as error:
         raise ReshardError(explained(error.problems, path.glob("*.distcp"))) from error
 
@@ -105,12 +106,12 @@ def _step_of(path: Path) -> int | None:
     return next((int(match[1]) for name in names if (match := STEP.fullmatch(name))), None)
 
 
-def _open(path: Path, step: int | None) -> Checkpoint:
-    metadata = read_metadata(path / METADATA)
+def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
+    metadata = read_metadata(path / METADATA, sources)
     parts = _Parts(metadata)
     weights = parts.weights(path)
-    beside = _optimizer_beside(path, parts)
-    reader = _Reader([*weights.values(), *(tensor for _, _, tensor in parts.again)])
+    beside = _optimizer_beside(path, sources, parts)
+    reader = _Reader([*weights.values(), *(tensor for _, _, tensor in parts.again)], sources)
     tensors = {name: reader.tensor(name, tensor) for name, tensor in weights.items()}
     again = [
         _copy(parts.prefix, prefix, name, tensors[name], reader.tensor(name, tensor))
@@ -124,8 +125,8 @@ def _open(path: Path, step: int | None) -> Checkpoint:
         tensors=tensors,
         root=path,
         iteration=step,
-        states=_states(parts.optimizer | (beside.tensors if beside else {}), weights),
-        optimizer=read_optimizer(beside or metadata),
+        states=_states(parts.optimizer | (beside.tensors if beside else {}), weights, sources),
+        optimizer=read_optimizer(beside or metadata, sources),
         dropped=parts.dropped,
         replicas=again,
         problems=reader.copies.problems(),
@@ -295,9 +296,9 @@ def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
 class _Reader:
     """Assembles tensors from their chunks, and collects problems. `coming` are the tensors to read, in order."""
 
-    def __init__(self, coming: Iterable[DcpTensor]) -> None:
+    def __init__(self, coming: Iterable[DcpTensor], sources: Sources) -> None:
         self.copies = CopyFinder()
-        self._chunks = ChunkReader(spans(coming))
+        self._chunks = ChunkReader(sources, spans(coming))
         self._problems: list[Problem] = []
 
     def tensor(self, name: str, stored: DcpTensor) -> Tensor:
@@ -337,19 +338,19 @@ class _Reader:
 _STATE = re.compile(r"(?:.*?\.)?state\.(?P<name>.+)\.(?P<kind>\w+)")
 
 
-def _optimizer_beside(path: Path, parts: _Parts) -> DcpMetadata | None:
+def _optimizer_beside(path: Path, sources: Sources, parts: _Parts) -> DcpMetadata | None:
     """The optimizer in `optimizer_0`, which accelerate writes next to `pytorch_model_fsdp_0`; counted as dropped."""
     match = ACCELERATE.fullmatch(path.name)
     folder = path.parent / f"optimizer_{match[1]}" if match else None
     if folder is None or not (folder / METADATA).is_file():
         return None
-    metadata = read_metadata(folder / METADATA)
+    metadata = read_metadata(folder / METADATA, sources)
     parts.dropped[OPTIMIZER] += sum(map(_nbytes, metadata.tensors.values()))
     parts.dropped[OPTIMIZER] += sum(chunk.length for chunk in metadata.objects.values())
     return metadata
 
 
-def _states(optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor]) -> States:
+def _states(optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor], sources: Sources) -> States:
     """The states that have the shape of a weight, under its name; read on first use.
 
     Those of Adam are included whatever their shape, so that one that does not fit is not taken for a frozen weight's.
@@ -362,11 +363,11 @@ def _states(optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor]
             continue
         if tensor.shape == weights[name].shape or (tensor.shape and match["kind"] in MOMENTS):
             kinds[match["kind"]][name] = tensor
-    return States({kind: partial(_read_states, found) for kind, found in kinds.items()})
+    return States({kind: partial(_read_states, found, sources) for kind, found in kinds.items()})
 
 
-def _read_states(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
-    reader = _Reader(found.values())
+def _read_states(found: Mapping[str, DcpTensor], sources: Sources) -> dict[str, Tensor]:
+    reader = _Reader(found.values(), sources)
     tensors = {name: reader.tensor(name, tensor) for name, tensor in found.items()}
     reader.finish()
     return tensors

@@ -22,6 +22,7 @@ from reshard.containers.torchfiles.read import ChunkReader, read_torch_file, sca
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.formats.checkpoint import Optimizer, settings_of
 from reshard.transfer.plan import Planned
+from reshard.transfer.sources import Sources
 
 NEST = "optimizer"
 _FLOAT32 = BY_NAME["float32"]
@@ -40,7 +41,7 @@ _FLAGS = {
 """Other settings in the groups of torch's AdamW that other engines do not have, with their defaults."""
 
 
-def read_optimizer(metadata: DcpMetadata) -> Optimizer | None:
+def read_optimizer(metadata: DcpMetadata, sources: Sources) -> Optimizer | None:
     """The step, and the first settings found; None if the folder has no optimizer that counts its steps."""
     steps = [tensor for key, tensor in metadata.tensors.items() if _STEP.fullmatch(key) and tensor.chunks]
     if not steps:
@@ -49,12 +50,12 @@ def read_optimizer(metadata: DcpMetadata) -> Optimizer | None:
     for key, chunk in metadata.objects.items():
         match = _SETTING.fullmatch(key)
         if match and match[1] not in settings:
-            settings[match[1]] = read_torch_file(chunk.file, chunk.offset, chunk.length)
-    return Optimizer(_value(steps[0]), settings_of(settings))
+            settings[match[1]] = read_torch_file(chunk.file, sources, chunk.offset, chunk.length)
+    return Optimizer(_value(steps[0], sources), settings_of(settings))
 
 
-def _value(tensor: DcpTensor) -> int | None:
-    chunk, reader = tensor.chunks[0], ChunkReader()
+def _value(tensor: DcpTensor, sources: Sources) -> int | None:
+    chunk, reader = tensor.chunks[0], ChunkReader(sources)
     try:
         stored = reader.read(chunk.file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes)
         return int(scalar(stored))

@@ -20,6 +20,7 @@ from reshard.containers.torchfiles.pickles import Opaque
 from reshard.containers.torchfiles.read import read_dict, scalar
 from reshard.containers.torchfiles.untrusted import stored_in, values_of
 from reshard.formats.copies import copy_problem
+from reshard.transfer.sources import Sources
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)(?:_\d+)?_model_states\.pt")
 OPTIMIZER = re.compile(
@@ -89,11 +90,11 @@ def is_universal(folder: Path) -> bool:
     return any((folder / "zero").glob("*/fp32.pt"))
 
 
-def read_models(folder: Path) -> dict[int, RankFile]:
+def read_models(folder: Path, sources: Sources) -> dict[int, RankFile]:
     """The model states of a universal checkpoint, by rank; those of the first tensor-parallel rank."""
     problems: list[Problem] = []
     found = [path for path in sorted(folder.glob("*_model_states.pt")) if _model_rank(path) == 0]
-    models = _models(found, {}, problems)
+    models = _models(found, sources, {}, problems)
     if 0 in models:
         problems += _missing_models(StepFiles(folder, models))
     if problems:
@@ -106,15 +107,15 @@ def _model_rank(path: Path) -> int | None:
     return int(match["model_rank"]) if match else None
 
 
-def read_step(folder: Path) -> StepFiles:
+def read_step(folder: Path, sources: Sources) -> StepFiles:
     """The files of a step. Raises ReshardError naming every file that is missing, damaged or another rank's."""
     found = sorted(folder.glob("*states.pt"))
     _refuse_split(folder, found)
     files = StepFiles(folder)
     problems: list[Problem] = []
-    files.optimizers = _by_rank(found, OPTIMIZER, problems)
-    files.models = _models(found, files.optimizers, problems)
-    files.experts = [_read(path) for path in found if EXPERT.fullmatch(path.name)]
+    files.optimizers = _by_rank(found, sources, OPTIMIZER, problems)
+    files.models = _models(found, sources, files.optimizers, problems)
+    files.experts = [_read(path, sources) for path in found if EXPERT.fullmatch(path.name)]
     if 0 not in files.models:
         problems.append(
             _missing(folder / "mp_rank_00_model_states.pt", "the model states name every parameter")
@@ -132,21 +133,25 @@ def read_step(folder: Path) -> StepFiles:
 
 
 def _models(
-    found: Sequence[Path], optimizers: Mapping[int, RankFile], problems: list[Problem]
+    found: Sequence[Path], sources: Sources, optimizers: Mapping[int, RankFile], problems: list[Problem]
 ) -> dict[int, RankFile]:
     """Model states by rank: ZeRO 3 writes one file per rank. Files of an earlier save with another stage may remain."""
     matches = [path for path in found if MODEL.fullmatch(path.name)]
     each = [path for path in matches if path.name.startswith("zero_")]
     shared = [path for path in matches if path not in each]
     by_rank = each and (not shared or not optimizers or _stage_of(optimizers[min(optimizers)]) == 3)
-    return _by_rank(each if by_rank else shared, MODEL, problems)
+    return _by_rank(each if by_rank else shared, sources, MODEL, problems)
 
 
-def _read(path: Path) -> RankFile:
-    return RankFile(path, read_dict(path, "not-deepspeed", "not what DeepSpeed saves", COPY_AGAIN, "a dict"))
+def _read(path: Path, sources: Sources) -> RankFile:
+    return RankFile(
+        path, read_dict(path, sources, "not-deepspeed", "not what DeepSpeed saves", COPY_AGAIN, "a dict")
+    )
 
 
-def _by_rank(found: Sequence[Path], pattern: re.Pattern[str], problems: list[Problem]) -> dict[int, RankFile]:
+def _by_rank(
+    found: Sequence[Path], sources: Sources, pattern: re.Pattern[str], problems: list[Problem]
+) -> dict[int, RankFile]:
     """The matching files, by ZeRO rank; errors in them are added to `problems`."""
     result: dict[int, RankFile] = {}
     for path in found:
@@ -166,7 +171,7 @@ def _by_rank(found: Sequence[Path], pattern: re.Pattern[str], problems: list[Pro
             )
             continue
         try:
-            result[rank] = _read(path)
+            result[rank] = _read(path, sources)
         except ReshardError as error:
             problems.extend(error.problems)
     if problems:

@@ -22,6 +22,7 @@ from reshard.formats.deepspeed.universal import read_universal
 from reshard.formats.deepspeed.zero import Weights, read_weights
 from reshard.formats.wrappers import prefix_of, without_buffers
 from reshard.stores import open_file
+from reshard.transfer.sources import Sources
 
 NAME = "deepspeed"
 TRACKERS = ("latest", "latest_universal")
@@ -62,11 +63,11 @@ def _number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the tracked (or the requested) step. Raises ReshardError naming all that is missing or damaged."""
     folder = _choose(path, iteration)
-    files = read_step(folder) if not is_universal(folder) else None
-    weights = read_weights(files) if files else read_universal(folder)
+    files = read_step(folder, sources) if not is_universal(folder) else None
+    weights = read_weights(files) if files else read_universal(folder, sources)
     prefix = prefix_of(weights.tensors)
     weights.dropped["rotary buffers"] += without_buffers(weights.tensors)
     return Checkpoint(

@@ -41,6 +41,7 @@ from reshard.formats.deepspeed.zero import (
 )
 from reshard.formats.target import KEEPS_ITS_DTYPE, PlannedStates, Request
 from reshard.transfer.plan import Block, OutputFile, Planned
+from reshard.transfer.sources import Sources
 
 OPTIMIZER_STATE = "optimizer_state.pt"
 MIXED_UP = (
@@ -49,39 +50,41 @@ MIXED_UP = (
 )
 
 
-def read_universal(folder: Path) -> Weights:
+def read_universal(folder: Path, sources: Sources) -> Weights:
     """The weights of a universal checkpoint. Raises ReshardError naming all that is missing or damaged."""
-    models = read_models(folder)
+    models = read_models(folder, sources)
     shapes = shapes_of(models[0]) if models else {}
     names = sorted(child.name for child in (folder / "zero").iterdir() if child.is_dir())
-    tensors = _tensors(folder, FP32, shapes, sorted({*names, *shapes}))
+    tensors = _tensors(folder, sources, FP32, shapes, sorted({*names, *shapes}))
     beside = _beside(folder, models)
     tensors |= {name: tensor for name, tensor in beside.items() if name not in shapes}
     if models:
         share(tensors, models[0])
-    states = {kind: found for kind in STATES if (found := _stateful(folder, kind, names))}
+    states = {kind: found for kind in STATES if (found := _stateful(folder, sources, kind, names))}
     left = sum(file.stat().st_size for kind in STATES for file in (folder / "zero").glob(f"*/{kind}.pt"))
     copies = sum(tensor.nbytes for name, tensor in beside.items() if name in shapes)
     return Weights(
         tensors,
-        States({kind: partial(_tensors, folder, kind, shapes, found) for kind, found in states.items()}),
+        States(
+            {kind: partial(_tensors, folder, sources, kind, shapes, found) for kind, found in states.items()}
+        ),
         roundings(
             beside, {name: tensors[name] for name in shapes}, models[0], "universal-masters-differ", MIXED_UP
         )
         if models
         else [],
-        _optimizer(folder, models) if states and models else None,
+        _optimizer(folder, sources, models) if states and models else None,
         +Counter({"optimizer states": left, COPIES: copies}),
         master_notes(beside, tensors) if beside else [],
         "universal",
     )
 
 
-def _stateful(folder: Path, kind: str, names: Sequence[str]) -> list[str]:
+def _stateful(folder: Path, sources: Sources, kind: str, names: Sequence[str]) -> list[str]:
     """The parameters with a state; none if the first is a single repeated zero, the placeholder of a fresh state."""
     found = [name for name in names if (folder / "zero" / name / f"{kind}.pt").is_file()]
     if found:
-        stored, _ = _stored(folder / "zero" / found[0] / f"{kind}.pt")
+        stored, _ = _stored(folder / "zero" / found[0] / f"{kind}.pt", sources)
         if not any(stored.strides) and stored.numel > 1:
             return []
     return found
@@ -102,13 +105,15 @@ def _beside(folder: Path, models: dict[int, RankFile]) -> dict[str, Tensor]:
     return found
 
 
-def _tensors(folder: Path, kind: str, shapes: Shapes, names: Sequence[str]) -> dict[str, Tensor]:
+def _tensors(
+    folder: Path, sources: Sources, kind: str, shapes: Shapes, names: Sequence[str]
+) -> dict[str, Tensor]:
     """One tensor for each parameter. Raises ReshardError listing all that are missing or have the wrong size."""
     tensors, problems = {}, []
     for name in names:
         path = below(folder / "zero", f"{name}/{kind}.pt")
         try:
-            tensors[name] = _tensor(path, name, shapes.get(name))
+            tensors[name] = _tensor(path, sources, name, shapes.get(name))
         except ReshardError as error:
             problems += error.problems
     if problems:
@@ -116,7 +121,7 @@ def _tensors(folder: Path, kind: str, shapes: Shapes, names: Sequence[str]) -> d
     return tensors
 
 
-def _tensor(path: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
+def _tensor(path: Path, sources: Sources, name: str, shape: tuple[int, ...] | None) -> Tensor:
     if not path.is_file():
         raise ReshardError(
             "universal-parameter-missing",
@@ -126,7 +131,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
             rule="a universal checkpoint has one folder per parameter, with its fp32 values",
             remedy=COPY_AGAIN,
         )
-    stored, flat = _stored(path)
+    stored, flat = _stored(path, sources)
     if flat and shape is None:
         raise ReshardError(
             "universal-shape-unknown",
@@ -152,9 +157,9 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
     return Tensor(tensor.dtype, tensor.view.reshape(*shape)) if flat and shape is not None else tensor
 
 
-def _stored(path: Path) -> tuple[StoredTensor, bool]:
+def _stored(path: Path, sources: Sources) -> tuple[StoredTensor, bool]:
     """The tensor of a file, and whether it is stored flat, without its shape."""
-    content = read_torch_file(path)
+    content = read_torch_file(path, sources)
     stored = content.get("param") if isinstance(content, Mapping) else content
     if not isinstance(stored, StoredTensor):
         raise ReshardError(
@@ -168,9 +173,9 @@ def _stored(path: Path) -> tuple[StoredTensor, bool]:
     return stored, stored is content
 
 
-def _optimizer(folder: Path, models: Mapping[int, RankFile]) -> Optimizer | None:
+def _optimizer(folder: Path, sources: Sources, models: Mapping[int, RankFile]) -> Optimizer | None:
     path = folder / "zero" / OPTIMIZER_STATE
-    content = read_torch_file(path) if path.is_file() else {}
+    content = read_torch_file(path, sources) if path.is_file() else {}
     return optimizer_of(RankFile(path, content if isinstance(content, Mapping) else {}), models[0])
 
 

@@ -19,6 +19,7 @@ from reshard.containers.torchfiles.pickles import Opaque
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.families.rope import rope_parameters
 from reshard.formats.internlm.internevo import EMBEDDINGS
+from reshard.transfer.sources import Sources
 
 CONFIG = "model_config.pt"
 TRAINING_CONFIG = "config_file.pt"
@@ -71,12 +72,12 @@ UNLIKE = {
 """Switches that change what is computed, but not the names."""
 
 
-def read_model_config(folder: Path) -> dict[str, Any] | None:
+def read_model_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
     """The `model` section of the training config, or None if it was not saved. Raises ReshardError if it is invalid."""
     path = folder / CONFIG
     if not path.is_file():
         return None
-    content = read_torch_file(path)
+    content = read_torch_file(path, sources)
     if isinstance(content, Opaque):  # InternEvo's own dict class
         content = dict(item for item in content.items if isinstance(item, tuple) and len(item) == 2)
     if not isinstance(content, Mapping) or content.get("num_attention_heads") is None:
@@ -105,10 +106,10 @@ def _no_numbers(config: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def stated_type(folder: Path) -> str | None:
+def stated_type(folder: Path, sources: Sources) -> str | None:
     """The Hub's name for the `model_type` in the training config, which InternEvo saves as text; None if unknown."""
     path = folder / TRAINING_CONFIG
-    text = read_torch_file(path) if path.is_file() else ""
+    text = read_torch_file(path, sources) if path.is_file() else ""
     match = re.search(
         r"""^\s*model_type\s*=\s*["'](\w+)["']""", text if isinstance(text, str) else "", re.MULTILINE
     )

@@ -44,6 +44,7 @@ from reshard.formats.internlm.internevo import (
 )
 from reshard.formats.internlm.shards import COPY, Rank, Shards, another_rank
 from reshard.formats.wrappers import without_buffers
+from reshard.transfer.sources import Sources
 
 NAME = "internlm"
 
@@ -59,17 +60,17 @@ def detect(path: Path) -> bool:
     )
 
 
-def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the checkpoint in a folder. Raises ReshardError naming every rank that is missing or does not fit."""
     folder = _step(path, iteration)
     files = _ranks(folder)
-    config = read_model_config(folder)
-    contents, dropped = _read(files)
-    kind = _kind(folder, contents)
-    unsettled = [*_unsettled(folder, config, contents)]
+    config = read_model_config(folder, sources)
+    contents, dropped = _read(files, sources)
+    kind = _kind(folder, sources, contents)
+    unsettled = [*_unsettled(folder, sources, config, contents)]
     if kind == "internlm2":
         contents = {rank: with_fused_attention(content) for rank, content in contents.items()}
-    shards = _collected(folder, contents, _is_old(contents))
+    shards = _collected(folder, sources, contents, _is_old(contents))
     tensors = shards.tensors(folder, config)
     interleaved, note = rows_are_interleaved(kind, config or {})
     notes = [note] if note and config else []
@@ -175,18 +176,18 @@ def _name(rank: Rank, like: str) -> str:
     return re.sub(r"(tp|wp|pp)\d+", lambda match: f"{match[1]}{values[match[1]]}", like)
 
 
-def _read(files: Mapping[Rank, Path]) -> tuple[dict[Rank, dict[str, Tensor]], Counter[str]]:
+def _read(files: Mapping[Rank, Path], sources: Sources) -> tuple[dict[Rank, dict[str, Tensor]], Counter[str]]:
     """The tensors of each rank's file, and the bytes that are dropped."""
     dropped: Counter[str] = Counter()
     contents = {}
     for rank, path in files.items():
-        contents[rank] = _tensors(path)
+        contents[rank] = _tensors(path, sources)
         dropped["rotary buffers"] += without_buffers(contents[rank])
     return contents, dropped
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    content = read_torch_file(path)
+def _tensors(path: Path, sources: Sources) -> dict[str, Tensor]:
+    content = read_torch_file(path, sources)
     if not isinstance(content, dict) or not all(isinstance(each, StoredTensor) for each in content.values()):
         raise ReshardError(
             "internlm-file-without-weights",
@@ -199,21 +200,21 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return {key: Tensor.stored(stored) for key, stored in content.items()}
 
 
-def _kind(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]]) -> str:
+def _kind(folder: Path, sources: Sources, contents: Mapping[Rank, Mapping[str, Tensor]]) -> str:
     """The Hub's model type. Llama, and InternLM2 of newer versions, have the same names (see `_unsettled`)."""
     names = [name for content in contents.values() for name in content]
     if any(".blocks." in f".{name}" for name in names):
         return "internlm_moe" if any(".moe_layer." in name for name in names) else "internlm"
     if any(name.endswith("attention.wqkv.weight") for name in names):
         return "internlm2"
-    return _stated(folder) or "llama"
+    return _stated(folder, sources) or "llama"
 
 
-def _stated(folder: Path) -> str | None:
+def _stated(folder: Path, sources: Sources) -> str | None:
     """Llama or InternLM2, according to the training config or a config.json in the folder; None if neither says."""
-    stated = stated_type(folder)
+    stated = stated_type(folder, sources)
     if stated is None and (folder / HUB_CONFIG).is_file():
-        stated = read_object(folder / HUB_CONFIG).get("model_type")
+        stated = read_object(folder / HUB_CONFIG, sources).get("model_type")
     return stated if stated in ("llama", "internlm2") else None
 
 
@@ -224,7 +225,10 @@ def _is_old(contents: Mapping[Rank, Mapping[str, Tensor]]) -> bool | None:
 
 
 def _unsettled(
-    folder: Path, config: Mapping[str, Any] | None, contents: Mapping[Rank, Mapping[str, Tensor]]
+    folder: Path,
+    sources: Sources,
+    config: Mapping[str, Any] | None,
+    contents: Mapping[Rank, Mapping[str, Tensor]],
 ) -> Iterator[Problem]:
     """Problems of settings that no file records, but the weights depend on. Some keys imply a newer version."""
     if config is None:
@@ -239,7 +243,7 @@ def _unsettled(
         return
     names = [name for content in contents.values() for name in content]
     sliced = any(name.endswith("attention.wq.weight") for name in names)
-    if sliced and QK_INTERLEAVED in config and _stated(folder) is None:
+    if sliced and QK_INTERLEAVED in config and _stated(folder, sources) is None:
         yield Problem(
             "internlm-attention-ambiguous",
             "wq, wk and wv may be Llama's, or slices of InternLM2's wqkv",
@@ -260,24 +264,26 @@ def _unsettled(
         )
 
 
-def _collected(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]], old: bool | None) -> Shards:
+def _collected(
+    folder: Path, sources: Sources, contents: Mapping[Rank, Mapping[str, Tensor]], old: bool | None
+) -> Shards:
     """The tensors of all ranks and experts, under the names of the complete model."""
     shards = Shards()
     for rank, content in contents.items():
         shards.count(rank, content)
     for rank, content in contents.items():
         shards.add(rank, {in_new_order(key): tensor for key, tensor in content.items()} if old else content)
-    _add_experts(folder, shards, old)
+    _add_experts(folder, sources, shards, old)
     return shards
 
 
-def _add_experts(folder: Path, shards: Shards, old: bool | None) -> None:
+def _add_experts(folder: Path, sources: Sources, shards: Shards, old: bool | None) -> None:
     """Add the files of experts; each contains one shard of one expert of one layer."""
     for path in sorted(folder.glob("model_moe_layer*.pt")):
         match = _EXPERT.fullmatch(path.name)
         if match is None:
             continue
-        tensors = _tensors(path)
+        tensors = _tensors(path, sources)
         if old or any(is_old_order(shapes) for shapes in mlp_shapes(tensors)):
             tensors = {in_new_order(key): tensor for key, tensor in tensors.items()}
         layer, expert, index = int(match[1]), int(match[2]), int(match[4])

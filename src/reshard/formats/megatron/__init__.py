@@ -10,14 +10,15 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.megatron.request import complete, fit, load_with, notes
 from reshard.formats.target import MASTERS, MOMENTS, Format, Kind, Target
+from reshard.transfer.sources import Sources
 
 
-def _open(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+def _open(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open an iteration of a run, in whichever of the two formats it is: a run may have changed formats."""
     step, _ = iterations.choose(path, iteration)
     changed = legacy.detect(step) and not torch_dist.detect(step)
     opened = legacy.open_checkpoint if changed else torch_dist.open_checkpoint
-    return opened(path, iteration)
+    return opened(path, sources, iteration)
 
 
 _OF_RUN = (

@@ -19,6 +19,7 @@ from typing import Any
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata
 from reshard.containers.torchfiles.read import read_torch_file
+from reshard.transfer.sources import Sources
 
 FILE = "common.pt"
 _OBJECT = "common_state/shard_0_1"
@@ -32,19 +33,19 @@ _EXPERT = re.compile(
 )
 
 
-def read_common(folder: Path, metadata: DcpMetadata | None = None) -> dict[str, Any]:
+def read_common(folder: Path, sources: Sources, metadata: DcpMetadata | None = None) -> dict[str, Any]:
     """What the iteration in `folder` records besides weights. `metadata` is its `.metadata`, if that has been read.
 
     Raises ReshardError if it is missing, or if the format is one that reshard does not read.
     """
     if (folder / FILE).is_file():
-        return _dict(read_torch_file(folder / FILE))
-    objects = (metadata or read_metadata(folder / ".metadata")).objects
+        return _dict(read_torch_file(folder / FILE, sources))
+    objects = (metadata or read_metadata(folder / ".metadata", sources)).objects
     if chunk := objects.get(_OBJECT):
-        content = _object(chunk)
+        content = _object(chunk, sources)
         return _dict(content[0] if isinstance(content, list) and content else content)
     if is_torch_dcp(objects):
-        common = {name: _object(objects[name]) for name in _ENTRIES if name in objects}
+        common = {name: _object(objects[name], sources) for name in _ENTRIES if name in objects}
         _refuse_fsdp_dtensor(folder, common.get("args"))
         return common
     raise ReshardError(
@@ -87,8 +88,8 @@ def _refuse_fsdp_dtensor(folder: Path, args: Any) -> None:
         )
 
 
-def _object(chunk: DcpChunk) -> Any:
-    return read_torch_file(chunk.file, chunk.offset, chunk.length)
+def _object(chunk: DcpChunk, sources: Sources) -> Any:
+    return read_torch_file(chunk.file, sources, chunk.offset, chunk.length)
 
 
 def _dict(content: Any) -> dict[str, Any]:

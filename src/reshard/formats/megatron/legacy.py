@@ -55,6 +55,7 @@ from reshard.formats.megatron.writers import COMPUTED_BY
 from reshard.formats.sharding import Shard, Split, blocks_of, join
 from reshard.formats.target import Request
 from reshard.transfer.plan import Block, OutputFile, Planned
+from reshard.transfer.sources import Sources
 
 NAME = "megatron-legacy"
 
@@ -64,10 +65,10 @@ def detect(path: Path) -> bool:
     return any(any(folder.glob(f"mp_rank_*/{FILE}")) for folder in iterations.candidates(path))
 
 
-def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the tracked (or the requested) iteration. Raises ReshardError naming every rank that is missing."""
     folder, step = iterations.choose(path, iteration)
-    read = cache(partial(_read, folder))
+    read = cache(partial(_read, folder, sources))
     names = sorted(path.parent.name for path in folder.glob(f"mp_rank_*/{FILE}"))
     args = args_of(read(names[0])) or None
     if args and args.keys() >= set(TELLING):
@@ -110,10 +111,15 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     )
 
 
-def _read(folder: Path, rank: str) -> dict[str, Any]:
+def _read(folder: Path, sources: Sources, rank: str) -> dict[str, Any]:
     remedy = "copy the file again from the node that saved it"
     return read_dict(
-        folder / rank / FILE, "not-megatron", "not a Megatron checkpoint", remedy, "a dict with `model`"
+        folder / rank / FILE,
+        sources,
+        "not-megatron",
+        "not a Megatron checkpoint",
+        remedy,
+        "a dict with `model`",
     )
 
 

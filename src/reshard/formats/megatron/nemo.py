@@ -18,6 +18,7 @@ from typing import Any
 
 from reshard.families.rope import LLAMA3
 from reshard.folders.provenance import read_yaml
+from reshard.transfer.sources import Sources
 
 CONTEXT, MODEL, TOKENIZER = "context", "model.yaml", "nemo_tokenizer"
 
@@ -59,7 +60,7 @@ def tokenizer_of(folder: Path) -> Path:
     return folder.parent / CONTEXT / TOKENIZER
 
 
-def read_model(folder: Path) -> tuple[dict[str, Any], str | None] | None:
+def read_model(folder: Path, sources: Sources) -> tuple[dict[str, Any], str | None] | None:
     """The fields of the model's config for the weights in `folder`, and its family, if the class has only one.
 
     None if there is no `model.yaml`, or if it leaves out fields. Raises ValueError if it cannot be read.
@@ -67,7 +68,7 @@ def read_model(folder: Path) -> tuple[dict[str, Any], str | None] | None:
     path = folder.parent / CONTEXT / MODEL
     if not path.is_file():
         return None
-    model = read_yaml(path)
+    model = read_yaml(path, sources)
     config = model.get("config")
     if not isinstance(config, Mapping) or any(config.get(name) is None for name in NEEDED):
         return None

@@ -17,12 +17,13 @@ from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.containers.dcp_metadata import DcpChunk
 from reshard.containers.torchfiles.read import first_bytes, read_torch_file
+from reshard.transfer.sources import Sources
 
 _KEY = re.compile(r"rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_.*")
 _STAGE = 100
 
 
-def exchanged(objects: Mapping[str, DcpChunk]) -> Iterator[Problem]:
+def exchanged(objects: Mapping[str, DcpChunk], sources: Sources) -> Iterator[Problem]:
     """Problems of the files whose random number states belong to other ranks than `.metadata` says.
 
     Frameworks may seed in any way: only the expected set of seeds in another order shows that files were swapped.
@@ -33,7 +34,7 @@ def exchanged(objects: Mapping[str, DcpChunk]) -> Iterator[Problem]:
         if match := _KEY.fullmatch(key):
             stage, tensor, replica = int(match[1]), int(match[2]), int(match[3] or 0)
             chunks[replica, stage, tensor] = chunk
-            if (seed := _seed(chunk)) is not None:
+            if (seed := _seed(chunk, sources)) is not None:
                 found[replica][stage, tensor] = seed
     for replica, seeds in found.items():
         for (stage, tensor), owner in _owners(seeds).items():
@@ -63,10 +64,10 @@ def _owners(seeds: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple
     return {}
 
 
-def _seed(chunk: DcpChunk) -> int | None:
+def _seed(chunk: DcpChunk, sources: Sources) -> int | None:
     """The seed of tensor parallelism in a random number state; None if unreadable, which does not affect weights."""
     try:
-        states: Any = read_torch_file(chunk.file, chunk.offset, chunk.length)
+        states: Any = read_torch_file(chunk.file, sources, chunk.offset, chunk.length)
         state = states[0][0]["rng_tracker_states"]["model-parallel-rng"]
     except (ReshardError, LookupError, TypeError):
         return None

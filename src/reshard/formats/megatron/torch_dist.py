@@ -72,6 +72,7 @@ from reshard.formats.sharding import shard_boxes
 from reshard.formats.target import Request
 from reshard.formats.wrappers import prefix_of, split_front
 from reshard.transfer.plan import OutputFile, Planned
+from reshard.transfer.sources import Sources
 
 NAME = "megatron"
 OPTIMIZER = "optimizer states"
@@ -97,23 +98,23 @@ def _is_megatrons(folder: Path) -> bool:
     return beside or iterations.is_iteration(folder)
 
 
-def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the tracked (or the requested) iteration. Raises ReshardError naming all that is missing or damaged."""
     folder, step = iterations.choose(path, iteration)
     try:
-        return _open(folder, step)
+        return _open(folder, sources, step)
     except ReshardError as error:
         raise ReshardError(explained(error.problems, folder.glob("*.distcp"))) from error
 
 
-def _open(folder: Path, step: Iteration | None) -> Checkpoint:
-    metadata = read_metadata(folder / ".metadata")
-    common = read_common(folder, metadata)
-    args = recorded_args(folder, common)
+def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
+    metadata = read_metadata(folder / ".metadata", sources)
+    common = read_common(folder, sources, metadata)
+    args = recorded_args(folder, sources, common)
     torch_dcp = is_torch_dcp(metadata.objects)
     stored = respelled(metadata.tensors) if torch_dcp else unprefixed(metadata.tensors)
     weights, dropped = _weights_of(stored, metadata.objects)
-    reader = _Reader(weights)
+    reader = _Reader(weights, sources)
     tensors = reader.tensors()
     states = portable_states(stored)
     optimizer = read_optimizer(common) if states else None
@@ -128,10 +129,10 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
         iteration=step,
         args=args,
         engine=engine_of(folder, common, tensors),
-        states=States({state: partial(_read_state, found) for state, found in states.items()}),
+        states=States({state: partial(_read_state, found, sources) for state, found in states.items()}),
         optimizer=optimizer,
         dropped=dropped,
-        problems=reader.copies.problems() or [*exchanged(metadata.objects)],
+        problems=reader.copies.problems() or [*exchanged(metadata.objects, sources)],
         notes=[
             *iterations.belied(folder, common.get("iteration")),
             *([NUMBERED if torch_dcp else NOT_PORTABLE] if dropped[OPTIMIZER] and not optimizer else []),
@@ -178,9 +179,9 @@ def _weights_of(
     return weights, dropped
 
 
-def _read_state(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
+def _read_state(found: Mapping[str, DcpTensor], sources: Sources) -> dict[str, Tensor]:
     """One optimizer state under the names of the weights; `found` has the keys of weights."""
-    return _Reader(found).tensors()
+    return _Reader(found, sources).tensors()
 
 
 def _not_a_weight(key: str) -> str | None:
@@ -226,10 +227,10 @@ def _parse(key: str) -> _Key:
 class _Reader:
     """Collects the chunks of all keys under the names of complete tensors."""
 
-    def __init__(self, stored: Mapping[str, DcpTensor]) -> None:
+    def __init__(self, stored: Mapping[str, DcpTensor], sources: Sources) -> None:
         self.copies = CopyFinder()
         self.per_layer = False
-        self._chunks = ChunkReader(spans(stored.values()))
+        self._chunks = ChunkReader(sources, spans(stored.values()))
         self._parts: dict[str, list[tuple[tuple[int, ...], View]]] = {}
         self._shapes: dict[str, tuple[DType, tuple[int, ...]]] = {}
         for key, tensor in stored.items():

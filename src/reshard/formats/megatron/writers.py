@@ -15,6 +15,7 @@ from typing import Any
 
 from reshard.folders.provenance import RUN_CONFIG, read_run_config
 from reshard.formats.megatron import nemo
+from reshard.transfer.sources import Sources
 
 LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
@@ -50,7 +51,7 @@ def engine_of(folder: Path, common: Mapping[str, Any], names: Iterable[str]) -> 
     return "megatron-bridge" if (folder / RUN_CONFIG).is_file() else "mcore"
 
 
-def recorded_args(folder: Path, common: Mapping[str, Any]) -> dict[str, Any] | None:
+def recorded_args(folder: Path, sources: Sources, common: Mapping[str, Any]) -> dict[str, Any] | None:
     """The Megatron-LM arguments that an iteration folder and its `common.pt` record; None if there are none."""
     if isinstance(common.get("args"), Namespace):
         args = arguments_of(common["args"])
@@ -58,7 +59,7 @@ def recorded_args(folder: Path, common: Mapping[str, Any]) -> dict[str, Any] | N
             return args
         return {name: args[name] for name in LAYOUT if name in args}
     try:
-        run_config, of_nemo = read_run_config(folder), nemo.read_model(folder)
+        run_config, of_nemo = read_run_config(folder, sources), nemo.read_model(folder, sources)
     except ValueError:
         return None  # `inspect` reports that the file cannot be read
     if run_config:

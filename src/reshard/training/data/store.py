@@ -24,6 +24,7 @@ from reshard.folders.companions import find_companions
 from reshard.training.data import digest, files_of, read_records
 from reshard.training.data.tokens import Learning, Sample, samples
 from reshard.training.run import Run
+from reshard.transfer.sources import Sources
 from reshard.version import __version__
 
 IGNORED = -100
@@ -100,7 +101,7 @@ def _state_of(run: Run, tokenizer: Any, learning: Learning) -> str:
     import tokenizers
     import transformers
 
-    files = find_companions(run.model).files
+    files = find_companions(Sources(), run.model).files
     facts: list[Any] = [
         [name, hashlib.sha256(file.read_bytes()).hexdigest()]
         for name, file in sorted(files.items())

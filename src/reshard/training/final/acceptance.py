@@ -19,6 +19,7 @@ from reshard.formats.peft import CONFIG as ADAPTER_CONFIG
 from reshard.model.heads import resolve_if_declared
 from reshard.stores.hub import name_of
 from reshard.training.run import Run
+from reshard.transfer.sources import Sources
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -93,7 +94,7 @@ def _loads(folder: Path, run: Run) -> str:
     count = len(resolve_if_declared(checkpoint).checkpoint.tensors)
     if find_spec("transformers") is None:
         return f"{count} tensors; transformers, which is not installed, was not asked"
-    if run.options.get("trust_remote_code") and "auto_map" in read_object(folder / CONFIG):
+    if run.options.get("trust_remote_code") and "auto_map" in read_object(folder / CONFIG, Sources()):
         return f"{count} tensors; transformers was not asked, because the code of the model is its own"
     from importlib.metadata import version
 
@@ -105,7 +106,7 @@ def _loads(folder: Path, run: Run) -> str:
 
 def _config(folder: Path) -> str:
     """Check that the config agrees with the weights, and has the keys that older readers expect."""
-    config = read_object(folder / CONFIG)
+    config = read_object(folder / CONFIG, Sources())
     checkpoint = open_checkpoint(folder)
     model = resolve_if_declared(checkpoint).model
     dtype = _main_dtype(checkpoint)
@@ -138,7 +139,7 @@ def _main_dtype(checkpoint: Checkpoint) -> str:
 
 def _head(folder: Path) -> str:
     tensors = open_checkpoint(folder).tensors
-    if not read_object(folder / CONFIG).get("tie_word_embeddings"):
+    if not read_object(folder / CONFIG, Sources()).get("tie_word_embeddings"):
         return "not tied"
     if HEAD in tensors and EMBEDDING in tensors:
         raise ReshardError(
@@ -193,7 +194,7 @@ def _rows(folder: Path) -> int | None:
     """Rows of the embedding according to the config; None for an adapter, which may add rows to its base."""
     if (folder / ADAPTER_CONFIG).is_file():
         return None
-    config = read_object(folder / CONFIG)
+    config = read_object(folder / CONFIG, Sources())
     rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return int(rows) if rows else None
 
@@ -207,7 +208,9 @@ def _loaded_tokenizer(folder: Path, run: Run) -> Any:
     """The tokenizer as transformers loads it. Raises ReshardError if transformers cannot load it."""
     from transformers import AutoTokenizer
 
-    if not find_companions(folder).has_tokenizer:  # transformers 5 would make a tokenizer of a single token
+    if not find_companions(
+        Sources(), folder
+    ).has_tokenizer:  # transformers 5 would make a tokenizer of a single token
         raise ReshardError(
             "final-tokenizer-missing",
             "there is no tokenizer",
@@ -311,7 +314,7 @@ def _misshapen(module: str, pair: Pair, shape: tuple[int, ...], folder: Path) ->
 
 
 def _adapter_config(folder: Path, run: Run) -> str:
-    base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    base = read_object(folder / ADAPTER_CONFIG, Sources()).get("base_model_name_or_path")
     if base != name_of(run.model):
         raise ReshardError(
             "final-adapter-base-differs",

@@ -33,6 +33,7 @@ from reshard.training.run import RECORD, Run, conclude, read_record
 from reshard.training.show import report
 from reshard.training.show.monitor import append
 from reshard.training.worker import TRAINED
+from reshard.transfer.sources import Sources
 
 FINAL, MERGED = "final", "merged"
 
@@ -212,13 +213,17 @@ def _base(run: Run, checkpoint: Path) -> Path | None:
     """The base, if it is needed: for an adapter, or for a checkpoint without config or tokenizer."""
     if run.lora:
         return run.model
-    beside = find_companions(open_checkpoint(checkpoint).root)
+    beside = find_companions(Sources(), open_checkpoint(checkpoint).root)
     return None if beside.config and beside.has_tokenizer else run.model
 
 
 def _beside(run: Run, checkpoint: Path, *, merge: bool) -> dict[str, Path]:
     """Files to write next to the weights: the record, and for an adapter also the base's config, which PEFT ignores."""
     files = {RECORD: checkpoint / RECORD}
-    if run.lora and not merge and (config := find_companions(checkpoint, run.model).files.get(CONFIG)):
+    if (
+        run.lora
+        and not merge
+        and (config := find_companions(Sources(), checkpoint, run.model).files.get(CONFIG))
+    ):
         files[CONFIG] = config
     return files

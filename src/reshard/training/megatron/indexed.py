@@ -22,6 +22,7 @@ from reshard.training.data.tokens import Lengths
 from reshard.training.megatron.options import Options
 from reshard.training.megatron.rows import FOLDER, Order, Rows
 from reshard.training.run import Run
+from reshard.transfer.sources import Sources
 
 CACHE = "megatron-core"
 """Folder among the rows for megatron-core's indices, which it would otherwise write next to the data."""
@@ -95,7 +96,7 @@ def look(run: Run, options: Options) -> Lengths:
 
 def _vocabulary(model: Path) -> int | None:
     """The number of token ids that a model's embedding has, by its config."""
-    config = read_object(model / CONFIG)
+    config = read_object(model / CONFIG, Sources())
     text = config.get("text_config")
     found = (text if isinstance(text, dict) else config).get("vocab_size")
     return found if isinstance(found, int) else None

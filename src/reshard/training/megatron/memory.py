@@ -13,6 +13,7 @@ from reshard.training.megatron.weights import Coordinates, Weights, weights_of
 from reshard.training.memory import activations
 from reshard.training.memory.activations import Kept, Widths
 from reshard.training.run import Run
+from reshard.transfer.sources import Sources
 
 BY_ROW = ("linear_proj", "linear_fc2")
 """Linear layers whose input dimension tensor parallelism shards; of all others it shards the output."""
@@ -185,7 +186,7 @@ def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], R
 def _has_experts(run: Run) -> bool:
     from reshard.folders.companions import read_object
 
-    return Widths.of(read_object(run.model / "config.json")).router > 0
+    return Widths.of(read_object(run.model / "config.json", Sources())).router > 0
 
 
 def savings(run: Run) -> Iterator[dict[str, object]]:

@@ -27,6 +27,7 @@ from reshard.training.data.store import IGNORED, folder_of, open_tokens, tokeniz
 from reshard.training.data.tokens import Learning, Sample, load_tokenizer, samples
 from reshard.training.megatron.options import Options
 from reshard.training.run import Run
+from reshard.transfer.sources import Sources
 
 Rows = npt.NDArray[np.int32]
 """[rows, 3, length]: inputs, labels, samples."""
@@ -234,7 +235,7 @@ _FORETOLD: dict[Any, tuple[int, int]] = {}
 def key_of(run: Run, options: Options) -> str:
     """A digest of everything on which the rows depend."""
     tokenizer = hashlib.sha256()
-    for name, file in sorted(find_companions(run.model).files.items()):
+    for name, file in sorted(find_companions(Sources(), run.model).files.items()):
         if name not in ("config.json", "generation_config.json"):
             tokenizer.update(name.encode() + file.read_bytes())
     facts = [

@@ -9,12 +9,13 @@ from reshard.training.megatron.options import read
 from reshard.training.memory.activations import Widths
 from reshard.training.planning.speed import Traffic, Work, flops_of_token, passes
 from reshard.training.run import Run
+from reshard.transfer.sources import Sources
 
 
 def work_of(run: Run, batches: Batches, precision: Precision, world_size: int) -> Work:
     """The work of one GPU in a step: its average share of the stages. Raises ReshardError."""
     options, layout = read(run), run.layout
-    widths = Widths.of(read_object(run.model / "config.json"))
+    widths = Widths.of(read_object(run.model / "config.json", Sources()))
     micro = batches.per_device * batches.length // layout.cp
     shared = layout.tp * layout.pp
     each = passes(recomputed=precision.recomputation, frozen=run.lora)

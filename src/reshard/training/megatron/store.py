@@ -32,6 +32,7 @@ from reshard.training.megatron.lora import is_adapter
 from reshard.training.megatron.setup import Trainee, dtype_of, gather_weights
 from reshard.training.reading import reading
 from reshard.training.run import RECORD
+from reshard.transfer.sources import Sources
 
 PORTABLE = SaveOptions(optimizer_sharding="fully_reshardable")
 _OURS = {
@@ -84,7 +85,7 @@ def save(trainee: Trainee, step: int) -> Path:
 
 def _note(trainee: Trainee, folder: Path) -> None:
     """Write the files of a checkpoint that are not tensors."""
-    for name, file in find_companions(trainee.run.model).files.items():
+    for name, file in find_companions(Sources(), trainee.run.model).files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, folder / name)
     record = trainee.run.output / RECORD
@@ -159,7 +160,7 @@ def resume(trainee: Trainee) -> int:
     folder = engine_of(trainee.run).checkpoints.last(output)
     if folder is None:
         return 0
-    common = read_common(folder)
+    common = read_common(folder, Sources())
     stored, step = vars(common["args"]), int(common["iteration"])
     ours = vars(_arguments(trainee, step))
     same = all(stored.get(name) == ours.get(name) for name in _SIZES)

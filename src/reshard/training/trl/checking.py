@@ -13,6 +13,7 @@ from reshard.formats.huggingface import read_weights
 from reshard.training.engine import Trained
 from reshard.training.run import Run
 from reshard.transfer.files import Files
+from reshard.transfer.sources import Sources
 
 WINDOW = 4 << 20
 _REMEDY = "convert the checkpoint again (reshard export), and look at the disk if it differs again"
@@ -21,7 +22,7 @@ _REMEDY = "convert the checkpoint again (reshard export), and look at the disk i
 def differences(run: Run, trained: Trained, final: Path) -> list[Problem]:
     """A problem for each tensor that is missing, unexpected, or has other bytes. Does not need torch."""
     files = sorted(final.glob("*.safetensors"))
-    tensors = {name: tensor for file in files for name, tensor in read_weights(file).items()}
+    tensors = {name: tensor for file in files for name, tensor in read_weights(file, Sources()).items()}
     return [*_names(trained, tensors, final), *_bytes(trained, tensors)]
 
 

@@ -14,6 +14,7 @@ from reshard.training.run import Run
 from reshard.training.trl.arguments import model_arguments
 from reshard.training.trl.methods import WAYS
 from reshard.training.trl.weights import adapter_parameters
+from reshard.transfer.sources import Sources
 
 
 def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
@@ -68,7 +69,7 @@ def _unfit(run: Run, tokenizer: Any) -> Iterator[Problem]:
             rule="without one, transformers 5 creates a tokenizer that encodes every text to nothing",
             remedy="copy tokenizer.json and tokenizer_config.json of the base model into the folder",
         )
-    rows = read_object(run.model / CONFIG).get("vocab_size")
+    rows = read_object(run.model / CONFIG, Sources()).get("vocab_size")
     highest = max(tokenizer.get_vocab().values(), default=0)
     if isinstance(rows, int) and highest >= rows:
         yield Problem(

@@ -21,6 +21,7 @@ from reshard.training.run import Run
 from reshard.training.trl import adapters, quantized
 from reshard.training.trl.config_fields import LORA, options_of
 from reshard.training.trl.methods import WAYS
+from reshard.transfer.sources import Sources
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """The tile of logits that TRL 1.16 computes at once: `trl.kernels.chunked_logprob`, `trl.trainer.utils`."""
@@ -197,7 +198,7 @@ def parts(
         run=run,
         options=options,
         sizes=sizes_of(run, options),
-        widths=Widths.of(read_object(run.model / "config.json")),
+        widths=Widths.of(read_object(run.model / "config.json", Sources())),
         batches=batches,
         precision=precision,
         world_size=world_size,
@@ -247,7 +248,7 @@ def _teacher(case: _Case) -> int:
     if not way.teacher:
         return 0
     folder = Path(str(case.options.get(way.teacher) or case.run.model))
-    config = read_object(folder / CONFIG)
+    config = read_object(folder / CONFIG, Sources())
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return _sizes(folder, bool(case.options.get("trust_remote_code")), False, ()).all * BYTES.get(dtype, 4)
 

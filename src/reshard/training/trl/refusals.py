@@ -12,6 +12,7 @@ from reshard.training.run import Run
 from reshard.training.trl import quantized
 from reshard.training.trl.arithmetic import plan_instead
 from reshard.training.trl.methods import WAYS
+from reshard.transfer.sources import Sources
 
 _PLAN = "reshard shards the model itself, and asserts the result"
 REFUSED: dict[str, tuple[str, str]] = {
@@ -133,7 +134,7 @@ def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     if not (run.lora and run.parallel == "tp" and file.is_file()):
         return
     everything = typed.get("lora_target_modules", ["all-linear"]) == ["all-linear"]
-    if any(read_object(file).get(key) for key in EXPERTS) and (
+    if any(read_object(file, Sources()).get(key) for key in EXPERTS) and (
         everything or typed.get("lora_target_parameters")
     ):
         yield Problem(
@@ -170,7 +171,7 @@ def _divided(run: Run) -> Iterator[Problem]:
     if run.parallel != "tp" or not file.is_file():
         return
     try:
-        config = read_object(file)
+        config = read_object(file, Sources())
     except ReshardError:
         return  # reported for the model's folder
     config = {**config, **(config.get("text_config") or {})}
@@ -250,7 +251,7 @@ def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:
 
 
 def _vocabulary(folder: Path) -> Any:
-    config = read_object(folder / CONFIG)
+    config = read_object(folder / CONFIG, Sources())
     return {**config, **(config.get("text_config") or {})}.get("vocab_size")
 
 

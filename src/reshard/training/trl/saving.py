@@ -21,6 +21,7 @@ from reshard.training.run import RECORD, Run
 from reshard.training.trl import weights
 from reshard.training.trl.devices import rank
 from reshard.training.trl.methods import WAYS
+from reshard.transfer.sources import Sources
 
 SHARD = 5 << 30
 """Maximum bytes of a weight file, and therefore of what is buffered before writing."""
@@ -100,7 +101,7 @@ def _adapter_config(run: Run, model: Any, folder: Path) -> None:
 
 def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
     """Copy the files of the base, so that its readers read the checkpoint too; save a changed tokenizer."""
-    companions = find_companions(run.model)
+    companions = find_companions(Sources(), run.model)
     for name, path in companions.files.items():
         if name != CONFIG:
             (folder / name).parent.mkdir(exist_ok=True)
@@ -108,7 +109,7 @@ def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
     if _changed(run, tokenizer):
         tokenizer.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
-    content = dict(read_object(run.model / CONFIG))
+    content = dict(read_object(run.model / CONFIG, Sources()))
     content["use_cache"] = True
     if not weights.is_adapter(model):
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
