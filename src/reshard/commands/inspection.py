@@ -22,11 +22,13 @@ from reshard.formats import huggingface, open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import UNTOLD
 from reshard.formats.target import Kind
+from reshard.model.configs import read_config
 from reshard.model.dequantization import dequantized
+from reshard.model.described import describe
 from reshard.model.heads import resolve_if_declared
 from reshard.model.logical import logical_tensors
 from reshard.model.recognition import describes_model
-from reshard.model.resolve import read_config, resolve
+from reshard.model.resolve import resolve
 from reshard.transfer.sources import OnStep, Sources
 
 OPTIMIZER = "optimizer states"
@@ -144,7 +146,7 @@ def inspect_checkpoint(
         told = has_config or checkpoint.config or describes_model(checkpoint.args)
         base = None if told else bases.get(BASE)
         if (told or base) and not any(each.code == "wrapper-in-names" for each in problems):
-            resolved = resolve_if_declared(checkpoint, base)
+            resolved = resolve_if_declared(describe(checkpoint, base))
             checkpoint, model, unknown = resolved.checkpoint, resolved.model, resolved.notes
             logical_tensors(resolved)
             problems += model.warnings if model else []
@@ -203,7 +205,9 @@ def _plain(checkpoint: Checkpoint) -> Checkpoint | None:
 def _for_engines(checkpoint: Checkpoint, base: Path | None) -> tuple[list[str], list[str]]:
     """What prevents converting plain weights for an engine, and what that engine computes differently."""
     try:
-        return [], [f"{each.message}: {each.found}" for each in resolve(checkpoint, base).declared.warnings]
+        return [], [
+            f"{each.message}: {each.found}" for each in resolve(describe(checkpoint, base)).declared.warnings
+        ]
     except ReshardError as error:
         return [f"{problem.message}: {problem.found}" for problem in error.problems], []
 

@@ -23,11 +23,13 @@ from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import Quantization
+from reshard.model.configs import config_of, read_base
 from reshard.model.dequantization import BFLOAT16, FLOAT32, dequantized
+from reshard.model.described import describe, described_by
 from reshard.model.heads import as_named
 from reshard.model.logical import Logical, LogicalTensors, logical_tensors
 from reshard.model.quantizer import Stored, stored_weights
-from reshard.model.resolve import config_of, read_base, resolve
+from reshard.model.resolve import resolve
 from reshard.model.shifted import FLOAT64
 from reshard.transfer.compare import Comparer, Measure, unequal_replicas
 from reshard.transfer.elements import castable
@@ -286,13 +288,13 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
     if base is None and not (checkpoint.root / "config.json").is_file():
         base = other.root if (other.root / "config.json").is_file() else None
     try:
-        found = resolve(checkpoint, base, computes=False)
+        found = resolve(describe(checkpoint, base), computes=False)
         return Side(found.checkpoint, found.model, logical_tensors(found), notes, quantized)
     except ReshardError:
         if not checkpoint.has_hub_names:
             raise
         # The names are the Hub's already: missing, extra or misshapen tensors are the differences.
-        found = as_named(checkpoint, _config(checkpoint, base))
+        found = as_named(described_by(_config(checkpoint, base), checkpoint, base or checkpoint.root))
         if declared(found.config.get("model_type")):
             found = replace(found, config={})  # it is damaged, so that its config says nothing of its tensors
         return Side(found.checkpoint, None, logical_tensors(found), notes, quantized)

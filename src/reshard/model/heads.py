@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.families import Family, declared, in_memory, live_names
-from reshard.formats import fused
+from reshard.families import Family, in_memory
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model import recognition, vocabulary
+from reshard.model.configs import changed
+from reshard.model.described import Described
 from reshard.model.logical import logical_tensors
-from reshard.model.resolve import Resolved, config_of, resolve
+from reshard.model.resolve import Resolved, resolve
 
 HEADS = {
     "ForSequenceClassification": "score",
@@ -24,47 +24,41 @@ HEADS = {
     "ForQuestionAnswering": "qa_outputs",
 }
 """The heads that transformers adds, by the end of the architecture's name."""
+NAMES_KEPT = "names are taken as they are"
 REWARD = "Reward"
 """In the names of architectures with code of their own (Qwen2ForProcessRewardModel): each has another head."""
 
 
-def resolve_if_declared(
-    checkpoint: Checkpoint, base: Path | None = None, trust: str = "checkpoint"
-) -> Resolved:
+def resolve_if_declared(described: Described, trust: str = "checkpoint") -> Resolved:
     """The same as `resolve` for weights that are only copied, which may be quantized, or have another head or none.
 
     An undeclared family has no model, only a note: its names are already the Hub's. Raises ReshardError.
     """
-    config = config_of(checkpoint, base) or {}
-    family = declared(config.get("model_type"))
-    if not checkpoint.has_hub_names:
-        return resolve(checkpoint, base, trust=trust)
-    if family is None and not checkpoint.flat:
-        return as_named(checkpoint, config)
-    if family is None or checkpoint.flat:
-        return resolve(checkpoint, base, trust=trust, computes=False)
-    renamed = fused.under_hub_names(checkpoint, live_names(config, family.name))
-    layers = _layers(renamed, family)
-    if layers is None or not (layers.moved or has_other_head(config)):
-        return resolve(checkpoint, base, trust=trust, computes=False)
-    _check(renamed, config, layers, base, trust)
-    return as_named(checkpoint, config)
+    if not described.checkpoint.has_hub_names:
+        return resolve(described, trust)
+    if described.family is None:
+        return as_named(described)
+    layers = _layers(described.checkpoint, described.family)
+    has_usual = not (has_other_head(described.config) or (layers and layers.moved))
+    if described.checkpoint.flat or layers is None or has_usual:
+        return resolve(described, trust, computes=False)
+    _check(described, layers, trust)
+    return as_named(described)
 
 
-def refuse_other_head(checkpoint: Checkpoint, base: Path | None) -> None:
+def refuse_other_head(described: Described) -> None:
     """Raise ReshardError unless an engine has the model's head: only language models can be written for it."""
-    config = config_of(checkpoint, base) or {}
-    family = declared(config.get("model_type"))
+    checkpoint, family = described.checkpoint, described.family
     if not checkpoint.has_hub_names or family is None:
         return
-    layers = _layers(fused.under_hub_names(checkpoint, live_names(config, family.name)), family)
-    if has_other_head(config) or (layers and layers.moved):
+    layers = _layers(checkpoint, family)
+    if has_other_head(described.config) or (layers and layers.moved):
         raise ReshardError(
             "engine-without-head",
             "engines train language models, and this model has another head or none",
             file=str(checkpoint.path),
             expected=family.architecture,
-            found=", ".join(_named(config)) or "names without an output head",
+            found=", ".join(_named(described.config)) or "names without an output head",
             remedy="formats that keep the Hub's names can be written: --to huggingface, dcp or deepspeed",
         )
 
@@ -79,27 +73,26 @@ def head_of(config: Mapping[str, Any]) -> str | None:
     return next((end for end in HEADS for each in _named(config) if each.endswith(end)), None)
 
 
-def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
-    """The tensors of a Hugging Face checkpoint under their own names, for any family."""
-    model_type = config.get("model_type")
-    family = declared(model_type)
-    why = (
-        "its head is not a language model's"
-        if has_other_head(config)
-        else "it has no output head"
-        if family and (layers := _layers(checkpoint, family)) and layers.moved
-        else recognition.not_known(model_type)
-    )
-    renamed = fused.under_hub_names(checkpoint, live_names(config))
-    is_same = renamed.tensors.keys() == checkpoint.tensors.keys()
-    how = "names are taken as they are" if is_same else "names in memory become the Hub's, as in transformers"
-    notes = [f"{why}; {how}"] if config else []
+def as_named(described: Described) -> Resolved:
+    """The tensors of a Hugging Face checkpoint under the Hub's names, for any family."""
+    config = described.config
+    how = "names in memory become the Hub's, as in transformers" if described.was_in_memory else NAMES_KEPT
+    notes = [f"{_why_as_named(described)}; {how}"] if config else []
     if in_memory.is_newer(config):
         notes.append(
             f"config.json is of transformers {config['transformers_version']}, but names in memory are known "
             f"up to {in_memory.release()}: load the output, and look for missing weights"
         )
-    return Resolved(renamed, None, config, tuple(notes))
+    return Resolved(described.checkpoint, None, config, tuple(notes))
+
+
+def _why_as_named(described: Described) -> str:
+    layers = _layers(described.checkpoint, described.family) if described.family else None
+    if has_other_head(described.config):
+        return "its head is not a language model's"
+    if layers and layers.moved:
+        return "it has no output head"
+    return recognition.not_known(described.config.get("model_type"))
 
 
 def _named(config: Mapping[str, Any]) -> list[str]:
@@ -130,21 +123,19 @@ def _layers(checkpoint: Checkpoint, family: Family) -> _Layers | None:
     return None
 
 
-def _check(
-    checkpoint: Checkpoint, config: Mapping[str, Any], layers: _Layers, base: Path | None, trust: str
-) -> None:
+def _check(described: Described, layers: _Layers, trust: str) -> None:
     """Raise ReshardError with all that is missing, unknown or misshapen in the layers, or if the head is missing."""
+    checkpoint, config = described.checkpoint, described.config
     prefix, usual = layers
     below = {name for name in checkpoint.tensors if name.startswith(prefix)}
-    tied = {**checkpoint.changes, "tie_word_embeddings": True}  # so that no output head is expected
+    tied = changed(config, {"tie_word_embeddings": True})  # so that no output head is expected
     inner = replace(
         checkpoint,
         tensors={usual + name.removeprefix(prefix): checkpoint.tensors[name] for name in below},
-        changes=tied,
     )
     problems: list[Problem] = []
     try:
-        resolved = resolve(inner, base, trust=trust, computes=False)
+        resolved = resolve(replace(described, checkpoint=inner, config=tied), trust, computes=False)
         if not prefix:  # a head may be next to the layers
             parts = {
                 name.split(".")[1]

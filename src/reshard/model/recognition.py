@@ -34,31 +34,28 @@ def named(name: str) -> Family:
 
 
 def by_config(
-    config: Mapping[str, Any], checkpoint: Checkpoint, forced: str | None, *, computes: bool
+    config: Mapping[str, Any], checkpoint: Checkpoint, family: Family | None, *, computes: bool
 ) -> tuple[Family, list[str]]:
-    """The family that `forced` or the config names, with notes.
+    """`family`, or else the one that the config describes, with notes.
 
     Names and shapes of tensors do not show everything that a model computes. So if an engine `computes` with the
     output, an undeclared `model_type` is refused even if its tensors match a family; if only bytes are compared, that
     family is used. Raises ReshardError with the differences from the closest family.
     """
-    if forced:
-        return named(forced).speaking(config), []
+    if known := family or _by_architecture(config):
+        return known.speaking(config), []
     model_type = config.get("model_type")
-    if family := declared(model_type) or _by_architecture(config):
-        return family.speaking(config), []
     if model_type in BEYOND_MEGATRON:
         raise ReshardError(_beyond(str(model_type)))
-    fits = (_fit(family, config, checkpoint) for family in likeliest())
+    fits = (_fit(each, config, checkpoint) for each in likeliest())
     best = min((fit for fit in fits if fit), key=lambda fit: len(fit.differing), default=None)
     if best is None:
         raise ReshardError(_unsupported(model_type, checkpoint))
-    family = best.family
     if misfits := best.problems(str(checkpoint.path)):
         raise ReshardError([_unsupported(model_type, checkpoint), *misfits])
     if computes:
-        raise ReshardError(_alike(model_type, family, checkpoint))
-    return family, [f"{not_known(model_type)}; the tensors are those of {family.name}"]
+        raise ReshardError(_alike(model_type, best.family, checkpoint))
+    return best.family, [f"{not_known(model_type)}; the tensors are those of {best.family.name}"]
 
 
 def _by_architecture(config: Mapping[str, Any]) -> Family | None:
@@ -169,8 +166,8 @@ def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _
     return _Fit(family, want, have)
 
 
-def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[str]]:
-    """The family that the arguments name, else the most likely one whose tensors match at the stated sizes.
+def by_args(checkpoint: Checkpoint, family: Family | None) -> tuple[Family, list[str]]:
+    """`family`, or the one that the arguments name, else the most likely one whose tensors match at the stated sizes.
 
     Families that compute something else than the arguments state are considered only if no other matches. An unlikely
     family does not replace a likely one that computes something else: only `--family` can say that it is meant.
@@ -184,23 +181,23 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
             found="; ".join(checkpoint.notes) or None,
             remedy="pass the Hugging Face folder that training started from: --base DIR",
         )
-    if forced:
-        return _of_one_part(named(forced), checkpoint), []
+    if family:
+        return _of_one_part(family, checkpoint), []
     rows, given = embedding_rows(checkpoint), checkpoint.args or {}
     if noted := declared(given.get(MODEL_TYPE)):
         return _of_one_part(noted, checkpoint), []
     fitting: list[Family] = []
     others: list[Family] = []
-    for family in likeliest():
-        if family.within and family.within.carried:
+    for each in likeliest():
+        if each.within and each.within.carried:
             continue
         try:
-            derived = family.config.to_config(given)
-            args = family.config.to_args({**derived, "vocab_size": rows})
-            binding = Binding(family.rules(Dims.from_args(args, rows)))
+            derived = each.config.to_config(given)
+            args = each.config.to_args({**derived, "vocab_size": rows})
+            binding = Binding(each.rules(Dims.from_args(args, rows)))
             want = {name: bound.shape for name, bound in binding.native.items()}
             if want == {name: tensor.shape for name, tensor in checkpoint.tensors.items()}:
-                (others if any(foreign(family.config, derived, given)) else fitting).append(family)
+                (others if any(foreign(each.config, derived, given)) else fitting).append(each)
         except (*UNUSABLE, ReshardError):
             continue
     likely = any(family.precedence >= 0 for family in fitting)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, understood
-from reshard.families import FAMILIES, Family, declared, live_names
+from reshard.families import Family
 from reshard.families.disagreements import COMPUTED, agreed
 from reshard.families.entries import first
 from reshard.families.model import Model
-from reshard.families.rope import rope_contradictions
-from reshard.families.rules import Dims
-from reshard.folders.companions import read_object
-from reshard.folders.places import belongs
-from reshard.formats import flat, fused, huggingface
+from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.not_found import download
 from reshard.formats.quantization import refusal
 from reshard.model import recognition, vocabulary
+from reshard.model.configs import contradictions
+from reshard.model.described import Described
+from reshard.model.sizes import MTP_LAYERS, disagreements, mtp_layers, plain_names, sizes
 from reshard.model.unusual import why
-from reshard.transfer.sources import Sources
 
 
 @dataclass(frozen=True)
@@ -46,120 +42,54 @@ class Resolved:
         return self.model
 
 
-def read_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
-    """The config.json in a folder, or None. Raises ReshardError unless it is an object whose `model_type` is text."""
-    path = folder / "config.json"
-    if not (path.is_file() and belongs(path, folder, sources)):
-        return None
-    config = read_object(path, sources)
-    if not isinstance(config.get("model_type"), str | None):
-        raise ReshardError(
-            "config-json-unreadable",
-            "config.json cannot be read",
-            file=str(path),
-            expected="a name as model_type",
-            found=f"model_type {config['model_type']}",
-            remedy="copy or download it again",
-        )
-    return config
+def resolve(described: Described, trust: str = "checkpoint", *, computes: bool = True) -> Resolved:
+    """Find the family and the sizes of a checkpoint, and check that config and checkpoint agree.
 
-
-def read_base(base: Path, sources: Sources) -> dict[str, Any]:
-    """The config of the folder that `--base` names. Raises ReshardError if it has none."""
-    config = read_config(base, sources)
-    if config is None:
-        kind, wrong = (
-            ("base-without-config", "the base folder has no config.json")
-            if base.is_dir()
-            else ("base-not-a-folder", "the base is a file, not a folder")
-            if base.exists()
-            else ("base-not-found", "the base folder does not exist")
-        )
-        raise ReshardError(
-            kind,
-            wrong,
-            file=str(base),
-            expected="the Hugging Face folder that training started from",
-            remedy=download(base, f"--base {base.name}") or "pass another folder with --base",
-        )
-    return config
-
-
-def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any] | None:
-    """The config of a checkpoint: that of `base`, else the one next to it, else the one its reader derived; or None."""
-    sources = checkpoint.sources
-    config = read_base(base, sources) if base else read_config(checkpoint.root, sources) or checkpoint.config
-    if not config:
-        return None
-    family = declared(config.get("model_type"))
-    if not family or not checkpoint.changes:
-        return {**config, **checkpoint.changes}
-    return family.config.whole(config, {**family.config.text(config), **checkpoint.changes})
-
-
-def resolve(
-    checkpoint: Checkpoint,
-    base: Path | None = None,
-    family: str | None = None,
-    trust: str = "checkpoint",
-    *,
-    computes: bool = True,
-) -> Resolved:
-    """Find the family and the sizes of `checkpoint`, and check that config and checkpoint agree.
-
-    The config comes from `base`, else from the checkpoint's folder, else (Megatron) from the checkpoint's own
-    arguments. If arguments and config disagree on something that changes no weight, `trust` ("config" or
-    "checkpoint") decides. If an engine `computes` with the weights, they must not be quantized, and the config must
-    describe what that engine computes, unless `family` overrides this. Raises ReshardError listing every
-    failed check and disagreement.
+    If there is no config, the checkpoint's own arguments (Megatron) tell. If arguments and config disagree on something
+    that changes no weight, `trust` ("config" or "checkpoint") decides. If an engine `computes` with the weights, they
+    must not be quantized, and the config must describe what that engine computes, unless a family was forced. Raises
+    ReshardError listing every failed check and disagreement.
     """
-    with understood((base or checkpoint.root) / "config.json"):
-        return _resolved(checkpoint, base, family, trust, computes=computes)
+    with understood(described.file):
+        return _resolved(described, trust, computes=computes)
 
 
-def _resolved(
-    checkpoint: Checkpoint, base: Path | None, family: str | None, trust: str, *, computes: bool
-) -> Resolved:
+def _resolved(described: Described, trust: str, *, computes: bool) -> Resolved:
+    checkpoint, config, file = described.checkpoint, described.config, described.file
     if computes and checkpoint.quantization:
         raise refusal(checkpoint.quantization, checkpoint.path)
-    config: Mapping[str, Any] | None = config_of(checkpoint, base)
-    folder = base or checkpoint.root
-    if checkpoint.flat:
-        checkpoint = _shaped(checkpoint, config or {}, family, folder)
-    checkpoint = fused.under_hub_names(checkpoint, live_names(config or {}, family))
     args: Mapping[str, Any] | None = None
-    file = folder / "config.json"
-    if config is not None:
-        found, notes = recognition.by_config(config, checkpoint, family, computes=computes)
-        checkpoint, added = _completed(checkpoint, found, folder)
+    if config:
+        found, notes = recognition.by_config(config, checkpoint, described.family, computes=computes)
+        checkpoint, added = _completed(checkpoint, found, described.folder)
         notes = [*notes, *added]
         if computes:
             _refuse_contradictions(config, file)
         config = {"model_type": found.name, **config}
         text = dict(found.config.text(config))
         named = first(text, MTP_LAYERS, 0)
-        there = _mtp_layers(checkpoint, _plain(checkpoint, found), text)
+        there = mtp_layers(checkpoint, plain_names(checkpoint, found), text)
         if there != named:
             text.update(dict.fromkeys((MTP_LAYERS[0], *text.keys() & {*MTP_LAYERS}), there))
             notes = [*notes, f"MTP layers: config.json names {named}, the checkpoint has {there}"]
-        if correction := vocabulary.corrected(checkpoint, text, folder):
+        if correction := vocabulary.corrected(checkpoint, text, described.folder):
             text["vocab_size"], reason = correction
             notes = [*notes, reason]
     else:
-        found, notes = recognition.by_args(checkpoint, family)
+        found, notes = recognition.by_args(checkpoint, described.family)
         args = dict(checkpoint.args or {})
         text = found.config.to_config(args)
         text.update(model_type=found.name, architectures=[found.architecture])
         text["vocab_size"] = vocabulary.counted(checkpoint, args)
         config = text
         notes = [*notes, f"config.json is derived from the checkpoint's arguments, as family {found.name}"]
-    args, dims = _sizes(found, text, args, checkpoint, folder)
+    args, dims = sizes(found, text, args, checkpoint, described.folder)
     if found.drops_router_bias and not dims.router_bias:
         notes = [*notes, "there is no bias of the router: mcore-bridge saves none"]
     warnings = _misdescribed(found, config, file) if computes else []
     carried = _carried(checkpoint, found)
-    problems = [*_disagreements(checkpoint, found, dims), *_without_parts(checkpoint, found, carried)]
-    if checkpoint.has_hub_names and not family:
+    problems = [*disagreements(checkpoint, found, dims), *_without_parts(checkpoint, found, carried)]
+    if checkpoint.has_hub_names and not described.forced:
         problems += [each for each in warnings if each.severity == "error"]
     if problems:
         raise ReshardError(problems)
@@ -206,17 +136,6 @@ def _not_judged(family: Family, file: Path) -> Problem:
     )
 
 
-def contradictions(config: Mapping[str, Any]) -> list[str]:
-    """Where a config states one fact twice, differently; for undeclared families, only the rotary embedding."""
-    family = declared(config.get("model_type"))
-    try:
-        if family is None:
-            return list(rope_contradictions(config))
-        return family.config.contradictions(family.config.text(config))
-    except UNUSABLE:
-        return []  # `resolve` reports such values
-
-
 def _refuse_contradictions(config: Mapping[str, Any], file: Path) -> None:
     problems = [
         Problem(
@@ -255,66 +174,6 @@ def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list
         )
         for key, text in found
     ]
-
-
-def _shaped(
-    checkpoint: Checkpoint, config: Mapping[str, Any], forced: str | None, folder: Path
-) -> Checkpoint:
-    """A flat checkpoint with the shapes of its tensors. Raises ReshardError if no declared family provides them."""
-    model_type = forced or config.get("model_type")
-    if not config or declared(model_type) is None:
-        raise flat.shapes_needed(checkpoint, model_type if config else None, list(FAMILIES))
-    family = recognition.named(str(model_type))
-    if family.within:  # no config tells the shapes of tensors that are copied unchanged
-        known = [each.name for each in FAMILIES.values() if not each.within]
-        raise flat.shapes_needed(checkpoint, family.name, known)
-    there = _mtp_layers(checkpoint, list(checkpoint.tensors), config)
-    config = {**config, "num_nextn_predict_layers": there}
-    args, dims = _sizes(family, config, None, checkpoint, folder)
-    binding = Model(family, config, args, dims).binding()
-    return flat.shaped(checkpoint, flat.declared_shapes(binding, family.live))
-
-
-_ROUTER_BIASES = (".moe_statics.e_score_correction_bias", ".router.expert_bias")
-MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-def _sizes(
-    family: Family,
-    config: Mapping[str, Any],
-    args: Mapping[str, Any] | None,
-    checkpoint: Checkpoint,
-    folder: Path,
-) -> tuple[Mapping[str, Any], Dims]:
-    """Megatron-LM's arguments (`args`, or from the config) and sizes. Raises ReshardError naming unusable keys."""
-    needed = [key for key in SIZES if key != "intermediate_size" or "moe_intermediate_size" not in config]
-    missing = [key for key in needed if not isinstance(config.get(key), int) or config[key] < 1]
-    try:
-        if missing:
-            raise KeyError(", ".join(missing))
-        args = args or family.config.to_args(config)
-        dims = Dims.from_args(args, int(config["vocab_size"]), vocabulary.padded_rows(checkpoint))
-        if family.drops_router_bias:
-            there = any(name.endswith(_ROUTER_BIASES) for name in checkpoint.tensors)
-            dims = replace(dims, router_bias=there)
-        return args, dims
-    except UNUSABLE as error:
-        raise ReshardError(
-            "config-incomplete-for-family",
-            f"config.json does not describe a model of family {family.name}",
-            file=str(folder / "config.json"),
-            rule="the config must contain every size of the model",
-            expected=f"numbers for {', '.join(SIZES)}",
-            found=f"no usable {', '.join(missing)}" if missing else why(error, config),
-            remedy="pass the config that belongs to these weights: --base DIR",
-            values={"family": family.name},
-        ) from error
-
-
-def _plain(checkpoint: Checkpoint, family: Family) -> list[str]:
-    """The names of its tensors in the language model on its own."""
-    return family.plain_names(checkpoint.tensors, native=checkpoint.has_megatron_names)
 
 
 def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...]]:
@@ -364,91 +223,3 @@ def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[s
         )
         for prefix in (family.within.missing(carried) if family.within else ())
     ]
-
-
-def _mtp_layers(checkpoint: Checkpoint, names: list[str], config: Mapping[str, Any]) -> int:
-    """The number of multi-token prediction layers in the checkpoint: configs often count layers that were left out.
-
-    The Hub numbers them after the last layer, so only the config tells them from excess layers; MiMo has a
-    separate name for them.
-    """
-    if (apart := _count(names, _MTP_LAYER)) or checkpoint.has_megatron_names:
-        return apart
-    declared, layers = config.get("num_nextn_predict_layers") or 0, config.get("num_hidden_layers")
-    if not isinstance(declared, int) or not isinstance(layers, int):
-        return 0
-    if checkpoint.dialect not in vocabulary.EMBEDDINGS:
-        return declared
-    return min(declared, max(0, _count(names, _LAYER) - layers))
-
-
-def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Problem]:
-    """Sizes on which config and tensors differ: one problem per size, not per tensor.
-
-    Names in a dialect from another package are known only to its rules, which find all differences.
-    """
-    if checkpoint.dialect not in vocabulary.EMBEDDINGS:
-        return []
-    mcore = checkpoint.has_megatron_names
-    rows, hidden = vocabulary.embedding(checkpoint, family)[1].shape
-    names = _plain(checkpoint, family)
-    numbered_on = 0 if mcore or _count(names, _MTP_LAYER) else dims.mtp
-    pairs = [
-        ("layers", "num_hidden_layers", dims.layers, _count(names, _LAYER) - numbered_on),
-        ("hidden size", "hidden_size", dims.hidden, hidden),
-        ("experts", "num_experts", dims.experts, _experts(checkpoint, family, names)),
-    ]
-    if not mcore:
-        pairs.append(("vocabulary", "vocab_size", dims.vocab, rows))
-        pairs += _heads(checkpoint, family, dims)
-    problems = [
-        Problem(
-            "config-size-differs" if found > wanted else "weights-fewer-than-config",
-            f"the config and the checkpoint disagree on {what}",
-            file=str(checkpoint.path),
-            rule=f"{key} in config.json must match the weights",
-            expected=f"{wanted} (config.json)",
-            found=f"{found} (checkpoint)",
-            remedy="pass the config that belongs to these weights: --base DIR"
-            if found > wanted
-            else "copy the weights that are missing, or pass the config that belongs to these: --base DIR",
-            values={"key": key},
-        )
-        for what, key, wanted, found in pairs
-        if wanted != found
-    ]
-    if mcore and (wrong := vocabulary.disagreement(checkpoint, dims.vocab)):
-        problems.append(wrong)
-    return problems
-
-
-def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple[str, str, int, int]]:
-    """The numbers of heads implied by the rows of the first query and key projection, except for latent attention."""
-    for what, key, wanted, projection in (
-        ("attention heads", "num_attention_heads", dims.heads, "q_proj"),
-        ("key-value heads", "num_key_value_heads", dims.groups, "k_proj"),
-    ):
-        first = checkpoint.shape(family.hub_name(f"model.layers.0.self_attn.{projection}.weight"))
-        size = dims.head_dim * (1 + (dims.output_gate and projection == "q_proj"))
-        if first and not dims.kv_lora and not first[0] % size:
-            yield what, key, wanted, first[0] // size
-
-
-_LAYER = re.compile(r"(?:model\.|decoder\.)?(?:layers|blocks)\.(\d+)\.")
-_MTP_LAYER = re.compile(r"(?:mtp\.|model\.mtp_)layers\.(\d+)\.")
-_EXPERT = re.compile(r".*\.experts\.(\d+)\.")
-
-
-def _experts(checkpoint: Checkpoint, family: Family, names: list[str]) -> int:
-    """The number of experts per layer, from tensor names, or from the shape of stacked experts (gpt-oss)."""
-    quantized = checkpoint.quantization.weights if checkpoint.quantization else {}
-    stacked = (name for name in (*names, *quantized) if name.endswith(".experts.down_proj"))
-    name = next(stacked, "")
-    shape = checkpoint.shape(name) or checkpoint.shape(family.hub_name(name))
-    return _count(names, _EXPERT) or (shape[0] if shape else 0)
-
-
-def _count(names: list[str], pattern: re.Pattern[str]) -> int:
-    """The highest index in the tensor names, plus one."""
-    found = (match for name in names if (match := pattern.match(name)))
-    return max((int(match[1]) for match in found), default=-1) + 1

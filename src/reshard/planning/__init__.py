@@ -22,11 +22,13 @@ from reshard.formats import huggingface, open_checkpoint, peft, writable, writte
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import UNTOLD, refusal, settings_of
 from reshard.formats.target import MASTERS, Format, Kind, Options, Request, Target, main_dtype
+from reshard.model.configs import contradictions
 from reshard.model.dequantization import dequantized
+from reshard.model.described import describe
 from reshard.model.heads import refuse_other_head, resolve_if_declared
 from reshard.model.logical import logical_tensors
 from reshard.model.quantizer import quantized
-from reshard.model.resolve import Resolved, config_of, contradictions, resolve
+from reshard.model.resolve import Resolved, resolve
 from reshard.model.vocabulary import lost_padding
 from reshard.planning import adapters, beside, merge, optimizer
 from reshard.planning.naming import Types, elements, names_of, recast
@@ -242,16 +244,16 @@ def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpo
 
 def _resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolved:
     """The model of a checkpoint. If names are not converted, its family need not be declared."""
-    if not target.keeps_names or options.family:
-        computes = not checkpoint.has_hub_names or not target.keeps_names
-        if not target.keeps_names:
-            refuse_other_head(checkpoint, options.base)
-        return resolve(checkpoint, options.base, options.family, options.trust, computes=computes)
-    config = config_of(checkpoint, options.base) or {}
-    wrong = contradictions(config) if checkpoint.has_hub_names else []
+    described = describe(checkpoint, options.base, options.family)
+    if not target.keeps_names:
+        refuse_other_head(described)
+        return resolve(described, options.trust)
+    if options.family:
+        return resolve(described, options.trust, computes=not checkpoint.has_hub_names)
+    wrong = contradictions(described.config) if checkpoint.has_hub_names else []
     notes = [f"config.json contradicts itself: {text}" for text in wrong]
-    checkpoint = replace(checkpoint, notes=[*checkpoint.notes, *notes])
-    return resolve_if_declared(checkpoint, options.base, options.trust)
+    told = replace(described.checkpoint, notes=[*checkpoint.notes, *notes])
+    return resolve_if_declared(replace(described, checkpoint=told), options.trust)
 
 
 def _content(source: Resolved, kind: Kind, format: Format, target: Target, options: Options) -> _Content:

@@ -21,6 +21,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.formats import open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Options, Request, Target
+from reshard.model.described import describe
 from reshard.model.resolve import Resolved, resolve
 from reshard.planning.naming import Types
 from reshard.stores.hub import name_of
@@ -62,7 +63,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolv
     base = open_checkpoint(options.base, strip=options.strip, sources=checkpoint.sources)
     if base.problems:
         raise ReshardError(base.problems)
-    return replace(resolve(base, family=options.family), checkpoint=checkpoint)
+    return replace(resolve(describe(base, family=options.family)), checkpoint=checkpoint)
 
 
 def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, int], list[str]]:

@@ -17,9 +17,11 @@ from reshard.families import declared
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Options
+from reshard.model.configs import config_of, read_config
 from reshard.model.dequantization import dequantized
+from reshard.model.described import describe
 from reshard.model.logical import logical_tensors
-from reshard.model.resolve import config_of, read_config, resolve
+from reshard.model.resolve import resolve
 from reshard.model.vocabulary import PADDING, lost_padding
 from reshard.planning.adapters import OTHER_ADAPTERS
 from reshard.planning.naming import Types
@@ -84,14 +86,12 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
 
 def hub_adapter(checkpoint: Checkpoint, options: Options) -> Checkpoint:
     """An adapter of Megatron-Core under Hub names, by the config of its base, which may be a Megatron checkpoint."""
-    config: Mapping[str, Any] | None = config_of(checkpoint)
-    if options.base:
-        config = (
-            read_config(options.base, checkpoint.sources)
-            or resolve(
-                open_checkpoint(options.base, sources=checkpoint.sources), family=options.family
-            ).config
-        )
+    if options.base is None:
+        return megatron.under_hub_names(checkpoint, config_of(checkpoint))
+    config: Mapping[str, Any] | None = read_config(options.base, checkpoint.sources)
+    if not config:
+        base = open_checkpoint(options.base, sources=checkpoint.sources)
+        config = resolve(describe(base, family=options.family)).config
     return megatron.under_hub_names(checkpoint, config)
 
 
@@ -125,7 +125,7 @@ def _hub_weights(
     """The base's weights under Hub names, their replicas, the config if it is in no file, and the dropped bytes."""
     if base.has_hub_names:
         return base.tensors, base.replicas, base.config, Counter()
-    resolved = resolve(base, family=options.family)
+    resolved = resolve(describe(base, family=options.family))
     logical = logical_tensors(resolved)
     weights = {name: Tensor(item.dtype, logical.view(name)) for name, item in logical.tensors.items()}
     model = resolved.model

@@ -14,8 +14,8 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
 from reshard.families.binding import Bound, Dropped
 from reshard.families.live import Live
-from reshard.formats import fused
 from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, LIVE, MASTERS, ROUTER, PlannedStates, Request
+from reshard.model import fused
 from reshard.model.logical import Logical, LogicalTensors
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import Planned

@@ -16,6 +16,7 @@ from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.peft import CONFIG as ADAPTER_CONFIG
+from reshard.model.described import describe
 from reshard.model.heads import resolve_if_declared
 from reshard.stores.hub import name_of
 from reshard.training.run import Run
@@ -91,7 +92,7 @@ def _loads(folder: Path, run: Run) -> str:
     The model's own code is not executed here, even if the run trusted it.
     """
     checkpoint = open_checkpoint(folder)
-    count = len(resolve_if_declared(checkpoint).checkpoint.tensors)
+    count = len(resolve_if_declared(describe(checkpoint)).checkpoint.tensors)
     if find_spec("transformers") is None:
         return f"{count} tensors; transformers, which is not installed, was not asked"
     if run.options.get("trust_remote_code") and "auto_map" in read_object(folder / CONFIG, Sources()):
@@ -108,7 +109,7 @@ def _config(folder: Path) -> str:
     """Check that the config agrees with the weights, and has the keys that older readers expect."""
     config = read_object(folder / CONFIG, Sources())
     checkpoint = open_checkpoint(folder)
-    model = resolve_if_declared(checkpoint).model
+    model = resolve_if_declared(describe(checkpoint)).model
     dtype = _main_dtype(checkpoint)
     expected = portable_config(config, dtype, model.family.config if model else None)
     problems = [

@@ -12,6 +12,7 @@ from reshard.diagnosis.environment import Environment
 from reshard.folders import iterations
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
+from reshard.model.described import describe
 from reshard.model.resolve import resolve
 from reshard.training.complete import SAVED
 from reshard.training.findings import in_training, lacking, without_bf16
@@ -44,7 +45,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
 def model(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
     """Problems if the model's sizes are not divisible by the ranks, or the installed megatron-core cannot train it."""
     try:
-        model = resolve(open_checkpoint(run.model)).declared
+        model = resolve(describe(open_checkpoint(run.model))).declared
         cure = "correct config.json, or train it with --engine trl"
         yield from (replace(each, severity="error", remedy=cure) for each in model.warnings)
         options = read(run)

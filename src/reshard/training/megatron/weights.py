@@ -29,6 +29,7 @@ from reshard.formats.megatron.layouts import check_layout
 from reshard.formats.megatron.mcore import padded_vocabulary, place_of, split_of
 from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.sharding import Shard, Split
+from reshard.model.described import describe
 from reshard.model.logical import logical_tensors
 from reshard.model.resolve import resolve
 from reshard.planning.adapters import same_bytes
@@ -120,7 +121,7 @@ def weights_of(
     checkpoint = open_checkpoint(folder)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
-    resolved = resolve(checkpoint)
+    resolved = resolve(describe(checkpoint))
     model, logical = resolved.declared, logical_tensors(resolved)
     if problems := unequal_replicas(logical.replicas, shared(2, 1 << 28)):
         raise ReshardError(problems)
