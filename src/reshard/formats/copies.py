@@ -1,17 +1,27 @@
-"""Detect a rank's file that is a copy of another rank's: it loads without an error, and yields a wrong model."""
+"""Detect a file that is not its rank's: a copy of another rank's, or one of another run.
+
+It loads without an error, and yields a wrong model.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import Problem
 from reshard.stores import open_file
 
+ANOTHER_RUN = "a rank's file belongs to another run or iteration"
+ONE_RUN = "the files of all ranks belong to one iteration of one run"
+
 EDGE = 1 << 16
 """Bytes compared at both ends of two files: the last ones contain the checksums of a whole archive."""
+
+File = TypeVar("File", str, Path)
 
 
 class CopyFinder:
@@ -36,15 +46,23 @@ class CopyFinder:
 
         Names do not count: in a copy from another pipeline stage, the embedding may appear as the head.
         """
-        seen: dict[tuple[int, ...], str] = {}
-        problems = []
-        for file in sorted(self._checksums):
-            shards = sorted(self._checksums[file])
-            first = seen.setdefault(tuple(shards), file)
-            if first != file and set(self._places[first]) != set(self._places[file]):
-                tensor = str(self._places[file][0][0])
-                problems.append(copy_problem(file, f"the same {len(shards)} shards as in {first}", tensor))
-        return problems
+        shards = {file: tuple(sorted(found)) for file, found in sorted(self._checksums.items())}
+        return [
+            copy_problem(
+                file, f"the same {len(shards[file])} shards as in {first}", str(self._places[file][0][0])
+            )
+            for file, first in copied(shards)
+            if set(self._places[first]) != set(self._places[file])
+        ]
+
+
+def copied(contents: Mapping[File, Hashable]) -> Iterator[tuple[File, File]]:
+    """Each file with the content of an earlier one, and the first such file."""
+    seen: dict[Hashable, File] = {}
+    for file, content in contents.items():
+        first = seen.setdefault(content, file)
+        if first != file:
+            yield file, first
 
 
 def explained(problems: Sequence[Problem], files: Iterable[Path]) -> Sequence[Problem]:
@@ -53,15 +71,16 @@ def explained(problems: Sequence[Problem], files: Iterable[Path]) -> Sequence[Pr
     Reads only the ends of files, which is enough if the sizes are equal.
     """
     broken = tuple(problem.file or "" for problem in problems)
-    seen: dict[tuple[int, bytes, bytes], Path] = {}
-    copies = []
+    ends: dict[Path, tuple[int, bytes, bytes]] = {}
     for path in filter(Path.is_file, sorted(files)):
         with open_file(path) as file:
             size = file.size
-            ends = file.read(0, EDGE), file.read(max(0, size - EDGE), EDGE)
-        first = seen.setdefault((size, *ends), path)
-        if first != path and any(file.startswith((str(first), str(path))) for file in broken):
-            copies.append(copy_problem(str(path), f"the same {size} bytes as in {first}"))
+            ends[path] = size, file.read(0, EDGE), file.read(max(0, size - EDGE), EDGE)
+    copies = [
+        copy_problem(str(path), f"the same {ends[path][0]} bytes as in {first}")
+        for path, first in copied(ends)
+        if any(file.startswith((str(first), str(path))) for file in broken)
+    ]
     return copies or problems
 
 
@@ -77,3 +96,21 @@ def copy_problem(file: str, found: str, tensor: str | None = None) -> Problem:
         found=found,
         remedy="one of the two is in the wrong place: copy each rank's file again from where it was saved",
     )
+
+
+def of_other_runs(
+    problem: Problem, runs: Mapping[File, tuple[str, ...]], shown: Callable[[File], str] = str
+) -> Iterator[Problem]:
+    """`problem` for each file whose run differs from that of most; a run is the facts that a file records about it."""
+    counts = Counter(runs.values())
+    usual = max(counts, key=counts.__getitem__, default=())
+    for file, run in runs.items():
+        if run != usual:
+            example = next(other for other in runs if runs[other] == usual)
+            differing = [(fact, own) for fact, own in zip(usual, run, strict=True) if fact != own]
+            yield replace(
+                problem,
+                file=str(file),
+                expected=f"{', '.join(fact for fact, _ in differing)}, as in {shown(example)}",
+                found=", ".join(own for _, own in differing),
+            )

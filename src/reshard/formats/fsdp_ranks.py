@@ -25,6 +25,7 @@ from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import flat
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.copies import copied
 from reshard.formats.target import Format
 from reshard.formats.wrappers import without_buffers
 from reshard.transfer.sources import Sources
@@ -311,16 +312,11 @@ def _rank_problems(files: Files, parts: Mapping[str, Parts]) -> list[Problem]:
     expected: frozenset[int] = frozenset().union(*{part.ranks for _, part in every})
     if files.world and expected and max(expected) >= files.world:
         return [_other_world(files, max(expected) + 1)]
-    seen: dict[int, str] = {}
-    problems = []
-    for rank, wrote in sorted(_writers(files, parts).items()):
-        path = str(files.ranks[rank])
-        first = seen.setdefault(wrote, path)
-        if first != path:
-            problems.append(_copied(path, first, wrote))
+    writers = {str(files.ranks[rank]): wrote for rank, wrote in sorted(_writers(files, parts).items())}
+    problems = [_copied(file, first, writers[file]) for file, first in copied(writers)]
     if not problems:
         rule = "the tensors refer to ranks " + ", ".join(map(str, sorted(expected)))
-        problems = [_missing(files, rank, rule) for rank in sorted(expected - seen.keys())]
+        problems = [_missing(files, rank, rule) for rank in sorted(expected - {*writers.values()})]
     return problems
 
 

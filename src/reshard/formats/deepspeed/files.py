@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.pickles import Opaque
 from reshard.containers.torchfiles.read import read_dict, scalar
 from reshard.containers.torchfiles.untrusted import stored_in, values_of
-from reshard.formats.copies import copy_problem
+from reshard.formats.copies import ANOTHER_RUN, ONE_RUN, copied, copy_problem, of_other_runs
 from reshard.transfer.sources import Sources
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)(?:_\d+)?_model_states\.pt")
@@ -281,22 +281,9 @@ def _other_steps(
     files: Mapping[int, RankFile], step_of: Callable[[RankFile], int | None]
 ) -> Iterator[Problem]:
     """Problems of files whose step differs from that of most."""
-    steps = {rank: step for rank, file in files.items() if (step := step_of(file)) is not None}
-    if len(set(steps.values())) < 2:
-        return
-    ((usual, _),) = Counter(steps.values()).most_common(1)
-    example = next(files[rank].path.name for rank, step in steps.items() if step == usual)
-    for rank, step in steps.items():
-        if step != usual:
-            yield Problem(
-                "deepspeed-file-of-another-run",
-                "a rank's file belongs to another run or iteration",
-                file=str(files[rank].path),
-                rule="the files of all ranks belong to one iteration of one run",
-                expected=f"step {usual}, as in {example}",
-                found=f"step {step}",
-                remedy=COPY_AGAIN,
-            )
+    problem = Problem("deepspeed-file-of-another-run", ANOTHER_RUN, rule=ONE_RUN, remedy=COPY_AGAIN)
+    steps = {file.path: (f"step {step}",) for file in files.values() if (step := step_of(file)) is not None}
+    return of_other_runs(problem, steps, attrgetter("name"))
 
 
 def _global_steps(file: RankFile) -> int | None:
@@ -355,17 +342,15 @@ def _sibling(path: Path, rank: int) -> Path:
 
 def _copies(files: Mapping[int, RankFile], part: Callable[[RankFile], Any]) -> Iterator[Problem]:
     """Problems of files whose storages have the checksums of another rank's."""
-    seen: dict[tuple[int | None, ...], Path] = {}
-    for rank in sorted(files):
-        path = files[rank].path
-        checksums = tuple(
-            each.storage.crc32
-            for each in stored_in(part(files[rank]))
-            if each.numel > 1 and each.storage.crc32
+    checksums = {
+        file.path: tuple(
+            each.storage.crc32 for each in stored_in(part(file)) if each.numel > 1 and each.storage.crc32
         )
-        first = seen.setdefault(checksums, path)
-        if checksums and first != path:
-            yield copy_problem(str(path), f"the same {len(checksums)} partitions as in {first.name}")
+        for _, file in sorted(files.items())
+    }
+    for path, first in copied(checksums):
+        if found := checksums[path]:
+            yield copy_problem(str(path), f"the same {len(found)} partitions as in {first.name}")
 
 
 def _frozen_matrices(file: RankFile) -> Any:

@@ -20,6 +20,7 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.read import first_bytes
+from reshard.formats.copies import ANOTHER_RUN, ONE_RUN, of_other_runs
 from reshard.formats.megatron.mcore import BELOW, layout_of
 from reshard.formats.megatron.ranks import Rank
 from reshard.formats.megatron.writers import arguments_of
@@ -94,19 +95,13 @@ def other_runs(files: Mapping[str, Content]) -> Iterator[Problem]:
     }
     known = [key for key in RUN if all(isinstance(each.get(key), int) for each in said.values())]
     runs = {path: tuple(f"{key} {each[key]}" for key in known) for path, each in said.items()}
-    ((usual, _),) = Counter(runs.values()).most_common(1)
-    example = next(path for path, run in runs.items() if run == usual)
-    for path, run in runs.items():
-        if run != usual:
-            yield Problem(
-                "megatron-file-of-another-run",
-                "a rank's file belongs to another run or iteration",
-                file=path,
-                rule="the files of all ranks belong to one iteration of one run",
-                expected=f"{', '.join(a for a, b in zip(usual, run, strict=True) if a != b)}, as in {example}",
-                found=", ".join(b for a, b in zip(usual, run, strict=True) if a != b),
-                remedy="copy the files of all ranks again, from one iteration",
-            )
+    problem = Problem(
+        "megatron-file-of-another-run",
+        ANOTHER_RUN,
+        rule=ONE_RUN,
+        remedy="copy the files of all ranks again, from one iteration",
+    )
+    return of_other_runs(problem, runs)
 
 
 def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]:
