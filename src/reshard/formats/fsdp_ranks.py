@@ -26,6 +26,7 @@ from reshard.folders.iterations import Iteration
 from reshard.formats import flat
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.copies import copied
+from reshard.formats.sharding import add_shard
 from reshard.formats.target import Format
 from reshard.formats.wrappers import without_buffers
 from reshard.transfer.sources import Sources
@@ -349,13 +350,11 @@ def _assembled(name: str, pairs: Parts) -> tuple[Tensor, list[Replica]]:
     _, first = pairs[0]
     rule = "every rank has a copy" if first.kind == "plain" else f"some ranks have a copy: {first.spread}"
     boxes: dict[tuple[Any, Any], Tensor] = {}
-    replicas = []
+    replicas: list[Replica] = []
     for _, part in pairs:
         for box in part.boxes:
-            mine = Tensor(part.dtype, box.view)
-            original = boxes.setdefault((box.offsets, box.view.shape), mine)
-            if original is not mine:
-                replicas.append(Replica(name, original, mine, rule))
+            place = box.offsets, box.view.shape
+            replicas += add_shard(boxes, place, Tensor(part.dtype, box.view), name, rule)
     placed = ((offsets, tensor.view) for (offsets, _), tensor in boxes.items())
     return Tensor(first.dtype, assemble(first.shape, placed)), replicas
 

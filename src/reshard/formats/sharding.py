@@ -6,11 +6,13 @@ A rank's file in torch's format contains `Shard`s; reading and writing use the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
+from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import View, concat
 from reshard.base.errors import Problem
 from reshard.containers.torchfiles.write import Slot
@@ -56,6 +58,40 @@ def join(shards: list[View], split: Split) -> View:
     """The complete tensor from the shards of all ranks: the inverse of `shard`."""
     parts = [view.split(split.axis, split.parts, view.shape[split.axis] // split.parts) for view in shards]
     return concat(parts, split.axis + 1).merge(split.axis)
+
+
+@dataclass
+class TensorShards:
+    """The shards of one tensor by the index of their ranks, how it was cut, and over how many ranks."""
+
+    split: Split | None
+    ranks: int
+    by_rank: dict[int, Tensor] = field(default_factory=dict)
+
+    def missing(self) -> list[int]:
+        """The indexes of the ranks that have no shard."""
+        return sorted(set(range(self.ranks)) - self.by_rank.keys())
+
+    def joined(self) -> Tensor:
+        """The complete tensor. Requires that no shard is missing, and that they fit together."""
+        shards = [self.by_rank[index] for index in sorted(self.by_rank)]
+        if len(shards) == 1 or self.split is None:
+            return shards[0]
+        views = [shard.view for shard in shards]
+        whole = concat(views, self.split.axis) if self.split.parts == 1 else join(views, self.split)
+        return Tensor(shards[0].dtype, whole)
+
+
+def add_shard(
+    shards: dict[Any, Tensor],
+    place: Any,
+    shard: Tensor,
+    tensor: str,
+    rule: str = "replicated tensors are equal on all ranks",
+) -> list[Replica]:
+    """Put a rank's shard in its place. If another rank's is there, they are replicas, and must be equal."""
+    first = shards.setdefault(place, shard)
+    return [] if first is shard else [Replica(tensor, first, shard, rule)]
 
 
 class Shard(NamedTuple):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor, cells_of
-from reshard.algebra.views import concat
 from reshard.base.errors import Problem, ReshardError
 from reshard.formats.copies import CopyFinder
 from reshard.formats.internlm.internevo import EMBEDDINGS, HEADS, PROJECTIONS, ROW, place_of, split_of
-from reshard.formats.sharding import Split, join
+from reshard.formats.sharding import Split, TensorShards, add_shard
 
 COPY = "copy the files of all ranks from where they were saved"
 
@@ -26,15 +24,6 @@ class Rank(NamedTuple):
     pp: int
 
 
-@dataclass
-class _Parts:
-    """The shards of one tensor by index, how it was cut, and over how many ranks."""
-
-    split: Split | None
-    ranks: int
-    by_rank: dict[int, Tensor] = field(default_factory=dict)
-
-
 class Shards:
     """Collects the tensors of all ranks under their names in the complete model."""
 
@@ -45,7 +34,7 @@ class Shards:
         self.stages = self.chunks = self.tensor_ranks = self.weight_ranks = 1
         self._counts: dict[tuple[int, int], int] = {}
         self._hidden = self._vocab = 0
-        self._found: dict[str, _Parts] = {}
+        self._found: dict[str, TensorShards] = {}
 
     @property
     def layers(self) -> int:
@@ -95,10 +84,8 @@ class Shards:
             layer = None if place.layer is None else self._first(at) + place.layer
             name = place.name(layer)
             split, index, ranks = self._share(key, place.module, part, rank)
-            found = self._found.setdefault(name, _Parts(split, ranks))
-            known = found.by_rank.setdefault(index if split else 0, part)
-            if known is not part:
-                self.replicas.append(Replica(name, known, part, "replicated tensors are equal on all ranks"))
+            found = self._found.setdefault(name, TensorShards(split, ranks))
+            self.replicas += add_shard(found.by_rank, index if split else 0, part, name)
             if split:
                 for cells in cells_of(part.view):
                     stored = StoredTensor(cells.storage, cells.dtype, part.shape, ())
@@ -141,7 +128,7 @@ class Shards:
         problems = [problem for name, parts in self._found.items() for problem in _misfits(name, parts)]
         if problems:
             raise ReshardError(self.copies.problems() or self.misplaced or problems)
-        result = {name: _joined(parts) for name, parts in self._found.items()}
+        result = {name: parts.joined() for name, parts in self._found.items()}
         if problems := [*self._torsos(result, folder, config)]:
             raise ReshardError(self.copies.problems() or self.misplaced or problems)
         return result
@@ -193,12 +180,12 @@ def another_rank(tensor: str, file: str, expected: str) -> Problem:
     )
 
 
-def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
+def _misfits(name: str, parts: TensorShards) -> Iterator[Problem]:
     """Problems of shards that are missing or of unequal size: only a remainder may make the first ones larger."""
     if parts.split is None:
         return
     shards = parts.by_rank
-    if missing := sorted(set(range(parts.ranks)) - shards.keys()):
+    if missing := parts.missing():
         yield Problem(
             "internlm-shard-missing",
             "a shard of a tensor is missing",
@@ -230,12 +217,3 @@ def _fit(split: Split, shapes: list[tuple[int, ...]]) -> bool:
     shares = [whole // count + (index < whole % count) for index in range(count)]
     others = {shape[:axis] + shape[axis + 1 :] for shape in shapes}
     return shares == [shape[axis] for shape in shapes] and len(others) == 1
-
-
-def _joined(parts: _Parts) -> Tensor:
-    shards = [parts.by_rank[index] for index in sorted(parts.by_rank)]
-    if len(shards) == 1 or parts.split is None:
-        return shards[0]
-    views = [shard.view for shard in shards]
-    whole = concat(views, parts.split.axis) if parts.split.parts == 1 else join(views, parts.split)
-    return Tensor(shards[0].dtype, whole)

@@ -10,7 +10,6 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ from reshard.formats.megatron.rank_files import (
 from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.megatron.request import arguments, below, iteration_of
 from reshard.formats.megatron.writers import COMPUTED_BY
-from reshard.formats.sharding import Shard, Split, blocks_of, join
+from reshard.formats.sharding import Shard, Split, TensorShards, add_shard, blocks_of
 from reshard.formats.target import Request
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.sources import Sources
@@ -153,14 +152,6 @@ _GROUPED = re.compile(r"(.*mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 _STACKED = re.compile(r"(.*mlp\.experts)\.weight([12])")
 
 
-@dataclass
-class _Shards:
-    """The shards of one tensor, by tensor-parallel rank, and how they were cut."""
-
-    split: Split | None
-    by_rank: dict[int, Tensor] = field(default_factory=dict)
-
-
 class _Reader:
     """Joins the shards of all ranks under global names."""
 
@@ -174,7 +165,7 @@ class _Reader:
         self._latent: dict[str, int] = {}
         self._gated = True
         self._counts: dict[tuple[int, int], int] = {}
-        self._found: dict[str, _Shards] = {}
+        self._found: dict[str, TensorShards] = {}
 
     def learn(self, rank: Rank, content: Mapping[str, Any]) -> None:
         """Record how many layers each (chunk, stage) has, how wide latents are, and whether MLPs have a gate."""
@@ -204,11 +195,10 @@ class _Reader:
             tied = stored_as == "output_layer.weight" and self._is_tied_copy(rank)
             name = "embedding.word_embeddings.weight" if tied else stored_as
             shard = rank.tp if place.expert is None else self._etp[rank.tp, rank.ep]
-            found = self._found.setdefault(name, _Shards(self._split(name, part)))
+            ranks = self._layout.tp if place.expert is None else self._layout.etp
+            found = self._found.setdefault(name, TensorShards(self._split(name, part), ranks))
             index = shard if found.split else 0
-            known = found.by_rank.setdefault(index, part)
-            if known is not part:
-                self.replicas.append(Replica(name, known, part, "replicated tensors are equal on all ranks"))
+            self.replicas += add_shard(found.by_rank, index, part, name)
             if found.split:
                 self.copies.add(stored.storage.path, key, (name, index), stored)
 
@@ -258,21 +248,15 @@ class _Reader:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, joined over the ranks that share them. Requires that there are no `misfits`."""
-        result = {}
-        for name, shards in self._found.items():
-            split = shards.split
-            parts = [shards.by_rank[index] for index in sorted(shards.by_rank)]
-            whole = join([part.view for part in parts], split) if split and len(parts) > 1 else parts[0].view
-            result[name] = Tensor(parts[0].dtype, whole)
-        return result
+        return {name: shards.joined() for name, shards in self._found.items()}
 
     def _misfits(self, name: str) -> Iterator[Problem]:
-        if not self._found[name].split:
+        found = self._found[name]
+        if not found.split:
             return
-        shards = self._found[name].by_rank
-        ranks = self._layout.tp if place_of(name).expert is None else self._layout.etp
+        shards, ranks = found.by_rank, found.ranks
         first = shards[min(shards)]
-        if missing := sorted(set(range(ranks)) - shards.keys()):
+        if missing := found.missing():
             yield Problem(
                 "legacy-shard-missing",
                 "a shard of a tensor is missing",
