@@ -1,7 +1,8 @@
 """Weight files of other tools that are not in one of the formats: what they are, and how to convert them.
 
-They are recognized by their content; by their names only Flax's msgpack files, which have no magic, and ordinary files
-of torch (`TORCH_NAMES`) and of safetensors (`NAMES`). Where neither tells, the names of their tensors do (`TENSORS`):
+They are recognized by their content (`FILES`, `FOLDERS`); by their names only Flax's msgpack files, which have no
+magic, and ordinary files of torch and of safetensors (`NAMES`). Where neither tells, the names of their tensors do
+(`TENSORS`):
 
 - GGUF: the magic `GGUF` (ggml/docs/gguf.md).
 - NeMo 1: a tar archive, plain or gzipped, whose members are `model_config.yaml` and weights
@@ -52,6 +53,22 @@ class Kind(NamedTuple):
     code: str
     what: str
     remedy: str
+
+
+class Sign(NamedTuple):
+    """How files of a kind are recognized, by all that it has. `name` and `begin` are regular expressions."""
+
+    kind: Kind
+    name: str = r"(?s).*"
+    begin: bytes = rb""
+    contains: bytes = b""
+    """What the first bytes contain."""
+    member: bytes = b""
+    """How the name of the first member of a zip archive ends."""
+    directory: bytes = b""
+    """What the directory of a zip archive contains."""
+    tar: bool = False
+    """Whether it is a tar archive, plain or gzipped."""
 
 
 _OF_THE_HUB = "convert the model's Hugging Face folder instead: "
@@ -183,11 +200,31 @@ NAMES = (
     (re.compile(r"rank\d+\.safetensors"), TENSORRT),
 )
 """Files of safetensors with the names that a tool gives them, beside a model's own (`model*.safetensors`)."""
-TORCH_NAMES = (
-    (re.compile(r"consolidated\.\d\d\.pth"), META),
-    (re.compile(r"lit_model\.pth"), LITGPT),
+_ZIP = b"PK\x03\x04"
+_PICKLE = b"/data.pkl"
+FILES = (
+    Sign(GGUF, begin=rb"GGUF"),
+    Sign(META, name=r"consolidated\.\d\d\.pth", begin=rb"(?s)."),
+    Sign(LITGPT, name=r"lit_model\.pth", begin=rb"(?s)."),
+    Sign(ARRAYS, member=b".npy"),
+    Sign(SCRIPT, directory=b"/code/__torch__"),
+    Sign(LIGHTNING, member=_PICKLE, contains=b"pytorch-lightning_version"),
+    Sign(MODULE, member=_PICKLE, contains=b"torch.nn.modules"),
+    Sign(TORCH, member=_PICKLE),
+    # MAGIC_NUMBER of torch/serialization.py
+    Sign(OLD_TORCH, begin=re.escape(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.")),
+    Sign(ONNX, name=r"(?s).+\.onnx", begin=rb"\x08"),
+    Sign(FLAX, name=r"flax_model\.msgpack", begin=rb"(?!PK\x03\x04)"),
+    Sign(NEMO, name=r"(?s).+\.nemo", begin=rb"(?!PK\x03\x04)", tar=True),
 )
-"""The same of torch.save. Meta's code saves one for each model-parallel rank (llama/generation.py)."""
+"""The first that fits counts; `(?s).` fits all but empty files. Meta's code saves a file for each model-parallel rank
+(llama/generation.py)."""
+FOLDERS = (
+    (("_CHECKPOINT_METADATA",), b"", ORBAX),
+    (("_METADATA", "manifest.ocdbt"), b"", ORBAX),
+    (("metadata.json",), b'"zarr"', ZARR),
+)
+"""Files that are all in a folder, and what the first of them contains."""
 TENSORS = (
     (
         re.compile(
@@ -240,10 +277,8 @@ def recognized(path: Path) -> Problem | None:
         return problem(kind, path) if kind else None
     children = sorted(path.iterdir())[:MOST]
     for folder in (path, *(child for child in children if child.is_dir() and can_list(child))):
-        if _is_orbax(folder):
-            return problem(ORBAX, folder)
-        if _is_zarr(folder):
-            return problem(ZARR, folder)
+        if kind := _kind_of_folder(folder):
+            return problem(kind, folder)
     found = ((kind, child) for child in children if child.is_file() and (kind := _kind_of(child)))
     return next((problem(kind, child) for kind, child in found), None)
 
@@ -313,51 +348,35 @@ def _end(path: Path) -> bytes:
     return b""
 
 
-def _is_orbax(folder: Path) -> bool:
-    names = [(folder / name).is_file() for name in ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")]
-    return names[0] or (names[1] and names[2])
-
-
-def _is_zarr(folder: Path) -> bool:
-    return b'"zarr"' in _begin(folder / "metadata.json")
+def _kind_of_folder(folder: Path) -> Kind | None:
+    found = (
+        kind
+        for names, content, kind in FOLDERS
+        if all((folder / name).is_file() for name in names) and content in _begin(folder / names[0])
+    )
+    return next(found, None)
 
 
 def _kind_of(path: Path) -> Kind | None:
-    """The kind of a file, by its first bytes."""
+    """The kind of a file, by its name and content."""
     begin = _begin(path)
-    if begin.startswith(b"GGUF"):
-        return GGUF
-    named = (kind for name, kind in TORCH_NAMES if name.fullmatch(path.name))
-    if begin and (kind := next(named, None)):
-        return kind
-    if begin.startswith(b"PK\x03\x04"):
-        return _of_zip(begin, _end(path))
-    if begin.startswith(
-        b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-    ):  # MAGIC_NUMBER of torch/serialization.py
-        return OLD_TORCH
-    if path.suffix == ".onnx" and begin.startswith(b"\x08"):
-        return ONNX
-    if path.name == "flax_model.msgpack":
-        return FLAX
-    return NEMO if path.suffix == ".nemo" and _is_nemo(begin) else None
+    is_zip = begin.startswith(_ZIP)
+    member = begin[30 : 30 + int.from_bytes(begin[26:28], "little")] if is_zip else b""
+    end = _end(path) if is_zip else b""
+    found = (
+        sign.kind
+        for sign in FILES
+        if re.fullmatch(sign.name, path.name)
+        and re.match(sign.begin, begin)
+        and sign.contains in begin
+        and member.endswith(sign.member)
+        and sign.directory in end
+        and (not sign.tar or _is_tar(begin))
+    )
+    return next(found, None)
 
 
-def _of_zip(begin: bytes, end: bytes) -> Kind | None:
-    """The kind of a zip archive, by its first member, the pickle in it, and its directory."""
-    name = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
-    if name.endswith(b".npy"):
-        return ARRAYS
-    if b"/code/__torch__" in end:
-        return SCRIPT
-    if not name.endswith(b"/data.pkl"):
-        return None
-    if b"pytorch-lightning_version" in begin:
-        return LIGHTNING
-    return MODULE if b"torch.nn.modules" in begin else TORCH
-
-
-def _is_nemo(begin: bytes) -> bool:
+def _is_tar(begin: bytes) -> bool:
     """Whether these bytes begin a tar archive, plain or gzipped."""
     if begin.startswith(b"\x1f\x8b"):
         with suppress(EOFError, zlib.error, gzip.BadGzipFile):
