@@ -127,8 +127,7 @@ def cells_under(piece: Piece) -> Iterator[Cells]:
 
 def least_room(view: View) -> int:
     """The least bytes for computing the elements of a view; 0 if all of them are stored."""
-    sources = (piece.source for piece in view.pieces)
-    return max((source.least for source in sources if isinstance(source, Computed)), default=0)
+    return max([each.source.least for each in view.pieces if isinstance(each.source, Computed)], default=0)
 
 
 class Read(Protocol):

@@ -231,6 +231,9 @@ def one_for_all(problems: Iterable[Problem], names: Iterable[str], file: str) ->
     A wrong size in a config causes a problem in every tensor that depends on it. `names` are all tensors, and `file` is
     where to look for them.
     """
+    problems = list(problems)
+    if not problems:
+        return []
     instances = Counter(_INDEX.sub("*", name) for name in names)
     groups: dict[Problem, list[Problem]] = {}
     for problem in problems:

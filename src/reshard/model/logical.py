@@ -13,6 +13,7 @@ from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.families import live_names
 from reshard.families.binding import Binding, Bound, Dropped
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.quantization import Weight
 from reshard.formats.target import HEAD
 from reshard.model.resolve import Resolved
 from reshard.model.shifted import rounding, shifted
@@ -194,6 +195,11 @@ def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
     return result
 
 
+def _has_shape(tensor: Tensor, weight: Weight | None, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor, or the quantized weight in it, has this shape."""
+    return weight.fits(tensor, shape) if weight else tensor.shape == shape
+
+
 def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mapping[str, Bound]) -> None:
     quantization = checkpoint.quantization
     if quantization and not quantization.weights:
@@ -228,24 +234,24 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
                 remedy="the config is of a smaller model (--base), or the model is of another family (--family)",
             )
         )
-    for name in sorted(have.keys() & (wanted.keys() | optional.keys())):
-        shape = (wanted.get(name) or optional[name]).shape
-        weight = quantization.weights.get(name) if quantization else None
-        if not (weight.fits(have[name], shape) if weight else have[name].shape == shape):
-            transposed = have[name].shape == shape[::-1]
-            problems.append(
-                Problem(
-                    "tensor-transposed" if transposed else "tensor-shape-differs",
-                    "a tensor is transposed" if transposed else "a tensor has the wrong shape",
-                    tensor=name,
-                    file=have[name].file,
-                    rule="the family and the config determine the shape of each tensor",
-                    expected=str(list(shape)),
-                    found=str(list(have[name].shape)),
-                    remedy="the tool that wrote it swapped the axes: write it again as [out, in]"
-                    if transposed
-                    else "pass the config that belongs to these weights: --base DIR",
-                )
+    weights = quantization.weights if quantization else {}
+    shapes = {name: bound.shape for name, bound in {**optional, **wanted}.items() if name in have}
+    for name in sorted(n for n, shape in shapes.items() if not _has_shape(have[n], weights.get(n), shape)):
+        shape = shapes[name]
+        transposed = have[name].shape == shape[::-1]
+        problems.append(
+            Problem(
+                "tensor-transposed" if transposed else "tensor-shape-differs",
+                "a tensor is transposed" if transposed else "a tensor has the wrong shape",
+                tensor=name,
+                file=have[name].file,
+                rule="the family and the config determine the shape of each tensor",
+                expected=str(list(shape)),
+                found=str(list(have[name].shape)),
+                remedy="the tool that wrote it swapped the axes: write it again as [out, in]"
+                if transposed
+                else "pass the config that belongs to these weights: --base DIR",
             )
+        )
     if problems:
         raise ReshardError(one_for_all(problems, have.keys() | wanted.keys(), str(checkpoint.path)))

@@ -10,6 +10,7 @@ from typing import Any
 
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
 from reshard.families import Family
+from reshard.families.model import Model
 from reshard.families.rules import Dims
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model import vocabulary
@@ -73,6 +74,12 @@ def mtp_layers(checkpoint: Checkpoint, names: list[str], config: Mapping[str, An
     return min(declared, max(0, _count(names, _LAYER) - layers))
 
 
+def is_mtp(name: str, model: Model | None) -> bool:
+    """Whether a tensor belongs to a layer for multi-token prediction, by its Hub name or its name in memory."""
+    numbered = _LAYER.match(name)
+    return bool(_MTP_LAYER.match(name) or (model and numbered and int(numbered[1]) >= model.dims.layers))
+
+
 def disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Problem]:
     """Sizes on which config and tensors differ: one problem per size, not per tensor.
 
@@ -125,9 +132,9 @@ def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple
             yield what, key, wanted, first[0] // size
 
 
-_LAYER = re.compile(r"(?:model\.|decoder\.)?(?:layers|blocks)\.(\d+)\.")
-_MTP_LAYER = re.compile(r"(?:mtp\.|model\.mtp_)layers\.(\d+)\.")
-_EXPERT = re.compile(r".*\.experts\.(\d+)\.")
+_LAYER = re.compile(r"^(?:model\.|decoder\.)?(?:layers|blocks)\.(\d+)\.", re.MULTILINE)
+_MTP_LAYER = re.compile(r"^(?:mtp\.|model\.mtp_)layers\.(\d+)\.", re.MULTILINE)
+_EXPERT = re.compile(r"^.*\.experts\.(\d+)\.", re.MULTILINE)
 
 
 def _experts(checkpoint: Checkpoint, family: Family, names: list[str]) -> int:
@@ -141,5 +148,7 @@ def _experts(checkpoint: Checkpoint, family: Family, names: list[str]) -> int:
 
 def _count(names: list[str], pattern: re.Pattern[str]) -> int:
     """The highest index in the tensor names, plus one."""
-    found = (match for name in names if (match := pattern.match(name)))
-    return max((int(match[1]) for match in found), default=-1) + 1
+    found = set(
+        pattern.findall("\n".join(names))
+    )  # one search is several times faster than one for each name
+    return max(map(int, found), default=-1) + 1

@@ -59,7 +59,8 @@ class Need(NamedTuple):
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> Need:
         """The largest need of some tensors."""
-        return most(Need(least_room(tensor.view), name) for name, tensor in tensors.items())
+        rooms = {name: room for name, tensor in tensors.items() if (room := least_room(tensor.view))}
+        return most(Need(room, name) for name, room in rooms.items())
 
     def beside(self, other: Need) -> Need:
         """What both need at the same time."""
