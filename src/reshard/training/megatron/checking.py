@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.base.errors import Problem
+from reshard.engines.megatron.shards import Weights
 from reshard.training.engine import Trained
 from reshard.training.megatron.options import Options, read
-from reshard.training.megatron.weights import Weights, adapters_of, checksums, weights_of
+from reshard.training.megatron.weights import adapters_of, checksums, weights_of
 from reshard.training.run import Run
 
 

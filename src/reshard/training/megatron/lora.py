@@ -25,10 +25,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.engines.megatron.shards import Coordinates, Weights, layer_of
 from reshard.formats.megatron.mcore import split_of
 from reshard.formats.sharding import shard_boxes
 from reshard.training.megatron.options import Options
-from reshard.training.megatron.weights import Coordinates, Weights, layer_of
 
 ADAPTED = re.compile(r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_(?:qkv|proj|fc1|fc2))")
 """Experts are not adapted: a PEFT adapter that names modules cannot store their pairs."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
 
+from reshard.engines.megatron.shards import Coordinates, Weights
 from reshard.training.engine import Batches, Parts, Precision
 from reshard.training.megatron.options import Options, read
-from reshard.training.megatron.weights import Coordinates, Weights, weights_of
+from reshard.training.megatron.weights import weights_of
 from reshard.training.memory import activations
 from reshard.training.memory.activations import Kept, Widths
 from reshard.training.run import Run

@@ -12,7 +12,9 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.engines.megatron import cpu, parallel
 from reshard.engines.megatron.arguments import complete
+from reshard.engines.megatron.load import fill, place
 from reshard.engines.megatron.model import Spec, build_config, build_model
+from reshard.engines.megatron.shards import Coordinates, Weights
 from reshard.training.collective import join
 from reshard.training.megatron import lora
 from reshard.training.megatron.batches import (
@@ -23,9 +25,8 @@ from reshard.training.megatron.batches import (
     uses_transformer_engine,
 )
 from reshard.training.megatron.core_fields import DATA_PARALLEL, MODEL, OPTIMIZER, given_to
-from reshard.training.megatron.load import fill
 from reshard.training.megatron.options import Options
-from reshard.training.megatron.weights import Coordinates, Weights, weights_of
+from reshard.training.megatron.weights import weights_of
 from reshard.training.run import Run
 
 
@@ -64,18 +65,6 @@ def start(run: Run, options: Options) -> Layout:
     layout = replace(run.layout, etp=options.expert_tensor_parallel_size or run.layout.tp)
     parallel.initialize(layout, seed=options.seed, timeout=options.distributed_timeout_minutes)
     return layout
-
-
-def place(layout: Layout) -> Coordinates:
-    """The coordinates of this rank. Megatron makes expert groups even without experts; the layout then has size 1."""
-    from megatron.core import parallel_state as ps
-
-    return Coordinates(
-        ps.get_tensor_model_parallel_rank(),
-        ps.get_pipeline_model_parallel_rank(),
-        ps.get_expert_model_parallel_rank(),
-        ps.get_expert_tensor_parallel_rank() % layout.etp,
-    )
 
 
 def open_weights(run: Run, options: Options, transformer_engine: bool) -> Weights:

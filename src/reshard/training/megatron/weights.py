@@ -1,17 +1,11 @@
-"""The weights of a Hugging Face folder as sharded over the ranks of a run; nothing here needs torch.
-
-The plan is that of a conversion to Megatron: the family's declaration inverted, then sharded by the layout. A rank
-reads only the bytes of its own shards, and no converted copy is written.
-"""
+"""The weights of a Hugging Face folder as sharded over the ranks of a run; nothing here needs torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -21,19 +15,17 @@ from reshard.adapters.megatron_linears import linears
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
-from reshard.families.binding import Dropped
+from reshard.engines.megatron.shards import Weights, sharded, states_of
 from reshard.families.family import ENGINES, MCORE
 from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.layouts import check_layout
-from reshard.formats.megatron.mcore import padded_vocabulary, place_of, split_of
-from reshard.formats.megatron.ranks import Rank, RankStates
-from reshard.formats.sharding import Shard, Split
+from reshard.formats.megatron.mcore import padded_vocabulary
+from reshard.formats.sharding import Shard
 from reshard.model.described import describe
 from reshard.model.logical import logical_tensors
 from reshard.model.resolve import resolve
 from reshard.planning.adapters import same_bytes
-from reshard.planning.naming import Types, native_tensors
 from reshard.training.megatron.options import Options
 from reshard.training.run import Run
 from reshard.transfer.compare import unequal_replicas
@@ -44,49 +36,6 @@ from reshard.transfer.plan import Planned
 
 WINDOW = 4 << 20
 """Elements that are read at once for a checksum."""
-
-
-class Coordinates(NamedTuple):
-    """Coordinates of a rank in the groups that shard weights. Ranks with equal coordinates have equal weights."""
-
-    tp: int
-    pp: int
-    ep: int
-    etp: int
-
-    def key(self, chunk: int, name: str) -> str:
-        """A unique name of a shard among all ranks: experts are sharded over other ranks than the rest."""
-        where = f"ep{self.ep} etp{self.etp}" if ".experts." in name else f"tp{self.tp}"
-        return f"{where} pp{self.pp} chunk{chunk} {name}"
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The shards of a model on each rank. `rows` are those of its embedding, padding included."""
-
-    model: Model
-    layout: Layout
-    rows: int
-    states: RankStates
-    nowhere: frozenset[str] = frozenset()
-    """Tensors of Megatron-Core that the Hub's model lacks: they stay zero."""
-
-    def of(self, at: Coordinates, chunk: int) -> dict[str, Shard]:
-        """The shards of one virtual stage of a rank, by the names in its live model."""
-        return self.states.state(Rank(at.tp, at.pp, at.ep), chunk, at.etp)
-
-    def everywhere(self) -> Iterator[Coordinates]:
-        """The coordinates of all ranks with different weights."""
-        layout = self.layout
-        for index in range(layout.stage_ranks):
-            for pp in range(layout.pp):
-                yield Coordinates(index % layout.tp, pp, index // layout.etp % layout.ep, index % layout.etp)
-
-    @property
-    def parameters(self) -> int:
-        """The parameters of the complete model, each counted once, without padding of the vocabulary."""
-        binding = self.model.padded(self.model.dims.vocab).binding()
-        return sum(int(np.prod(bound.shape)) for bound in binding.native.values())
 
 
 def layout_of(run: Run, options: Options, model: Model) -> Layout:
@@ -130,15 +79,7 @@ def weights_of(
         _refuse_spread_latent_attention(model, layout)
     _refuse_unpackable(model, options, transformer_engine)
     rows = padded_vocabulary(model.dims.vocab, options.make_vocab_size_divisible_by, layout.tp)
-    model = model.padded(rows)
-    natives = model.binding().native
-    tensors = list(native_tensors(logical, natives, Types(dtype)))
-    nowhere = frozenset(
-        name
-        for name, bound in natives.items()
-        if all(isinstance(piece.source, Dropped) for piece in bound.view.pieces)
-    )
-    return Weights(model, layout, rows, _states(tensors, model, layout, transformer_engine), nowhere)
+    return sharded(model, logical, layout, rows, transformer_engine=transformer_engine, dtype=dtype)
 
 
 def _refuse_spread_latent_attention(model: Model, layout: Layout) -> None:
@@ -172,17 +113,6 @@ def _refuse_unpackable(model: Model, options: Options, transformer_engine: bool)
         )
 
 
-def _states(tensors: list[Planned], model: Model, layout: Layout, transformer_engine: bool) -> RankStates:
-    split = split_of if transformer_engine else _split_by_local_spec
-    return RankStates(tensors, model.args, layout, transformer_engine, split)
-
-
-def _split_by_local_spec(name: str, gated: bool) -> Split | None:
-    """The local spec shards the down projections of latent attention, TransformerEngine's replicates them."""
-    down = name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight"))
-    return Split(0) if down else split_of(name, gated)
-
-
 def adapters_of(folder: Path, base: Weights, *, transformer_engine: bool) -> Weights:
     """A PEFT adapter in a folder, sharded as on the ranks that train it on `base`."""
     checkpoint = open_checkpoint(folder)
@@ -194,7 +124,7 @@ def adapters_of(folder: Path, base: Weights, *, transformer_engine: bool) -> Wei
             compiled = partial(view, linear.rank)
             full = f"{name}.adapter.linear_{side}.weight"
             tensors.append(Planned(full, kind, compiled().shape, compiled))
-    return replace(base, states=_states(tensors, base.model, base.layout, transformer_engine))
+    return replace(base, states=states_of(tensors, base.model, base.layout, transformer_engine))
 
 
 def checksums(weights: Weights) -> dict[str, int]:
@@ -216,13 +146,3 @@ def _checksum(held: Shard, gatherer: Gatherer) -> int:
         part = gatherer.read(tensor, begin, min(begin + WINDOW, held.numel))
         value = crc32(part.view(np.uint8).data, value)
     return int(value)
-
-
-def layer_of(weights: Weights, at: Coordinates, chunk: int, name: str) -> str:
-    """The name of a live module, with the number of its layer in the complete model."""
-    place = place_of(name)
-    if place.stack != "decoder" or place.layer is None:
-        return name
-    table = weights.states.stages.table()
-    layer = next(layer for layer, where in table.items() if where == (at.pp, chunk, place.layer))
-    return f"decoder.layers.{layer}.{place.module}"

@@ -1,4 +1,4 @@
-"""Fill the live model of a rank from a Hugging Face folder: each rank reads only its own shards."""
+"""Fill the live model of a rank: each rank reads only its own shards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,25 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from reshard.algebra.dtypes import dtype
+from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
+from reshard.engines.megatron.shards import Coordinates, Weights
 from reshard.formats.sharding import Shard
-from reshard.training.megatron.weights import Coordinates, Weights
 from reshard.transfer.elements import RAW
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+
+
+def place(layout: Layout) -> Coordinates:
+    """The coordinates of this rank. Megatron makes expert groups even without experts; the layout then has size 1."""
+    from megatron.core import parallel_state as ps
+
+    return Coordinates(
+        ps.get_tensor_model_parallel_rank(),
+        ps.get_pipeline_model_parallel_rank(),
+        ps.get_expert_model_parallel_rank(),
+        ps.get_expert_tensor_parallel_rank() % layout.etp,
+    )
 
 
 def fill(chunks: list[Any], weights: Weights, at: Coordinates) -> None:
@@ -57,7 +70,7 @@ def _differences(live: dict[str, Any], held: dict[str, Shard]) -> Iterator[Probl
                 tensor=name,
                 expected=str(planned),
                 found=str(built),
-                remedy="this is a bug in reshard: please report it with this message",
+                remedy="build it from the arguments of these weights; if reshard built it, report this message",
             )
 
 
