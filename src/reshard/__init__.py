@@ -23,13 +23,14 @@ from reshard.version import __version__
 if TYPE_CHECKING:
     from reshard import guard as guard
     from reshard.algebra.layout import Layout, SavedLayout
-    from reshard.api import convert, doctor, inspect, open, support, verify
+    from reshard.api import convert, doctor, inspect, open, stream, support, verify
     from reshard.base.errors import Problem, ReshardError
     from reshard.commands.conversion import Conversion
     from reshard.commands.coverage import Proof
     from reshard.commands.inspection import Inspection
+    from reshard.commands.lazy import LazyTensor
     from reshard.commands.verification import Comparison
-    from reshard.commands.weights import LazyTensor, Weights
+    from reshard.commands.weights import Weights
     from reshard.diagnosis import Finding, diagnose
     from reshard.formats.checkpoint import Checkpoint
     from reshard.records.record import Integrity
@@ -61,6 +62,7 @@ __all__ = [
     "inspect",
     "open",
     "report",
+    "stream",
     "support",
     "train",
     "verify",
@@ -68,7 +70,7 @@ __all__ = [
 
 _HOMES = {
     "reshard.algebra.layout": ("Layout", "SavedLayout"),
-    "reshard.api": ("convert", "doctor", "inspect", "open", "support", "verify"),
+    "reshard.api": ("convert", "doctor", "inspect", "open", "stream", "support", "verify"),
     "reshard.commands.conversion": ("Conversion",),
     "reshard.commands.coverage": ("Proof",),
     "reshard.diagnosis": ("Finding", "diagnose"),
@@ -80,7 +82,8 @@ _HOMES = {
     "reshard.training.start": ("Outcome",),
     "reshard.transfer.plan": ("Plan",),
     "reshard.commands.verification": ("Comparison",),
-    "reshard.commands.weights": ("LazyTensor", "Weights"),
+    "reshard.commands.lazy": ("LazyTensor",),
+    "reshard.commands.weights": ("Weights",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -80,14 +80,14 @@ class Arguments:
         if value is None or (isinstance(value, str) and value in choices):
             return
         near = meant(value, choices) if isinstance(value, str) else None
-        self._wrong(name, value, f"one of {', '.join(choices)}", f"{name}={near!r}" if near else None)
+        self.wrong(name, value, f"one of {', '.join(choices)}", f"{name}={near!r}" if near else None)
 
     def known(self, name: str, value: Any, known: Callable[[str], object]) -> None:
         """Check for a name that `known` accepts, or None. `known` raises ReshardError for others."""
         if value is None:
             return
         if not isinstance(value, str):
-            self._wrong(name, value, "a name")
+            self.wrong(name, value, "a name")
             return
         try:
             known(value)
@@ -97,7 +97,7 @@ class Arguments:
     def count(self, name: str, value: Any, least: int = 1) -> None:
         """Check for an integer of at least `least`."""
         if not is_whole(value, least):
-            self._wrong(name, value, whole_number(least))
+            self.wrong(name, value, whole_number(least))
 
     def counted(self, name: str, value: Any, least: int = 1) -> None:
         """Check for an integer of at least `least`, or None."""
@@ -108,48 +108,48 @@ class Arguments:
         """Check for a finite number, or None."""
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (is_number and _is_finite(value)):
-            self._wrong(name, value, "a finite number")
+            self.wrong(name, value, "a finite number")
 
     def counts(self, name: str, values: Any) -> None:
         """Check for several integers. Layout checks their values."""
         if not isinstance(values, (tuple, list)) or not all(
             type(each) is int and each >= 0 for each in values
         ):
-            self._wrong(name, values, "integers, for example (10, 12, 12, 10)")
+            self.wrong(name, values, "integers, for example (10, 12, 12, 10)")
 
     def texts(self, name: str, values: Any) -> None:
         """Check for several strings, but not one string, which would be a sequence of its letters."""
         if not isinstance(values, (tuple, list)) or not all(isinstance(each, str) for each in values):
-            self._wrong(name, values, 'several strings, for example ("_orig_mod.",)')
+            self.wrong(name, values, 'several strings, for example ("_orig_mod.",)')
 
     def step(self, name: str, value: Any) -> None:
         """Check for a step number, "release", or None."""
         is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not (value is None or value == "release" or is_step):
-            self._wrong(name, value, 'a step number, or "release"')
+            self.wrong(name, value, 'a step number, or "release"')
 
     def text(self, name: str, value: Any, example: str) -> None:
         """Check for text such as `example`, or None."""
         if not (value is None or isinstance(value, str)):
-            self._wrong(name, value, f"text, for example {example!r}")
+            self.wrong(name, value, f"text, for example {example!r}")
 
     def path(self, name: str, value: Any) -> None:
         """Check for a path or a URL."""
         text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
         if not isinstance(text, str) or not text or "\0" in text:
-            self._wrong(name, value, "a path, a URL or Org/Model")
+            self.wrong(name, value, "a path, a URL or Org/Model")
 
     def switches(self, **values: Any) -> None:
         """Check for True or False: any text would be true."""
         for name, value in values.items():
             if not isinstance(value, bool):
-                self._wrong(name, value, "True or False")
+                self.wrong(name, value, "True or False")
 
     def callbacks(self, **values: Any) -> None:
         """Check for functions, or None."""
         for name, value in values.items():
             if not (value is None or callable(value)):
-                self._wrong(name, value, "a function")
+                self.wrong(name, value, "a function")
 
     def size(self, flag: str, value: Any) -> int:
         """A size in bytes, or 0 if it is malformed."""
@@ -159,7 +159,8 @@ class Arguments:
             self.problems += error.problems
             return 0
 
-    def _wrong(self, name: str, value: Any, expected: str, remedy: str | None = None) -> None:
+    def wrong(self, name: str, value: Any, expected: str, remedy: str | None = None) -> None:
+        """Record that a value is not what is `expected`."""
         self.problems.append(
             Problem(
                 "argument-wrong",

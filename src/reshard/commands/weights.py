@@ -10,37 +10,32 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from reshard.algebra.dtypes import DType
 from reshard.algebra.layout import SavedLayout
-from reshard.algebra.tensors import Tensor, cells_of
-from reshard.algebra.views import View
+from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.shown import html_table
 from reshard.base.suggest import meant
+from reshard.commands.lazy import LazyTensor, torch_device
+from reshard.families import live_names
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Options
-from reshard.planning import planned_tensors
+from reshard.model import fused
+from reshard.planning import Tensors, planned_tensors
 from reshard.planning.naming import Types
-from reshard.transfer.elements import count_nonfinite
+from reshard.transfer.execute import execute
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.overflow import overflow_problem
-from reshard.transfer.plan import Planned
+from reshard.transfer.memory import shared
+from reshard.transfer.plan import Plan, Planned
 
 if TYPE_CHECKING:
     import torch as torchlib  # in `LazyTensor`, `torch` is a method
-
-Array = np.ndarray[Any, Any]
-Index = int | slice | tuple[Any, ...]
 
 SHOWN = 40
 """Tensors that a notebook lists; the others are only counted."""
@@ -50,183 +45,6 @@ class TensorNotFoundError(ReshardError, KeyError):
     """The checkpoint has no tensor of this name. Also a KeyError, as for any mapping."""
 
     __str__ = Exception.__str__
-
-
-class LazyTensor:
-    """A tensor of a checkpoint, or a part of one. It is read when `numpy`, `raw` or `torch` is called.
-
-    Attributes
-    ----------
-    name : str
-        Hugging Face name.
-    shape : tuple of int
-        Size of each axis.
-    dtype : str
-        Name of the dtype in torch, for example "bfloat16".
-
-    Examples
-    --------
-    >>> weight = reshard.open("run")["model.layers.0.mlp.up_proj.weight"]
-    >>> weight
-    <LazyTensor model.layers.0.mlp.up_proj.weight: float32 [96, 64]>
-    >>> weight[:2, 0].numpy().shape
-    (2,)
-    """
-
-    def __init__(self, name: str, dtype: DType, view: View, weights: Weights) -> None:
-        self.name = name
-        self.shape = view.shape
-        self.dtype = dtype.name
-        self._dtype, self._view, self._weights = dtype, view, weights
-
-    def __repr__(self) -> str:
-        return f"<LazyTensor {self.name}: {self.dtype} {list(self.shape)}>"
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of items. An item of a packed dtype (float4) contains two elements."""
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in memory, in bytes."""
-        return self.size * self._dtype.itemsize
-
-    @property
-    def files(self) -> list[str]:
-        """Paths of the files that contain it."""
-        return sorted({cells.storage.path for cells in cells_of(self._view)} - {""})
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("a tensor without axes has no length")
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[LazyTensor]:
-        return (self[index] for index in range(len(self)))
-
-    def __getitem__(self, index: Index) -> LazyTensor:
-        """A part of the tensor, selected by integers, slices of step one and `...`. Only its own bytes are read.
-
-        Raises IndexError if an index is out of range, and ReshardError for any other kind of index.
-        """
-        items = index if isinstance(index, tuple) else (index,)
-        if any(item is Ellipsis for item in items):
-            at = next(i for i, item in enumerate(items) if item is Ellipsis)
-            missing = len(self.shape) - len(items) + 1
-            items = (*items[:at], *[slice(None)] * missing, *items[at + 1 :])
-        plain = tuple(item if isinstance(item, slice) else _whole(item) for item in items)
-        if any(item is None or (isinstance(item, slice) and item.step not in (None, 1)) for item in plain):
-            raise ReshardError(
-                "tensor-index-unsupported",
-                "a lazy tensor takes only integers, slices of step one and ...",
-                tensor=self.name,
-                found=repr(index),
-                remedy="read it first: .numpy()[…]",
-            )
-        if len(items) > len(self.shape):
-            raise IndexError(f"{len(items)} indices for a tensor of {len(self.shape)} axes")
-        return LazyTensor(self.name, self._dtype, self._view[plain], self._weights)  # type: ignore[index]
-
-    def raw(self) -> Array:
-        """Read the tensor as unsigned integers of the same width, bit for bit.
-
-        Raises ReshardError if a file cannot be read, or has changed since it was opened, if a finite value does not fit
-        the requested dtype, or if the checkpoint is closed.
-        """
-        with self._weights.reading_from(self.files) as gatherer:
-            found = gatherer.read(Tensor(self._dtype, self._view), 0, self.size)
-        lost = gatherer.take_lost()
-        if overflow := lost.of(count_nonfinite(found, self._dtype) if lost.found else 0):
-            raise ReshardError(overflow_problem(self.name, overflow))
-        return found.reshape(self.shape)
-
-    def numpy(self) -> Array:
-        """Read the tensor as a numpy array. bfloat16 and 8-bit floats get the dtypes of ml_dtypes.
-
-        Packed 4-bit and 6-bit floats, for which numpy has no dtype, are returned as bytes. Raises ReshardError, like
-        `raw`.
-        """
-        return self.raw().view(_numpy_dtype(self._dtype))
-
-    def torch(self, device: str | torchlib.device | None = None) -> torchlib.Tensor:
-        """Read the tensor as a torch tensor, on the CPU unless another `device` is given.
-
-        Raises ReshardError, like `raw`, and also if torch is not installed, or lacks the dtype or the device.
-        """
-        torch = _torch()
-        target = _device(device)
-        dtype = getattr(torch, self.dtype, None)
-        if dtype is None:
-            raise ReshardError(
-                "torch-without-dtype",
-                "torch does not have this dtype",
-                tensor=self.name,
-                found=f"{self.dtype} with torch {torch.__version__}",
-                remedy="use .raw()",
-            )
-        items = torch.from_numpy(self.raw().reshape(-1).view(np.uint8))
-        found: torchlib.Tensor = items.view(dtype).reshape(self.shape).to(target)
-        return found
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        found = self.numpy()
-        return found if dtype is None else found.astype(dtype)
-
-
-def _torch() -> Any:
-    """The package torch. Raises ReshardError if it is not installed."""
-    try:
-        import torch
-    except ImportError as error:
-        raise ReshardError(
-            "torch-not-installed",
-            "this needs torch, which is not installed",
-            found=str(error),
-            remedy="pip install torch, or use .numpy()",
-        ) from None
-    return torch
-
-
-def _device(device: str | torchlib.device | None) -> Any:
-    """A device that torch can use. Raises ReshardError for any other."""
-    torch = _torch()
-    try:
-        return torch.empty(0, device="cpu" if device is None else device).device
-    except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
-        raise ReshardError(
-            "torch-without-device",
-            "torch cannot use this device",
-            expected="cpu, cuda, cuda:N …",
-            found=f"device={str(device)!r}: {str(error).partition(chr(10))[0]}",
-            remedy="pass a device of this machine",
-        ) from None
-
-
-def _whole(item: Any) -> int | None:
-    """`item` as an integer, or None if it is not an integer."""
-    if isinstance(item, (bool, np.bool_)):
-        return None
-    try:
-        return int(item.__index__())
-    except (AttributeError, TypeError):
-        return None
-
-
-def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    if dtype.bits:
-        return np.dtype(np.uint8)
-    if hasattr(np, dtype.name):
-        return np.dtype(dtype.name)
-    import ml_dtypes
-
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
-    return found
 
 
 class Weights(Mapping[str, LazyTensor]):
@@ -278,6 +96,7 @@ class Weights(Mapping[str, LazyTensor]):
         """Close the checkpoint: from now on, reading from it raises ReshardError."""
         self._is_closed = True
         self.__dict__.pop("_plan", None)
+        self.__dict__.pop("_by_name", None)
 
     def __enter__(self) -> Weights:
         with self.reading():
@@ -316,15 +135,40 @@ class Weights(Mapping[str, LazyTensor]):
                 opened.close()
 
     @cached_property
-    def _plan(self) -> Mapping[str, Planned]:
+    def _plan(self) -> Tensors:
         """The tensors as a conversion would write them. Raises ReshardError if it would be refused."""
-        found = planned_tensors(self.checkpoint, self._options)
-        return {each.name: each for each in found}
+        return planned_tensors(self.checkpoint, self._options)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Planned]:
+        return {each.name: each for each in self._plan.planned}
 
     @property
     def _planned(self) -> Mapping[str, Planned]:
         with self.reading():
+            return self._by_name
+
+    @property
+    def plan(self) -> Tensors:
+        """The plan of its tensors. Raises ReshardError if they cannot be planned, or if the checkpoint is closed."""
+        with self.reading():
             return self._plan
+
+    def write_companions(self, folder: Path) -> None:
+        """Write what a Hugging Face folder has besides the weights: config, tokenizer, code. Raises ReshardError."""
+        with self.reading():
+            files = self._plan.companions()
+            plan = Plan("", "", files, 0, 0, {}, [], [], sources=self.checkpoint.sources)
+            execute(plan, folder, share=shared(1, 1 << 28), checksum=False)
+
+    def in_memory(self) -> list[Planned]:
+        """The same tensors as transformers 5 has them in memory, where experts are fused and modules have other names.
+
+        Raises ReshardError, also for experts that are missing.
+        """
+        with self.reading():
+            live = live_names(self._plan.config, self._options.family)
+            return fused.live_tensors(self._plan.planned, live)
 
     def __getitem__(self, name: str) -> LazyTensor:
         """A tensor that is not read yet. Raises TensorNotFoundError for an unknown name."""
@@ -339,7 +183,7 @@ class Weights(Mapping[str, LazyTensor]):
                 found=f"{len(self._planned):,} tensors under their Hugging Face names",
                 remedy=f"did you mean {near}?" if near else "list them with .keys()",
             )
-        return LazyTensor(planned.name, planned.dtype, planned.source(), self)
+        return LazyTensor(planned.name, planned.dtype, planned.source(), self.reading_from)
 
     def get(self, name: str, default: Any = None) -> Any:
         """The tensor of this name, or `default`."""
@@ -388,7 +232,7 @@ class Weights(Mapping[str, LazyTensor]):
         >>> tensors["model.norm.weight"].dtype
         torch.bfloat16
         """
-        where = _device(device)
+        where = torch_device(device)
         chosen = self if dtype is None else self._cast(str(dtype).removeprefix("torch."))
         return {name: tensor.torch(where) for name, tensor in chosen.items()}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.adapters import kind_of
 from reshard.algebra.dtypes import dtype
@@ -36,7 +36,7 @@ from reshard.transfer.memory import NOTHING, Meter, Need, uncollected
 from reshard.transfer.plan import OutputFile, Plan, Planned
 from reshard.transfer.sources import OnStep, Sources
 
-__all__ = ["IS_ADAPTER", "Options", "plan_conversion", "planned_tensors"]
+__all__ = ["IS_ADAPTER", "Options", "Tensors", "plan_conversion", "planned_tensors"]
 
 IS_ADAPTER = "source-is-an-adapter"
 """The code of the problem that a source is an adapter, but a model is requested."""
@@ -57,8 +57,32 @@ def plan_conversion(
     return _planned(source, checkpoint, options)
 
 
+class Tensors(NamedTuple):
+    """Tensors under the Hub's names, as `request` has them, those stored more than once, and the memory needed."""
+
+    source: Resolved
+    request: Request
+    replicas: Sequence[Replica]
+    need: Need
+
+    @property
+    def planned(self) -> Sequence[Planned]:
+        """The tensors."""
+        return self.request.tensors
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The Hugging Face config, empty if there is none."""
+        return self.request.config
+
+    def companions(self) -> list[OutputFile]:
+        """What a Hugging Face folder has besides the weights: config, tokenizer, code. Raises ReshardError."""
+        found = beside.find_companions(self.source.checkpoint, self.request)
+        return [*beside.companion_files(self.source.checkpoint, self.request, found)]
+
+
 @uncollected()
-def planned_tensors(checkpoint: Checkpoint, options: Options) -> Sequence[Planned]:
+def planned_tensors(checkpoint: Checkpoint, options: Options) -> Tensors:
     """The tensors that a conversion to a Hugging Face folder (for an adapter, to PEFT's) would write.
 
     No files are planned, and no tokenizer is needed. Raises ReshardError.
@@ -66,7 +90,9 @@ def planned_tensors(checkpoint: Checkpoint, options: Options) -> Sequence[Planne
     is_model = options.merge or kind_of(checkpoint) is Kind.MODEL
     to = huggingface.NAME if is_model else peft.NAME
     merged = _merged(checkpoint.path, checkpoint, replace(options, to=to, tokenizer=False))
-    return _content(*_prepared(*merged)).request.tensors
+    prepared = _prepared(*merged)
+    content = _content(*prepared)
+    return Tensors(prepared.source, content.request, content.replicas, content.need)
 
 
 def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:

@@ -15,6 +15,8 @@ class Files:
     def __init__(self, limit: int = 128) -> None:
         self._open: OrderedDict[str, File] = OrderedDict()
         self._limit = limit
+        self.read_bytes = 0
+        """Bytes that were read."""
 
     def _file(self, path: str) -> File:
         found = self._open.get(path)
@@ -33,7 +35,9 @@ class Files:
         """
         try:
             file = self._file(path)
+            parts = list(parts)
             end = file.fill(parts)
+            self.read_bytes += sum(len(part) for _, part in parts)
             found = None if end is None else f"{file.size} bytes"
         except OSError as error:
             raise _unreadable(path, error) from error

@@ -1,0 +1,114 @@
+"""`reshard.stream`: the tensors of any checkpoint, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from reshard.api.weights import open
+from reshard.base.arguments import Arguments, StrPath
+from reshard.base.boundary import for_users
+from reshard.commands.lazy import Array, Index, LazyTensor, as_numpy, as_torch
+from reshard.commands.streaming import ORDERS, How, Selection, streamed
+from reshard.commands.weights import Weights
+
+FRAMEWORKS = ("numpy", "torch")
+
+
+@for_users()
+def stream(
+    path: StrPath | Weights,
+    *,
+    names: Collection[str] | None = None,
+    boxes: Mapping[str, Index] | None = None,
+    experts: range | None = None,
+    order: str = "file",
+    framework: str = "numpy",
+    memory: int | str = "1GiB",
+    workers: int | None = None,
+    verify: bool | None = None,
+    **opening: Any,
+) -> Iterator[tuple[str, Any]]:
+    """Read the tensors of a checkpoint of any format and layout one after another, ahead of their use.
+
+    Names, dtypes and values are those that `convert` would write to a Hugging Face folder. Nothing is written: this is
+    the way into a running model. Threads read while the caller uses what it got.
+
+    Parameters
+    ----------
+    path : str or path-like or Weights
+        Folder, file, URL or ``Org/Model``; or what `reshard.open` returned.
+    names : collection of str, optional
+        Read only these tensors.
+    boxes : mapping of str to index, optional
+        For some tensors, the part to read: integers and slices, as for a numpy array. Only its own bytes are read.
+    experts : range, optional
+        Of the routed experts, read only these.
+    order : {"file", "model"}
+        Read in the order of the files, which is faster, or of the model.
+    framework : {"numpy", "torch"}
+        What to return. bfloat16 and 8-bit floats get the numpy dtypes of ml_dtypes.
+    memory : int or str
+        Limit for the threads and the tensors that wait to be taken, in bytes or with a unit. At least one tensor is
+        held, whatever its size. What was taken does not count.
+    workers : int, optional
+        Threads, by default two per core.
+    verify : bool, optional
+        Compare the CRC32s that the files record, and tensors that are stored more than once. By default if everything
+        is read; of a part, this reads more than was asked for.
+    **opening
+        Other arguments of `reshard.open`: ``dtype``, ``base``, ``iteration``, ``merge`` …
+
+    Yields
+    ------
+    (str, numpy.ndarray or torch.Tensor)
+        A Hugging Face name, and the tensor.
+
+    Raises
+    ------
+    ReshardError
+        At once for a wrong argument, or if the checkpoint cannot be read. While it is read, for bytes that are damaged
+        or that cannot be read, and at the end for files that have changed meanwhile: only a loop that ended has read
+        the weights of one checkpoint.
+
+    Examples
+    --------
+    >>> for name, tensor in reshard.stream("run", dtype="bfloat16", framework="torch"):
+    ...     if name == "model.norm.weight":
+    ...         print(tensor.shape, tensor.dtype)
+    torch.Size([64]) torch.bfloat16
+    """
+    given = Arguments("stream")
+    given.choice("order", order, ORDERS)
+    given.choice("framework", framework, FRAMEWORKS)
+    allowed = given.size("--memory", memory)
+    given.counted("workers", workers)
+    if names is not None:
+        given.texts("names", names if isinstance(names, str) else list(names))
+    if names is not None and boxes is not None and (others := boxes.keys() - set(names)):
+        given.wrong("boxes", sorted(others), "names that are in `names`, too")
+    if experts is not None and not (isinstance(experts, range) and experts.step == 1):
+        given.wrong("experts", experts, "a range of numbers in order, for example range(0, 8)")
+    if verify is not None:
+        given.switches(verify=verify)
+    if isinstance(path, Weights) and opening:
+        given.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
+    given.settle()
+    weights = path if isinstance(path, Weights) else open(path, **opening)
+    selection = Selection(names, boxes, experts)
+    selection.of(weights)  # raises for unknown names before anything is read
+    verify = selection.is_everything if verify is None else verify
+    found = streamed(weights, selection, order, How(allowed, workers, verify))
+    return _arrays(found) if framework == "numpy" else _torch_tensors(found)
+
+
+def _arrays(found: Iterator[tuple[LazyTensor, Array]]) -> Iterator[tuple[str, Any]]:
+    with for_users():
+        for tensor, raw in found:
+            yield tensor.name, as_numpy(raw, tensor.tensor.dtype)
+
+
+def _torch_tensors(found: Iterator[tuple[LazyTensor, Array]]) -> Iterator[tuple[str, Any]]:
+    with for_users():
+        for tensor, raw in found:
+            yield tensor.name, as_torch(tensor.name, raw, tensor.tensor.dtype, None)

@@ -1,0 +1,131 @@
+"""All tensors of a checkpoint, or some, one after another, read ahead by several threads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from reshard.algebra.storage import Storage
+from reshard.algebra.tensors import Tensor, cells_of
+from reshard.base.errors import ReshardError
+from reshard.commands.lazy import Array, Index, LazyTensor
+from reshard.commands.weights import Weights
+from reshard.transfer.compare import unequal_replicas
+from reshard.transfer.files import Files
+from reshard.transfer.gather import crc_problem
+from reshard.transfer.ledger import Ledger
+from reshard.transfer.memory import Meter, shared
+from reshard.transfer.prefetch import Wanted, read_ahead
+
+FILE, MODEL = "file", "model"
+ORDERS = (FILE, MODEL)
+"""The orders in which tensors can be read: as they lie in the files, or as the model has them."""
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_STACKED = re.compile(r"\.experts\.[a-z_]+$")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tensors to read, and which part of each.
+
+    `names` are those to read; by default all. `boxes` has, for some of them, the index of the part to read, as for a
+    numpy array. Of routed experts, only those with the numbers in `experts` are read; of stacked experts, these rows.
+    """
+
+    names: Collection[str] | None = None
+    boxes: Mapping[str, Index] | None = None
+    experts: range | None = None
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether all tensors are read completely."""
+        return self == Selection()
+
+    def of(self, weights: Weights) -> list[LazyTensor]:
+        """The tensors, in the order of the model. Raises TensorNotFoundError for an unknown name."""
+        asked = [*(self.names or ()), *(self.boxes or ())]
+        found = {name: weights[name] for name in asked}  # raises for unknown names
+        every = weights if self.names is None else dict.fromkeys(self.names)
+        chosen = (found.get(name) or weights[name] for name in weights if name in every)
+        return [self._part(each) for each in chosen if self._has(each)]
+
+    def _has(self, tensor: LazyTensor) -> bool:
+        match = _EXPERT.search(tensor.name)
+        return self.experts is None or match is None or int(match[1]) in self.experts
+
+    def _part(self, tensor: LazyTensor) -> LazyTensor:
+        if self.experts is not None and _STACKED.search(tensor.name) and tensor.ndim == 3:
+            tensor = tensor[self.experts.start : self.experts.stop]
+        return tensor[self.boxes[tensor.name]] if self.boxes and tensor.name in self.boxes else tensor
+
+
+@dataclass(frozen=True)
+class How:
+    """How to read: the limit of memory in bytes, the number of threads, and whether to compare what is there twice.
+
+    `verify` compares all CRC32s that the files record, and tensors that are stored more than once.
+    """
+
+    memory: int
+    workers: int | None = None
+    verify: bool = True
+
+
+def streamed(
+    weights: Weights, selection: Selection, order: str, how: How
+) -> Iterator[tuple[LazyTensor, Array]]:
+    """Each selected tensor with its raw elements. Raises ReshardError, at the latest when all are read."""
+    chosen = selection.of(weights)
+    if order == FILE:
+        chosen.sort(key=lambda each: place(each.tensor))
+    wanted = [Wanted(each.name, each.tensor) for each in chosen]
+    for each, (_, raw) in zip(chosen, read(weights, wanted, how), strict=True):
+        yield each, raw
+
+
+def read(
+    weights: Weights,
+    wanted: Sequence[Wanted],
+    how: How,
+    on_read: Callable[[int], None] = lambda nbytes: None,
+) -> Iterator[tuple[str, Array]]:
+    """The raw elements of some tensors of a checkpoint, in this order.
+
+    `on_read` receives the number of bytes that were read for them.
+
+    Raises ReshardError for what cannot be read, for damage, and at the end for files that have changed meanwhile.
+    """
+    meter, plan = Meter(how.memory), weights.plan
+    names = {cells.storage: each.name for each in wanted for cells in cells_of(each.tensor.view)}
+    files = {storage.path for storage in names if storage.path}
+    left = meter.left(plan.need)
+    share = shared(how.workers, left // 2, plan.need, files)
+    held = max(0, left - share.threads * share.each)
+    ledger = Ledger(every=True, most=share.ranges) if how.verify else None
+    sources = weights.checkpoint.sources if how.verify else weights.checkpoint.sources.only(files)
+    with weights.reading(), sources.unchanged(ledger.passed if ledger else None):
+        if how.verify and (problems := unequal_replicas(plan.replicas, share)):
+            raise ReshardError(problems)
+        yield from read_ahead(wanted, share, ledger, held, on_read)
+        if ledger:
+            _settle(ledger, names)
+
+
+def place(tensor: Tensor) -> tuple[str, float]:
+    """Where the first bytes of a tensor are; in the last place if no file has any."""
+    first = next((cells.storage for cells in cells_of(tensor.view) if cells.storage.path), None)
+    return (first.path, first.offset) if first else ("\U0010ffff", inf)
+
+
+def _settle(ledger: Ledger, names: Mapping[Storage, str]) -> None:
+    """Raise ReshardError for each storage whose bytes do not have the recorded CRC32."""
+    files = Files()
+    try:
+        wrong = ledger.settle(files)
+    finally:
+        files.close()
+    if wrong:
+        raise ReshardError([crc_problem(storage, names.get(storage)) for storage in wrong])

@@ -1,0 +1,132 @@
+"""Tensors read before they are needed: threads fill them in parts, and they are handed out in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock, local
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.algebra.tensors import Tensor
+from reshard.base.errors import ReshardError
+from reshard.transfer.elements import RAW, count_nonfinite
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
+from reshard.transfer.ledger import Ledger
+from reshard.transfer.memory import Share
+from reshard.transfer.overflow import Overflow, overflow_problem
+
+PART = 16 << 20
+"""Bytes of a tensor that one thread reads at a time."""
+
+Array = np.ndarray[Any, Any]
+
+
+class Wanted(NamedTuple):
+    """A tensor to read, and optionally where to: the memory of its elements, as integers of their width."""
+
+    name: str
+    tensor: Tensor
+    out: Array | None = None
+
+
+def read_ahead(
+    wanted: Iterable[Wanted],
+    share: Share,
+    ledger: Ledger | None,
+    held: int,
+    on_read: Callable[[int], None] = lambda nbytes: None,
+) -> Iterator[tuple[str, Array]]:
+    """The raw elements of each tensor by name, in order, read by the threads of `share`.
+
+    The tensors that are being read or wait to be taken have at most `held` bytes together, or are a single one.
+    `on_read` receives, at the end, the number of bytes that were read from files. Raises ReshardError if a file cannot
+    be read, or if a finite value does not fit the dtype of its tensor.
+    """
+    with _Readers(share, ledger) as readers:
+        coming: deque[_Coming] = deque()
+        for each in wanted:
+            while coming and sum(other.nbytes for other in coming) + each.tensor.nbytes > held:
+                yield coming.popleft().taken()
+            coming.append(readers.begun(each))
+        while coming:
+            yield coming.popleft().taken()
+        on_read(readers.read_bytes)
+
+
+class _Coming:
+    """A tensor whose parts are being read."""
+
+    def __init__(self, name: str, tensor: Tensor, out: Array, parts: list[Future[Overflow | None]]) -> None:
+        self._name, self._tensor, self._out, self._parts = name, tensor, out, parts
+        self.nbytes = tensor.nbytes
+
+    def taken(self) -> tuple[str, Array]:
+        """Its name and elements, once all are read. Raises ReshardError."""
+        lost: Overflow | None = None
+        for part in self._parts:
+            found = part.result()
+            lost = found.joined(lost) if found else lost
+        if lost:
+            raise ReshardError(overflow_problem(self._name, lost))
+        return self._name, self._out.reshape(self._tensor.shape)
+
+
+class _Readers:
+    """Threads that read parts of tensors, each with files of its own."""
+
+    def __init__(self, share: Share, ledger: Ledger | None) -> None:
+        self._share, self._ledger = share, ledger
+        self._pool = ThreadPoolExecutor(share.threads, thread_name_prefix="reshard")
+        self._own = local()
+        self._files: list[Files] = []
+        self._lock = Lock()
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that all threads have read."""
+        return sum(files.read_bytes for files in self._files)
+
+    def begun(self, wanted: Wanted) -> _Coming:
+        """A tensor, all parts of which wait to be read."""
+        name, tensor, out = wanted
+        count, itemsize = tensor.view.numel, tensor.dtype.itemsize
+        out = np.empty(count, RAW[itemsize]) if out is None else out
+        row = max(1, count // max(1, tensor.shape[0])) if tensor.shape else 1
+        step = max(1, PART // itemsize // row) * row
+        starts = range(0, count, step)
+        parts = [self._pool.submit(self._read, tensor, at, min(at + step, count), out) for at in starts]
+        return _Coming(name, tensor, out, parts)
+
+    def _read(self, tensor: Tensor, begin: int, end: int, out: Array) -> Overflow | None:
+        """Read elements `begin` to `end` into their place in `out`; returns the finite values that are lost."""
+        gatherer = self._gatherer()
+        is_whole = end - begin == tensor.view.numel
+        pieces = tensor.view.pieces if is_whole else tensor.view.window(begin, end)
+        gatherer.fill(pieces, tensor.dtype, out[begin:end])
+        gatherer.take_passed()  # the ledger has these ranges, and no journal needs them
+        lost = gatherer.take_lost()
+        return lost.of(count_nonfinite(out[begin:end], tensor.dtype)) if lost.found else None
+
+    def _gatherer(self) -> Gatherer:
+        found: Gatherer | None = getattr(self._own, "gatherer", None)
+        if found is None:
+            files = Files()
+            with self._lock:
+                self._files.append(files)
+            found = self._own.gatherer = Gatherer(files, self._ledger, self._share.gathering)
+        return found
+
+    def __enter__(self) -> _Readers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for files in self._files:
+            files.close()
