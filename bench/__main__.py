@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import click
 
-from bench import costs, rows, scale, sync, training
+from bench import costs, live, rows, scale, sync, training
 from bench.models import QWEN2_5_3B, QWEN3_MOE, REAL_SIZES, make
 from bench.race import HEADER, Contender, race
 
@@ -87,6 +87,11 @@ def main(data: Path, rounds: int, only: str) -> None:
         _show(["", *rows.HEADER])
         for row in rows.rows(data, rounds):
             _show([row])
+    if only in "live":
+        _show(["", *live.HEADER])
+        for row in live.rows(data, rounds):
+            _show([row])
+        _show(["", *live.LOADED, *live.loading(data, rounds), "", *live.opening(data, rounds)])
     if only in "costs":
         _show(list(costs.rows(data, rounds)))
     if only in "scale":

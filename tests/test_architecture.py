@@ -30,7 +30,7 @@ ORDER = (
     ("engines",),
     ("oracle", "diagnosis"),
     ("api", "guard"),
-    ("training",),
+    ("training", "live"),
     ("cli",),
 )
 """From the bottom to the top. Parts on one line do not import each other."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from reshard.commands.weights import Weights
     from reshard.diagnosis import Finding, diagnose
     from reshard.formats.checkpoint import Checkpoint
+    from reshard.live.calls import from_pretrained, load_into
     from reshard.records.record import Integrity
     from reshard.training.calls import export, report, train
     from reshard.training.start import Outcome
@@ -59,7 +60,9 @@ __all__ = [
     "diagnose",
     "doctor",
     "export",
+    "from_pretrained",
     "inspect",
+    "load_into",
     "open",
     "report",
     "stream",
@@ -76,6 +79,7 @@ _HOMES = {
     "reshard.diagnosis": ("Finding", "diagnose"),
     "reshard.base.errors": ("Problem", "ReshardError"),
     "reshard.formats.checkpoint": ("Checkpoint",),
+    "reshard.live.calls": ("from_pretrained", "load_into"),
     "reshard.records.record": ("Integrity",),
     "reshard.commands.inspection": ("Inspection",),
     "reshard.training.calls": ("export", "report", "train"),

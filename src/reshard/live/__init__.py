@@ -1,0 +1,1 @@
+"""Weights into running models, without writing them first."""

@@ -1,0 +1,75 @@
+"""Weights in the chunks of Megatron-Core: equal to what its own loader reads from a converted checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard.algebra.layout import Layout
+from reshard.engines.megatron import parallel
+from reshard.engines.megatron.checkpoint import load_weights
+from reshard.engines.megatron.load import live_tensors
+from reshard.engines.megatron.model import build_model
+from reshard.engines.megatron.session import run_ranks
+
+pytest.importorskip("megatron.core")
+
+Models = Callable[..., Path]
+
+
+def _rank(source: Path, folder: Path, args: Mapping[str, Any], layout: Layout) -> tuple[int, int]:
+    """One rank: chunks that reshard fills from the Hub's folder, and chunks that Megatron-Core loads itself."""
+    parallel.initialize(layout, seed=0)
+    ours, theirs = build_model(args, layout), build_model(args, layout)
+    loaded = reshard.load_into(ours, source)
+    mismatch = load_weights(theirs, folder)
+    assert not mismatch.missing and not mismatch.unexpected
+    held = 0
+    for mine, other in zip(ours, theirs, strict=True):
+        tensors, expected = live_tensors(mine), live_tensors(other)
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, expected[name]), name
+            held += tensor.nbytes
+    return loaded.nbytes, held
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", Layout(tp=2, pp=2, etp=2)),
+        ("qwen3", Layout(pp=2, vpp=2)),
+        ("qwen3_moe", Layout(tp=2, ep=2, etp=1)),
+        ("deepseek_v3", Layout(pp=2)),
+    ],
+)
+def test_chunks_have_what_megatron_loads(
+    family: str, layout: Layout, hf_model: Models, tmp_path: Path
+) -> None:
+    source = hf_model(family)
+    sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep}
+    sizes |= {"etp": layout.etp} if family == "qwen3_moe" else {}
+    reshard.convert(source, tmp_path / "there", to="megatron", transformer_impl="local", **sizes)
+    checkpoint = reshard.open(tmp_path / "there").checkpoint
+    args = {**(checkpoint.args or {}), "moe_grouped_gemm": False}
+    for filled, held in run_ranks(layout.world_size, _rank, source, checkpoint.path, args, layout):
+        assert filled == held > 0
+
+
+def _refused(source: Path, args: Mapping[str, Any], layout: Layout) -> set[str]:
+    parallel.initialize(layout, seed=0)
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.load_into(build_model(args, layout), source)
+    return {problem.code for problem in caught.value.problems}
+
+
+def test_chunks_of_another_model_are_refused(hf_model: Models, tmp_path: Path) -> None:
+    reshard.convert(hf_model("qwen3"), tmp_path / "there", to="megatron", transformer_impl="local")
+    args = reshard.open(tmp_path / "there").checkpoint.args or {}
+    (codes,) = run_ranks(1, _refused, hf_model("qwen2"), args, Layout())
+    assert codes == {"megatron-model-not-as-planned"}
