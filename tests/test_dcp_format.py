@@ -93,7 +93,7 @@ def test_transformers_computes_what_the_engine_computed(
 ) -> None:
     source = saved(kind)
     checkpoint = reshard.open(source).checkpoint
-    assert (checkpoint.format, checkpoint.dialect) == ("dcp", "hf")
+    assert (checkpoint.format, checkpoint.dialect.name) == ("dcp", "hf")
     reshard.convert(source, tmp_path / "hf", base=hf_model("llama"))
     assert_agree(transformers_logits(tmp_path / "hf", TOKENS), np.load(source.parent / "logits.npy"))
     moved = tensors_of(tmp_path / "hf")["model.layers.0.mlp.up_proj.weight"]
@@ -220,7 +220,7 @@ def test_torchtitan_of_2024_nests_the_model(tmp_path: Path) -> None:
     plain = reshard.open(TITAN / "llama-older").tensors
     for folder in ("nested", "flat"):
         checkpoint = reshard.open(tmp_path / folder).checkpoint
-        assert checkpoint.dialect == "torchtitan" and checkpoint.tensors.keys() == plain.keys()
+        assert checkpoint.dialect.name == "torchtitan" and checkpoint.tensors.keys() == plain.keys()
 
 
 def test_torchtitan_without_a_config_asks_for_the_base(tmp_path: Path) -> None:

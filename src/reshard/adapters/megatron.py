@@ -25,6 +25,7 @@ from reshard.algebra.views import Piece, View
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family, declared
 from reshard.families.binding import Binding, Bound
+from reshard.families.dialect import HUB
 from reshard.families.rules import Dims
 from reshard.formats.checkpoint import Checkpoint
 
@@ -74,7 +75,7 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
         tensors.update(found)
     if problems:
         raise ReshardError(problems)
-    return replace(checkpoint, dialect="hf", tensors=tensors, variant="adapter of Megatron-Core")
+    return replace(checkpoint, dialect=HUB, tensors=tensors, variant="adapter of Megatron-Core")
 
 
 def _under_hub_names(

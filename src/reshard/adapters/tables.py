@@ -19,11 +19,11 @@ from reshard.adapters.adapter import Adapter
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Computed, Read, Tensor
 from reshard.algebra.views import View, concat
-from reshard.model.vocabulary import EMBEDDINGS
+from reshard.families.dialect import HUB
 from reshard.transfer.elements import as_float
 
 HEAD = "lm_head.weight"
-ENDS = {*EMBEDDINGS["hf"], HEAD}
+ENDS = {*HUB.embeddings, HEAD}
 """Weights with one row for each token; a model has two, or one if they are tied."""
 
 READ = 1 << 20
@@ -90,7 +90,7 @@ def untie(adapter: Adapter, weights: dict[str, Tensor]) -> None:
 
 def embedding_of(weights: Mapping[str, Tensor]) -> str | None:
     """The name of the embedding among `weights`."""
-    return next((name for name in EMBEDDINGS["hf"] if name in weights), None)
+    return next((name for name in HUB.embeddings if name in weights), None)
 
 
 def resize(adapter: Adapter, base: Mapping[str, Tensor], weights: dict[str, Tensor], *, tied: bool) -> None:

@@ -21,7 +21,6 @@ from reshard.formats import foreign
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.target import Options
-from reshard.model.vocabulary import EMBEDDINGS
 from reshard.planning import IS_ADAPTER, plan_conversion
 from reshard.transfer.sources import Sources
 
@@ -251,7 +250,7 @@ def _finding(problem: Problem, where: Place, why: Iterable[Text], cure: Iterable
 def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Whether the tokenizer fits the embedding, has a chat template, and opens in transformers 4."""
     companions = find_companions(checkpoint.sources, *checkpoint.folders)
-    names = EMBEDDINGS.get(checkpoint.dialect, ())
+    names = checkpoint.dialect.embeddings
     table = next((t for name in names if (t := checkpoint.tensors.get(name))), None)
     tokens = companions.vocab_size
     if table is not None and tokens is not None and tokens > table.shape[0]:

@@ -13,7 +13,6 @@ from reshard.diagnosis.rules import told
 from reshard.diagnosis.words import words
 from reshard.folders.companions import find_companions, read_object
 from reshard.formats.checkpoint import Checkpoint
-from reshard.model.vocabulary import EMBEDDINGS
 
 
 def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -105,7 +104,7 @@ def _tokenizer_of_5(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
 
 def _small_vocabulary(checkpoint: Checkpoint, tokens: int | None, path: Path) -> Iterator[Finding]:
     """A tokenizer with hardly any tokens, as transformers 5 makes one if the tokenizer's files are missing."""
-    tables = (checkpoint.tensors.get(name) for name in EMBEDDINGS.get(checkpoint.dialect, ()))
+    tables = (checkpoint.tensors.get(name) for name in checkpoint.dialect.embeddings)
     rows = next((table.shape[0] for table in tables if table is not None), 0)
     if tokens is not None and tokens < 16 <= rows // 4:
         yield told("checkpoint-tiny-tokenizer", [Place(str(path), None, f"tokens: {tokens}")], {"rows": rows})

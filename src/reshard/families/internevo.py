@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from reshard.algebra.views import View, concat
+from reshard.families.dialect import Dialect
 from reshard.families.family import Rules
 from reshard.families.rules import GATED, Block, Dims, Rule, native, same, under
 
@@ -24,9 +25,18 @@ HUB_ENDS = {"model.embed_tokens.weight": "model.tok_embeddings.weight", "lm_head
 """InternLM2's names for the embedding and the head."""
 
 
+EMBEDDINGS = {"internlm": "embedding.weight", "internlm2": "tok_embeddings.weight"}
+
+
+def dialect(name: str, *, interleaved: bool) -> Dialect:
+    """One of InternEvo's dialects with one of the orders of rotary rows."""
+    return Dialect(f"{name}-interleaved" if interleaved else name, (EMBEDDINGS[name],))
+
+
 def dialects(name: str, rules: Callable[[Dims, bool], Iterable[Rule]]) -> Mapping[str, Rules]:
-    """One of InternEvo's dialects with both orders of rotary rows."""
-    return {name: partial(_ordered, rules, False), f"{name}-interleaved": partial(_ordered, rules, True)}
+    """The rules for one of InternEvo's dialects with both orders of rotary rows."""
+    orders = (False, True)
+    return {dialect(name, interleaved=each).name: partial(_ordered, rules, each) for each in orders}
 
 
 def _ordered(rules: Callable[[Dims, bool], Iterable[Rule]], interleaved: bool, d: Dims) -> Iterable[Rule]:

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from reshard.algebra.views import View
+from reshard.families.dialect import Dialect
 from reshard.families.rules import Block, Dims, Rule, native, same, under
 
+EMBEDDING = "tok_embeddings.weight"
+TORCHTITAN = Dialect("torchtitan", (EMBEDDING,))
 LAYER = "layers.{layer}"
 
 
@@ -27,7 +30,7 @@ def qwen3(d: Dims) -> Iterator[Rule]:
 
 
 def _model(d: Dims, *, interleaved: bool) -> Iterator[Rule]:
-    table = native("tok_embeddings.weight", d.vocab, d.hidden)
+    table = native(EMBEDDING, d.vocab, d.hidden)
     head = table if d.tied else native("lm_head.weight", d.vocab, d.hidden)
     yield Rule("model.embed_tokens.weight", table)
     yield Rule("lm_head.weight", head, copy=d.tied, written=not d.tied)

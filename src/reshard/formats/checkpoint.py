@@ -11,6 +11,7 @@ from typing import Any
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, count, size
+from reshard.families.dialect import HUB, MEGATRON, Dialect
 from reshard.folders.iterations import Iteration
 from reshard.formats.quantization import Quantization
 from reshard.transfer.sources import Sources
@@ -77,8 +78,8 @@ class Checkpoint:
         Where it was found.
     format : str
         Name of the format.
-    dialect : str
-        Whose names the tensors have: "hf", or an engine's dialect (`Family.dialects`).
+    dialect : Dialect
+        Whose names the tensors have: the Hub's, or an engine's (`Family.dialects`).
     tensors : dict of str to Tensor
         All weights.
     root : Path
@@ -124,7 +125,7 @@ class Checkpoint:
 
     path: Path
     format: str
-    dialect: str
+    dialect: Dialect
     tensors: dict[str, Tensor]
     root: Path
     layout: SavedLayout = field(default_factory=SavedLayout)
@@ -153,17 +154,17 @@ class Checkpoint:
     @property
     def has_hub_names(self) -> bool:
         """Whether its tensors are named as on the Hub."""
-        return self.dialect == "hf"
+        return self.dialect == HUB
 
     @property
     def has_megatron_names(self) -> bool:
         """Whether its tensors are named as in Megatron-Core."""
-        return self.dialect == "mcore"
+        return self.dialect == MEGATRON
 
     @property
     def rules(self) -> str:
         """The dialect whose rules say which tensors it must have. Hub names fit those of any engine."""
-        return self.engine if self.has_hub_names or self.has_megatron_names else self.dialect
+        return self.engine if self.has_hub_names or self.has_megatron_names else self.dialect.name
 
     @property
     def amount(self) -> str:

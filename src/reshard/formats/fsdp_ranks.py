@@ -21,6 +21,7 @@ from reshard.base.errors import Problem, ReshardError, listed, one_for_each_file
 from reshard.containers.torchfiles.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
 from reshard.containers.torchfiles.pickles import Opaque
 from reshard.containers.torchfiles.read import read_dict
+from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import flat
@@ -103,7 +104,7 @@ def _checkpoint(path: Path, files: Files, parts: Mapping[str, Parts], entries: C
     return Checkpoint(
         path=path,
         format=NAME,
-        dialect="hf",
+        dialect=HUB,
         tensors=tensors,
         root=files.folder,
         dropped=+dropped,

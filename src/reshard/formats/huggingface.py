@@ -14,6 +14,7 @@ from reshard.base.plain import JSON_MOST, json_of, kind_of, to_json
 from reshard.containers import distributed_safetensors, safetensors
 from reshard.containers.paths import below
 from reshard.containers.torchfiles.read import read_dict
+from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
@@ -65,7 +66,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     return Checkpoint(
         path=path,
         format=NAME,
-        dialect="hf",
+        dialect=HUB,
         tensors=tensors,
         root=folder,
         dropped=+dropped,

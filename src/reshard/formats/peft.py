@@ -10,6 +10,7 @@ from pathlib import Path
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.plain import to_json
 from reshard.containers import safetensors
+from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
@@ -42,7 +43,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     return Checkpoint(
         path=path,
         format=NAME,
-        dialect="hf",
+        dialect=HUB,
         tensors=tensors,
         replicas=replicas,
         root=file.parent,

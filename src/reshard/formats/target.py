@@ -18,6 +18,7 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.base.errors import listed
 from reshard.families import live_names
+from reshard.families.family import MCORE
 from reshard.families.model import Model
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, Optimizer
@@ -147,6 +148,16 @@ class Request:
         return main_dtype(self.tensors)
 
     @property
+    def is_in_memory(self) -> bool:
+        """Whether the tensors have the names of a live model."""
+        return self.dialect == LIVE
+
+    @property
+    def is_of_megatron_core(self) -> bool:
+        """Whether Megatron-Core itself computes with the tensors, and not an engine built on it."""
+        return self.dialect == MCORE
+
+    @property
     def declared(self) -> Model:
         """The model, for a target whose names a family must declare."""
         assert self.model is not None
@@ -156,7 +167,7 @@ class Request:
         """The name on the Hub, or in a live model, of the tensor that a plain language model calls `plain`."""
         family = self.model.family if self.model else None
         name = family.hub_name(plain) if family else plain
-        return family.live.to_live(name) if family and family.live and self.dialect == LIVE else name
+        return family.live.to_live(name) if family and family.live and self.is_in_memory else name
 
     @cached_property
     def again(self) -> Mapping[str, str]:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family, in_memory
+from reshard.families.dialect import HUB
 from reshard.formats.checkpoint import Checkpoint
-from reshard.model import recognition, vocabulary
+from reshard.model import recognition
 from reshard.model.configs import changed
 from reshard.model.described import Described
 from reshard.model.logical import logical_tensors
@@ -113,7 +114,7 @@ class _Layers(NamedTuple):
 
 def _layers(checkpoint: Checkpoint, family: Family) -> _Layers | None:
     """By the embedding: `embed_tokens.weight` in a model without a head, below `model.` in others, or elsewhere."""
-    for plain in vocabulary.EMBEDDINGS["hf"]:
+    for plain in HUB.embeddings:
         name = family.hub_name(plain)
         usual, _, rest = name.partition(".")
         prefixes = (f"{usual}.", "", "transformer.")  # the last one is that of models that answer questions

@@ -12,12 +12,12 @@ from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.families import live_names
 from reshard.families.binding import Binding, Bound, Dropped
+from reshard.families.dialect import HUB
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import Weight
 from reshard.formats.target import HEAD
 from reshard.model.resolve import Resolved
 from reshard.model.shifted import rounding, shifted
-from reshard.model.vocabulary import EMBEDDINGS
 from reshard.transfer.plan import ZERO
 
 
@@ -163,7 +163,7 @@ def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
     live = live_names(config)
     pairs = {live.to_hub(again): live.to_hub(name) for again, name in live.tied.items()} if live else {}
     if not pairs and config.get("tie_word_embeddings") is True:
-        pairs = dict.fromkeys([HEAD], next(iter(checkpoint.tensors.keys() & EMBEDDINGS["hf"]), HEAD))
+        pairs = dict.fromkeys([HEAD], next(iter(checkpoint.tensors.keys() & HUB.embeddings), HEAD))
     there = checkpoint.tensors
     return [
         _tied_copy(name, there[name], again, there[again])

@@ -69,7 +69,7 @@ def mtp_layers(checkpoint: Checkpoint, names: list[str], config: Mapping[str, An
     declared, layers = config.get("num_nextn_predict_layers") or 0, config.get("num_hidden_layers")
     if not isinstance(declared, int) or not isinstance(layers, int):
         return 0
-    if checkpoint.dialect not in vocabulary.EMBEDDINGS:
+    if not checkpoint.dialect.embeddings:
         return declared
     return min(declared, max(0, _count(names, _LAYER) - layers))
 
@@ -85,7 +85,7 @@ def disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Pr
 
     Names in a dialect from another package are known only to its rules, which find all differences.
     """
-    if checkpoint.dialect not in vocabulary.EMBEDDINGS:
+    if not checkpoint.dialect.embeddings:
         return []
     mcore = checkpoint.has_megatron_names
     rows, hidden = vocabulary.embedding(checkpoint, family)[1].shape

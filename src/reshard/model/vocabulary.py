@@ -13,6 +13,7 @@ import numpy as np
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family
+from reshard.families.dialect import MEGATRON
 from reshard.families.model import Model
 from reshard.folders.companions import find_companions
 from reshard.formats.checkpoint import Checkpoint
@@ -20,17 +21,6 @@ from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.wrappers import prefix_problem
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
-
-EMBEDDINGS = {
-    "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight", "model.word_embeddings.weight"),
-    "mcore": ("embedding.word_embeddings.weight",),
-    "internlm": ("embedding.weight",),
-    "internlm-interleaved": ("embedding.weight",),
-    "internlm2": ("tok_embeddings.weight",),
-    "internlm2-interleaved": ("tok_embeddings.weight",),
-    "torchtitan": ("tok_embeddings.weight",),
-}
-"""The names of the embedding in each of reshard's own dialects, for any family."""
 
 SPARE_ROWS = 1024
 """The most rows beyond the tokens that count as padding and not as another model's vocabulary."""
@@ -46,7 +36,7 @@ def lost_padding(
     """Bytes of the last `rows` of Megatron's embedding and head, which the output lacks, and of their states."""
     if not checkpoint.has_megatron_names or rows <= 0:
         return Counter()
-    tables = EMBEDDINGS["mcore"] if model.dims.tied else (*EMBEDDINGS["mcore"], "output_layer.weight")
+    tables = MEGATRON.embeddings if model.dims.tied else (*MEGATRON.embeddings, "output_layer.weight")
     held = [checkpoint.tensors, *(checkpoint.states.values() if with_states else ())]
     width = sum(tensors[name].dtype.itemsize for tensors in held for name in tables if name in tensors)
     return Counter({PADDING: rows * width * model.dims.hidden})
@@ -59,7 +49,7 @@ def embedding_rows(checkpoint: Checkpoint) -> int:
 
 def embedding(checkpoint: Checkpoint, family: Family | None = None) -> tuple[str, Tensor]:
     """The embedding and its name. Raises ReshardError if there is none."""
-    names: Sequence[str] = EMBEDDINGS[checkpoint.dialect]
+    names: Sequence[str] = checkpoint.dialect.embeddings
     if family and checkpoint.has_hub_names:
         names = [family.hub_name(name) for name in names]
     for name in names:
@@ -125,7 +115,7 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
 
 def _tables(checkpoint: Checkpoint) -> Iterator[Tensor]:
     """Megatron's tensors with one row per token."""
-    for name in (*EMBEDDINGS["mcore"], "output_layer.weight"):
+    for name in (*MEGATRON.embeddings, "output_layer.weight"):
         if name in checkpoint.tensors:
             yield checkpoint.tensors[name]
 

@@ -14,6 +14,7 @@ from reshard.adapters.tables import ENDS, embedding_of, filled, unties
 from reshard.algebra.tensors import Cells, Computed, Replica, Tensor, cells_of
 from reshard.base.errors import ReshardError
 from reshard.families import declared
+from reshard.families.dialect import HUB
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Options
@@ -67,7 +68,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
         replace(
             origin,
             path=checkpoint.path,
-            dialect="hf",
+            dialect=HUB,
             tensors=result,
             variant=_variant(adapter, base),
             iteration=None,

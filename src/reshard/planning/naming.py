@@ -14,7 +14,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
 from reshard.families.binding import Bound, Dropped
 from reshard.families.live import Live
-from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, LIVE, MASTERS, ROUTER, PlannedStates, Request
+from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, MASTERS, ROUTER, PlannedStates, Request
 from reshard.model import fused
 from reshard.model.logical import Logical, LogicalTensors
 from reshard.transfer.elements import castable
@@ -131,9 +131,9 @@ def _types(state: str) -> Types:
 def names_of(format: str, request: Request, logical: LogicalTensors) -> Names:
     """How a format names the tensors of a model. Raises ReshardError for tensors that it cannot store."""
     model = request.model
-    if request.dialect in (HUB, LIVE):
+    if request.dialect == HUB or request.is_in_memory:
         name = model.family.name if model else None
-        return Names(live=live_names(request.config, name) if request.dialect == LIVE else None)
+        return Names(live=live_names(request.config, name) if request.is_in_memory else None)
     binding = request.declared.binding(request.dialect)
     problems = [
         Problem(

@@ -12,6 +12,7 @@ from reshard.algebra.storage import Storage, StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.families import torchtitan
 from reshard.families.architectures.llama import LLAMA
+from reshard.families.dialect import Dialect
 from reshard.families.rules import Dims, Native, Rule
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
@@ -57,7 +58,7 @@ def read(path: Path, sources: Sources, iteration: Iteration | None = None) -> Ch
             strides.insert(0, strides[0] * size)
         storage = Storage(str(path / DATA), offset, nbytes)
         tensors[name] = Tensor.stored(StoredTensor(storage, dtype(kind), tuple(shape), tuple(strides)))
-    return Checkpoint(path, NAME, NAME, tensors, root=path)
+    return Checkpoint(path, NAME, Dialect(NAME), tensors, root=path)
 
 
 def lay_out(request: Request) -> list[OutputFile]:

@@ -24,7 +24,7 @@ LLAMA = Family(
     "LlamaForCausalLM",
     dense,
     (*GROUPED_HEADS, Rope(), Biases("attention_bias", "mlp_bias"), NO_QK_NORM),
-    dialects={"torchtitan": torchtitan.llama, **dialects("internlm2", evo_llama)},
+    dialects={torchtitan.TORCHTITAN.name: torchtitan.llama, **dialects("internlm2", evo_llama)},
     # transformers builds iquestcoder as Llama; the two keys come from the code that it was published with.
     aliases={"seed_oss": {}, "iquestcoder": {"clip_qkv": None, "use_sliding_window": False}},
     precedence=1,

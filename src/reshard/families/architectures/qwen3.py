@@ -11,7 +11,7 @@ from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.live import Live
 from reshard.families.rope import Rope
 
-TITAN = {"torchtitan": torchtitan.qwen3}
+TITAN = {torchtitan.TORCHTITAN.name: torchtitan.qwen3}
 UNBIASED = (NO_BIAS, Const(config={"attention_bias": False}), QK_NORM)
 
 QWEN3 = Family(

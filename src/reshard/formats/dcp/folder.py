@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -32,6 +31,8 @@ from reshard.containers.dcp_metadata import (
     write_metadata,
 )
 from reshard.containers.torchfiles.read import ChunkReader
+from reshard.families.dialect import HUB
+from reshard.families.torchtitan import TORCHTITAN
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, States
 from reshard.formats.copies import CopyFinder, explained
@@ -46,11 +47,9 @@ from reshard.transfer.sources import Sources
 NAME = "dcp"
 METADATA = ".metadata"
 OPTIMIZER = "optimizer states"
-ROUTER_BIASES = "load-balancing biases of routers"
-BALANCING = (
-    f"the {ROUTER_BIASES} cannot be stored in the Hugging Face model: if they are not zero, it routes "
-    "differently"
-)
+NAMINGS = (torchtitan.in_its_dialect,)
+"""For each engine with names of its own: the checkpoint in its dialect, or None if the names are not its."""
+
 ALONE = "load the model that you want with dcp.load, and save it alone with dcp.save"
 WEIGHTS_ONLY = "a Trainer FSDP checkpoint: weights only, no config or tokenizer; pass --base"
 PROGRESS = "training progress"
@@ -63,7 +62,7 @@ NOT_WEIGHTS = tuple(
         (r"data_?loader\w*(\..*)?", "data loader states"),
         (r"(train_state|trainer_state|progress)(\..*)?", PROGRESS),
         (r".*\b_extra_state\b.*", "extra states"),
-        (torchtitan.EXPERT_BIAS.pattern, ROUTER_BIASES),
+        (torchtitan.EXPERT_BIAS.pattern, torchtitan.ROUTER_BIASES),
         (r".*\.rotary_emb\.inv_freq|freqs_cis|.*\brope\.cache", "rotary buffers"),
     )
 )
@@ -121,7 +120,7 @@ def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
     checkpoint = Checkpoint(
         path=path,
         format=NAME,
-        dialect="hf",
+        dialect=HUB,
         tensors=tensors,
         root=path,
         iteration=step,
@@ -133,16 +132,8 @@ def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
         notes=[*_notes(path), *_copy_notes(parts)],
         variant=f"names below {parts.prefix}" if parts.prefix else "",
     )
-    return _of_torchtitan(checkpoint) if torchtitan.is_torchtitan(tensors) else checkpoint
-
-
-def _of_torchtitan(checkpoint: Checkpoint) -> Checkpoint:
-    """The same in torchtitan's dialect, without optimizer states: only there does torchtitan fuse projections."""
-    tensors, dropped = torchtitan.respelled(checkpoint.tensors), Counter(checkpoint.dropped)
-    if torchtitan.tied_head(tensors):
-        dropped["the tied head, stored twice"] += tensors.pop(torchtitan.HEAD).nbytes
-    notes = [*checkpoint.notes, *([BALANCING] if dropped[ROUTER_BIASES] else [])]
-    return replace(checkpoint, dialect="torchtitan", tensors=tensors, states={}, dropped=dropped, notes=notes)
+    named = (in_its_dialect(checkpoint) for in_its_dialect in NAMINGS)
+    return next((found for found in named if found), checkpoint)
 
 
 def _notes(path: Path) -> list[str]:
@@ -273,7 +264,7 @@ def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, 
     )
 
 
-EMBEDDINGS = ("model.embed_tokens.weight", "model.tok_embeddings.weight", "tok_embeddings.weight")
+EMBEDDINGS = (*HUB.embeddings[:2], *TORCHTITAN.embeddings)
 
 
 def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:

@@ -8,11 +8,20 @@ torchtitan 0.2.2 and 0.3.0, and checkpoints that both wrote.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from reshard.algebra.tensors import Cells, Tensor
+from reshard.families.torchtitan import EMBEDDING, TORCHTITAN
+from reshard.formats.checkpoint import Checkpoint
 
-EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
+ROUTER_BIASES = "load-balancing biases of routers"
+BALANCING = (
+    f"the {ROUTER_BIASES} cannot be stored in the Hugging Face model: if they are not zero, it routes "
+    "differently"
+)
 QUERY = "layers.0.attention.wq.weight"
 EXPERT_BIAS = re.compile(r"(model\.)?layers\.\d+\.moe\.expert_bias(_E)?")
 """The bias that loss-free load balancing adds to router scores, if the model itself has none."""
@@ -24,9 +33,18 @@ _SPELLINGS = (
 _EXPERTS = re.compile(r"(layers\.\d+\.moe\.)(?:routed_experts\.inner_)?experts\.(w[123])(?:_EFD|_EDF)?")
 
 
-def is_torchtitan(names: Iterable[str]) -> bool:
-    """Whether these are names of a torchtitan model whose state dict is not nested."""
-    return EMBEDDING in set(names)
+def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
+    """The checkpoint in torchtitan's dialect, without optimizer states: only there does torchtitan fuse projections.
+
+    None if its names are others'.
+    """
+    if EMBEDDING not in checkpoint.tensors:
+        return None
+    tensors, dropped = respelled(checkpoint.tensors), Counter(checkpoint.dropped)
+    if tied_head(tensors):
+        dropped["the tied head, stored twice"] += tensors.pop(HEAD).nbytes
+    notes = [*checkpoint.notes, *([BALANCING] if dropped[ROUTER_BIASES] else [])]
+    return replace(checkpoint, dialect=TORCHTITAN, tensors=tensors, states={}, dropped=dropped, notes=notes)
 
 
 def unnested(names: Iterable[str]) -> str:

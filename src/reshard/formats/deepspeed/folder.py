@@ -14,6 +14,7 @@ from pathlib import Path
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
+from reshard.families.dialect import HUB
 from reshard.folders.iterations import Iteration
 from reshard.folders.places import folders_in, is_here
 from reshard.formats.checkpoint import Checkpoint, States
@@ -73,7 +74,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     return Checkpoint(
         path=folder,
         format=NAME,
-        dialect="hf",
+        dialect=HUB,
         tensors=_without(prefix, weights.tensors),
         root=_root(folder),
         iteration=_number(folder.resolve().name),

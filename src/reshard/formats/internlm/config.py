@@ -39,8 +39,6 @@ MODEL_TYPES = {
 }
 """The Hub's `model_type` for each of InternEvo's."""
 
-INTERLEAVED = "-interleaved"
-"""Suffix of dialects with interleaved query and key rows; see `families.internevo`."""
 
 QK_INTERLEAVED = "qk_interleaved"
 """A key that InternEvo 0.5 and later write into every config: whether query and key rows are interleaved."""

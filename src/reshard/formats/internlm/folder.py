@@ -18,6 +18,7 @@ from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, one_for_each_file
 from reshard.containers.torchfiles.read import read_torch_file
+from reshard.families.internevo import dialect
 from reshard.folders.companions import CONFIG as HUB_CONFIG
 from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
@@ -25,7 +26,6 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.internlm.config import (
     CONFIG,
     EXPERTS_PER_TOKEN,
-    INTERLEAVED,
     QK_INTERLEAVED,
     SINCE_0_4,
     TRAINING_CONFIG,
@@ -82,8 +82,9 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     return Checkpoint(
         path=folder,
         format=NAME,
-        dialect=("internlm2" if kind in ("internlm2", "llama") else "internlm")
-        + (INTERLEAVED if interleaved else ""),
+        dialect=dialect(
+            "internlm2" if kind in ("internlm2", "llama") else "internlm", interleaved=interleaved
+        ),
         tensors=tensors,
         root=folder,
         layout=SavedLayout.of(Layout(shards.tensor_ranks, shards.stages, shards.chunks)),

@@ -21,6 +21,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.read import read_dict
 from reshard.containers.torchfiles.untrusted import stored_in
 from reshard.containers.torchfiles.write import Image, NewTensor, layout_torch_file
+from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
@@ -95,7 +96,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     return Checkpoint(
         path=folder,
         format=NAME,
-        dialect="mcore",
+        dialect=MEGATRON,
         tensors=reader.tensors(),
         root=iterations.described_in(folder),
         layout=SavedLayout.of(layout),

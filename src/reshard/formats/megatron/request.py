@@ -147,7 +147,7 @@ def arguments(request: Request) -> dict[str, Any]:
     if isinstance(spelled := model.family.config.to_args(model.text).get("moe_layer_freq"), list):
         args["moe_layer_freq"] = spelled
     args.pop(COMPUTED_BY, None)
-    if request.dialect != MCORE:
+    if not request.is_of_megatron_core:
         args[COMPUTED_BY] = request.dialect
     if _is_for_swift(request) and not request.states:  # otherwise it looks for them
         args |= {"no_save_optim": True, "no_save_rng": True}
@@ -161,7 +161,7 @@ def arguments(request: Request) -> dict[str, Any]:
 
 def load_with(request: Request) -> list[str]:
     """The flags to load the checkpoint with Megatron-LM, in addition to `--load`."""
-    if request.adapter is not None or request.dialect != MCORE:
+    if request.adapter is not None or not request.is_of_megatron_core:
         return []
     optimizer = optimizer_of(request)
     flags = [] if iteration_of(request) == "release" else ["--no-load-optim", "--no-load-rng"]
@@ -176,7 +176,7 @@ def notes(request: Request) -> list[str]:
     found = layout_notes(model, layout)
     if request.adapter is not None:
         return found
-    if request.dialect != MCORE:
+    if not request.is_of_megatron_core:
         is_mcores = model.family.computed_by == MCORE
         why = "stores it otherwise: --engine mcore" if is_mcores else "has no such model"
         found.append(f"the checkpoint is for {ENGINES[request.dialect]}; megatron-core's own GPTModel {why}")

@@ -33,6 +33,7 @@ from reshard.containers.dcp_metadata import (
 )
 from reshard.containers.torchfiles.read import ChunkReader
 from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
+from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, States
@@ -121,7 +122,7 @@ def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
     return Checkpoint(
         path=folder,
         format=NAME,
-        dialect="mcore",
+        dialect=MEGATRON,
         tensors=tensors,
         root=iterations.described_in(folder),
         beside=tuple(each for each in (folder / "tokenizer", nemo.tokenizer_of(folder)) if each.is_dir()),

@@ -1,0 +1,27 @@
+"""How engines name tensors: a dialect is declared beside the rules that families have for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The tensor names of one engine: `name`, as in `Family.dialects`, and what it calls the embedding in any family.
+
+    Without `embeddings`, sizes are checked only by the rules of a family.
+    """
+
+    name: str
+    embeddings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+HUB = Dialect(
+    "hf", ("model.embed_tokens.weight", "model.tok_embeddings.weight", "model.word_embeddings.weight")
+)
+"""The names on the Hub."""
+MEGATRON = Dialect("mcore", ("embedding.word_embeddings.weight",))
+"""The names of Megatron-Core's local layer spec, with the numbers of layers and experts in the complete model."""
