@@ -24,7 +24,10 @@ from tests.commandline import reshard as command
 
 DOCS = Path(__file__).parents[1] / "docs"
 SOURCE = Path(reshard.__file__).parent
-FUNCTIONS = tuple("convert diagnose doctor export inspect open report support train verify".split())  # noqa: SIM905
+FUNCTIONS = (
+    *("convert", "diagnose", "doctor", "export", "from_pretrained", "inspect", "load_into", "open", "report"),
+    *("stream", "support", "train", "verify"),
+)
 COMMANDS_ALONE = ("help", "install-completion")
 LOG = """Traceback (most recent call last):
   File "train.py", line 3, in <module>

@@ -56,13 +56,13 @@ def stream(
     verify : bool, optional
         Compare the CRC32s that the files record, and tensors that are stored more than once. By default if everything
         is read; of a part, this reads more than was asked for.
-    **opening
+    **opening : Any
         Other arguments of `reshard.open`: ``dtype``, ``base``, ``iteration``, ``merge`` …
 
-    Yields
-    ------
-    (str, numpy.ndarray or torch.Tensor)
-        A Hugging Face name, and the tensor.
+    Returns
+    -------
+    iterator of (str, numpy.ndarray or torch.Tensor)
+        Hugging Face names, and the tensors.
 
     Raises
     ------

@@ -49,7 +49,7 @@ def load_into(
     verify : bool
         Compare the CRC32s that the files record, and tensors that are stored more than once. Pass False where each
         rank shall read nothing but its own part.
-    **opening
+    **opening : Any
         Other arguments of `reshard.open`: ``base``, ``iteration``, ``merge`` …
 
     Returns
@@ -108,13 +108,13 @@ def from_pretrained(
     auto : class, optional
         The class of transformers to build, for example ``AutoModelForSequenceClassification``. By default the one that
         the config names.
-    memory, workers, verify
+    memory, workers, verify : int or str, int, bool
         As for `load_into`.
     trust_remote_code : bool
         Run the code of the model that is in its folder.
     build : dict, optional
         Arguments for ``from_config`` of transformers, for example ``{"attn_implementation": "eager"}``.
-    **opening
+    **opening : Any
         Other arguments of `reshard.open`: ``dtype``, ``base``, ``iteration``, ``merge`` …
 
     Returns
