@@ -116,6 +116,24 @@ def test_reading_one_tensor_moves_the_tensor_and_the_header(web: Web, root: Path
     assert web.sent == expected.nbytes
 
 
+def test_what_several_ranks_need_is_fetched_once(web: Web, root: Path, tmp_path: Path) -> None:
+    """Each rank has some columns of row-parallel weights: four ranks would otherwise fetch them four times."""
+    (file,) = weights_in(root / "large")
+    web.latency = 0.01
+    api.convert(f"{web.address}/large", tmp_path / "remote", to="megatron", tp=4)
+    fetched = web.sent - beside_weights(root / "large")
+    assert fetched < 1.1 * file.stat().st_size
+    api.convert(root / "large", tmp_path / "local", to="megatron", tp=4)
+    assert contents(tmp_path / "remote") == contents(tmp_path / "local")
+
+
+def test_a_window_that_cannot_be_fetched_is_an_error_for_all(web: Web, root: Path, tmp_path: Path) -> None:
+    web.fault = lambda path, number: 404 if path.endswith(".safetensors") and number > 3 else None
+    with pytest.raises(ReshardError):
+        api.convert(f"{web.address}/large", tmp_path / "remote", to="megatron", tp=4)
+    assert not (tmp_path / "remote").exists()
+
+
 @pytest.mark.parametrize("lists", [False, True], ids=["known names", "pages of links"])
 def test_a_remote_model_is_converted_as_a_local_one(
     web: Web, root: Path, tmp_path: Path, lists: bool

@@ -165,7 +165,7 @@ class _Worker:
     def __init__(self, state: State) -> None:
         self.state = state
         self.files = Files()
-        self.gatherer = Gatherer(self.files, state.ledger, state.share.gathering)
+        self.gatherer = Gatherer(self.files, state.ledger, state.share.gathering, state.windows)
         self.buffer = Buffer(WINDOW)
 
     def close(self) -> None:

@@ -13,10 +13,12 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Computed, Tensor
 from reshard.algebra.views import Axis, Piece
 from reshard.base.errors import Problem
+from reshard.stores import is_remote
 from reshard.transfer.elements import CAST, RAW, cast
 from reshard.transfer.files import Files
 from reshard.transfer.ledger import Ledger, Passed, join
 from reshard.transfer.overflow import Overflows
+from reshard.transfer.windows import Windows
 
 RUN = 32 << 10
 """Runs of at least this many contiguous bytes are read directly to their place: measured, docs/performance.md."""
@@ -33,13 +35,19 @@ LEAST = 2 << 20
 
 
 class Gatherer:
-    """Reads pieces for one thread. `limit` bounds the bytes that it uses at a time in addition to the result."""
+    """Reads pieces for one thread. `limit` bounds the bytes that it uses at a time in addition to the result.
 
-    def __init__(self, files: Files, ledger: Ledger | None, limit: int = 64 << 20) -> None:
+    `windows`, if any, have the bytes of stores that others need, too.
+    """
+
+    def __init__(
+        self, files: Files, ledger: Ledger | None, limit: int = 64 << 20, windows: Windows | None = None
+    ) -> None:
         self._passed: Passed = {}
         self._lost = Overflows()
         self._files = files
         self._ledger = ledger
+        self._windows = windows
         self._limit = limit
         self._room = np.empty(0, np.uint8)
 
@@ -103,7 +111,9 @@ class Gatherer:
                 self._place(cells, part, dtype, out, limit)
             return
         room = self._room_of(packed.source_end * size).view(RAW[size])
-        self._read(cells, _starts(piece.start, 0, repeats), length, room)
+        has_gaps = bool(repeats) or packed.source_end > packed.numel
+        windows = self._windows if has_gaps and is_remote(cells.storage.path) else None
+        self._read(cells, _starts(piece.start, 0, repeats), length, room, windows)
         self._pick(room, cells.dtype, packed, dtype, out)
 
     def _room_of(self, nbytes: int) -> np.ndarray[Any, Any]:
@@ -126,19 +136,24 @@ class Gatherer:
         _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = values
 
     def _read(
-        self, cells: Cells, starts: Iterable[tuple[int, int]], length: int, out: np.ndarray[Any, Any]
+        self,
+        cells: Cells,
+        starts: Iterable[tuple[int, int]],
+        length: int,
+        out: np.ndarray[Any, Any],
+        windows: Windows | None = None,
     ) -> None:
         """Read `length` elements from each start to their place in `out`, and note them in the ledger."""
         size, memory = cells.dtype.itemsize, out.view(np.uint8).data
         nbytes = length * size
         places = ((start * size, memory[at * size : at * size + nbytes]) for start, at in starts)
-        storage = cells.storage
-        if self._ledger is None or not self._ledger.counts(storage):
-            self._files.read(storage.path, ((storage.offset + begin, part) for begin, part in places))
-            return
-        noted = list(places)
-        self._files.read(storage.path, ((storage.offset + begin, part) for begin, part in noted))
-        join(self._passed, self._ledger.record(storage, noted))
+        storage, noted = cells.storage, list(places)
+        if windows:
+            windows.read(self._files, storage, noted)
+        else:
+            self._files.read(storage.path, ((storage.offset + begin, part) for begin, part in noted))
+        if self._ledger and self._ledger.counts(storage):
+            join(self._passed, self._ledger.record(storage, noted))
 
     def take_passed(self) -> Passed:
         """What this thread has added to the ledger since the last call."""

@@ -37,6 +37,9 @@ USUAL = 24 << 20
 MOST = 96 << 20
 """Bytes per thread above which nothing is faster."""
 
+WINDOWS = 128 << 20
+"""Most bytes of files in stores that are kept because other threads need them, too."""
+
 LEDGER = 64 << 20
 """Most bytes for the CRC32s of ranges that are not joined yet: those of Llama-3.1-405B at TP8 take 42 MiB."""
 
@@ -78,13 +81,15 @@ NOTHING = Need()
 class Share(NamedTuple):
     """The number of threads, and the bytes that each may use, of which computing an element takes up to `need`.
 
-    All threads together keep the CRC32s of at most `ranges` ranges that they read.
+    All threads together keep the CRC32s of at most `ranges` ranges that they read, and `windows` bytes of stores that
+    several of them need.
     """
 
     threads: int
     each: int
     need: int = 0
     ranges: int = LEDGER // ledger.EACH
+    windows: int = 0
 
     @property
     def wide(self) -> int:
@@ -106,12 +111,15 @@ def shared(workers: int | None, memory: int, need: Need = NOTHING, paths: Iterab
     """
     noted = max(LEAST_LEDGER, min(LEDGER, memory // 16))
     memory -= noted
-    wanted = workers or min(8, 2 * (os.cpu_count() or 1))
+    wanted, windows = workers or min(8, 2 * (os.cpu_count() or 1)), 0
     if any(map(is_remote, paths)):
-        wanted, memory = workers or CONNECTIONS, memory - min(memory // 2, CONNECTIONS * REQUEST)
+        wanted, windows = workers or CONNECTIONS, min(memory // 8, WINDOWS)
+        memory -= windows + min(memory // 2, CONNECTIONS * REQUEST)
     least = _least(need)
     threads = max(1, min(wanted, memory // max(least, USUAL)))
-    return Share(threads, max(least, min(MOST, memory // threads)), need.nbytes, noted // ledger.EACH)
+    return Share(
+        threads, max(least, min(MOST, memory // threads)), need.nbytes, noted // ledger.EACH, windows
+    )
 
 
 def _least(need: Need) -> int:

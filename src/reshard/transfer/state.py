@@ -21,6 +21,7 @@ from reshard.transfer.memory import Share
 from reshard.transfer.overflow import Overflow, total
 from reshard.transfer.plan import Plan
 from reshard.transfer.sink import stays_cached
+from reshard.transfer.windows import Windows
 
 AT_RISK = 16
 """All threads together lose at most 1/AT_RISK of an output when the run is killed, if that is at least `LEAST` each."""
@@ -72,6 +73,7 @@ class State:
         self.ledger, self.journal = ledger, journal
         self.digests = dict(digests or {})
         self.lock = Lock()
+        self.windows = Windows(share.windows) if share.windows else None
         size = sum(file.size for file in plan.files)
         self.direct = not stays_cached(size)
         self.every = min(EVERY, max(LEAST, size // AT_RISK // share.threads))
