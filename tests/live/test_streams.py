@@ -97,10 +97,15 @@ def test_of_stacked_experts_some_rows_are_read(hf_model: Models) -> None:
     source = hf_model("gpt_oss")
     whole = tensors_of(source)
     found = streamed(source, experts=range(1, 3))
-    stacked = [name for name, tensor in whole.items() if ".experts." in name and tensor.ndim == 3]
-    assert stacked
+    stacked = [name for name in whole if ".experts." in name]
+    assert {whole[name].ndim for name in stacked} == {2, 3}  # biases and weights
     for name in stacked:
         assert torch.equal(found[name], whole[name][1:3]), name
+
+
+def test_names_may_be_read_once(megatron: Path) -> None:
+    names = ["model.norm.weight", "lm_head.weight"]
+    assert streamed(megatron, names=iter(names)).keys() == {*names}
 
 
 def test_a_part_reads_only_its_own_files(model: Path, tmp_path: Path) -> None:
@@ -199,6 +204,10 @@ def test_values_that_do_not_fit_are_an_error(model: Path, tmp_path: Path) -> Non
         ({"boxes": {"nope": 0}}, "nope"),
         ({"names": ["lm_head.weight"], "boxes": {"model.norm.weight": 0}}, "model.norm.weight"),
         ({"experts": [1, 2]}, "experts=[1, 2]"),
+        ({"experts": range(-2, 2)}, "experts=range(-2, 2)"),
+        ({"experts": range(6, 12)}, "below 8"),
+        ({"boxes": ["lm_head.weight"]}, "boxes=['lm_head.weight']"),
+        ({"boxes": {"model.norm.weight": 64}}, "model.norm.weight"),
         ({"memory": "1KiB"}, "--memory"),
         ({"workers": 0}, "workers=0"),
         ({"dtype": "int4"}, "int4"),

@@ -84,10 +84,15 @@ def stream(
     allowed = given.size("--memory", memory)
     given.counted("workers", workers)
     if names is not None:
-        given.texts("names", names if isinstance(names, str) else list(names))
+        names = names if isinstance(names, str) else list(names)  # once: it may be an iterator
+        given.texts("names", names)
+    given.mapping("boxes", boxes, '{"lm_head.weight": slice(0, 8)}')
+    given.settle()
     if names is not None and boxes is not None and (others := boxes.keys() - set(names)):
         given.wrong("boxes", sorted(others), "names that are in `names`, too")
-    if experts is not None and not (isinstance(experts, range) and experts.step == 1):
+    if experts is not None and not (
+        isinstance(experts, range) and experts.step == 1 and 0 <= experts.start < experts.stop
+    ):
         given.wrong("experts", experts, "a range of numbers in order, for example range(0, 8)")
     if verify is not None:
         given.switches(verify=verify)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from typing import Any
 
@@ -132,6 +132,11 @@ class Arguments:
         """Check for text such as `example`, or None."""
         if not (value is None or isinstance(value, str)):
             self.wrong(name, value, f"text, for example {example!r}")
+
+    def mapping(self, name: str, value: Any, example: str) -> None:
+        """Check for a dictionary such as `example`, or None."""
+        if not (value is None or isinstance(value, Mapping)):
+            self.wrong(name, value, f"a dictionary, for example {example}")
 
     def path(self, name: str, value: Any) -> None:
         """Check for a path or a URL."""

@@ -17,6 +17,7 @@ from reshard.transfer.files import Files
 from reshard.transfer.gather import crc_problem
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import Meter, shared
+from reshard.transfer.plan import Planned
 from reshard.transfer.prefetch import Wanted, read_ahead
 
 FILE, MODEL = "file", "model"
@@ -49,17 +50,52 @@ class Selection:
         asked = [*(self.names or ()), *(self.boxes or ())]
         found = {name: weights[name] for name in asked}  # raises for unknown names
         every = weights if self.names is None else dict.fromkeys(self.names)
-        chosen = (found.get(name) or weights[name] for name in weights if name in every)
+        chosen = [found.get(name) or weights[name] for name in weights if name in every]
+        self._check_experts(weights)
         return [self._part(each) for each in chosen if self._has(each)]
+
+    def _check_experts(self, weights: Weights) -> None:
+        """Raise ReshardError if an expert is asked for that a model with experts does not have."""
+        if self.experts is None:
+            return
+        counts = [int(match[1]) + 1 for match in map(_EXPERT.search, weights) if match]
+        stacked = [each.shape[0] for each in weights.plan.planned if _is_stacked(each)]
+        count = max([*counts, *stacked], default=0)
+        if count and self.experts.stop > count:
+            raise ReshardError(
+                "stream-experts-beyond",
+                "the model has fewer experts",
+                file=str(weights.checkpoint.path),
+                expected=f"numbers below {count}",
+                found=f"experts={self.experts!r}",
+                remedy="pass a range within them",
+            )
 
     def _has(self, tensor: LazyTensor) -> bool:
         match = _EXPERT.search(tensor.name)
         return self.experts is None or match is None or int(match[1]) in self.experts
 
     def _part(self, tensor: LazyTensor) -> LazyTensor:
-        if self.experts is not None and _STACKED.search(tensor.name) and tensor.ndim == 3:
+        if self.experts is not None and _is_stacked(tensor):
             tensor = tensor[self.experts.start : self.experts.stop]
-        return tensor[self.boxes[tensor.name]] if self.boxes and tensor.name in self.boxes else tensor
+        if not self.boxes or tensor.name not in self.boxes:
+            return tensor
+        try:
+            return tensor[self.boxes[tensor.name]]
+        except IndexError as error:
+            raise ReshardError(
+                "tensor-index-beyond",
+                "a tensor does not have the part that was asked for",
+                tensor=tensor.name,
+                expected=f"an index of the shape {list(tensor.shape)}",
+                found=str(error),
+                remedy="correct its entry in `boxes`",
+            ) from None
+
+
+def _is_stacked(tensor: LazyTensor | Planned) -> bool:
+    """Whether a tensor has the experts of a layer as its first axis: weights, and biases, which have an axis less."""
+    return bool(_STACKED.search(tensor.name)) and len(tensor.shape) > 1
 
 
 @dataclass(frozen=True)
