@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,6 +34,11 @@ def sharded(model: Any, how: str) -> Any:
         plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
         for layer in model.model.layers:
             parallelize_module(layer, tp, plan)
+    if how == "fsdp1":
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    if how == "partial":
+        summed = DTensor.from_local(model.model.norm.weight.detach(), data, [Partial()])
+        model.model.norm.weight = torch.nn.Parameter(summed)
     if how in ("fsdp", "fsdp-tp"):
         for layer in model.model.layers:
             fully_shard(layer, mesh=data)
@@ -45,7 +50,12 @@ def main(checkpoint: str, folder: str, how: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(1234 + dist.get_rank())
     model = sharded(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)), how)
-    loaded = reshard.load_into(model, checkpoint, verify=False)
+    try:
+        loaded = reshard.load_into(model, checkpoint, verify=False)
+    except reshard.ReshardError as error:
+        print("refused:", [problem.code for problem in error.problems], flush=True)
+        dist.destroy_process_group()
+        return
     held = sum(
         (each.to_local() if isinstance(each, DTensor) else each).nbytes
         for each in {id(each): each for each in model.parameters()}.values()

@@ -114,6 +114,17 @@ def test_each_rank_reads_only_its_own_part(how: str, ranks: int, hf_model: Model
         assert all(read == held for read, _, held in told), told
 
 
+@pytest.mark.parametrize(
+    ("how", "code"), [("fsdp1", "live-module-in-fsdp1"), ("partial", "live-tensor-is-partial")]
+)
+def test_what_is_sharded_otherwise_is_refused(how: str, code: str, hf_model: Models) -> None:
+    source = str(hf_model("qwen3"))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    words = [sys.executable, *launch, "-m", "tests.live.sharded", source, source, how]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stdout.count(f"refused: ['{code}']") == 2, done.stdout + done.stderr[-3000:]
+
+
 def test_no_second_copy_is_in_memory(hf_model: Models, tmp_path: Path) -> None:
     """A model of 240 MB: the process grows by little more."""
     source = hf_model("qwen3", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, vocab_size=1024)
@@ -191,3 +202,73 @@ def test_a_checkpoint_without_config_is_refused(hf_model: Models, tmp_path: Path
 def test_an_adapter_needs_its_base(tmp_path: Path) -> None:
     with pytest.raises(ReshardError):
         reshard.from_pretrained(DATA / "verl" / "fsdp2-lora" / "actor")
+
+
+def test_a_module_that_ties_what_differs_is_refused(hf_model: Models, tmp_path: Path) -> None:
+    source = hf_model("qwen3")
+    found = refused(built(source, tie_word_embeddings=True), source, verify=False)
+    assert found == {"live-tied-tensors-differ": ["lm_head.weight"]}
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    model.save_pretrained(tmp_path / "equal")
+    tied = built(source, tie_word_embeddings=True)
+    reshard.load_into(tied, tmp_path / "equal")
+    assert torch.equal(tied.lm_head.weight, model.lm_head.weight)
+
+
+def test_what_a_state_dict_copies_or_leaves_out_is_refused(hf_model: Models) -> None:
+    source = hf_model("qwen3")
+    copied, left_out = built(source), built(source)
+    copied.register_state_dict_post_hook(
+        lambda module, state, prefix, meta: state.update({key: each.clone() for key, each in state.items()})
+    )
+    left_out.register_state_dict_post_hook(
+        lambda module, state, prefix, meta: state.__delitem__("model.norm.weight")
+    )
+    assert len(refused(copied, source)["live-tensor-is-a-copy"]) > 3
+    assert refused(left_out, source)["live-parameter-not-in-state-dict"] == ["model.norm.weight"]
+    expanded = built(source)
+    expanded.model.norm.weight = torch.nn.Parameter(torch.zeros(1).expand(64))
+    assert refused(expanded, source) == {"live-tensor-overlaps": ["model.norm.weight"]}
+
+
+def test_names_with_the_mark_of_a_wrapper_in_them_stay(tmp_path: Path) -> None:
+    """HRM has modules called `L_module`, which no wrapper has put there."""
+    from tests.genuine.every_type import build
+
+    model: Any = build("hrm_text")
+    model.save_pretrained(tmp_path)
+    found = reshard.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [("abc", "module='str'"), ([], "module='list'"), (torch.nn.Linear, "module='type'"), ({}, "'dict'")],
+)
+def test_what_is_no_module_is_told(module: Any, told: str, hf_model: Models) -> None:
+    with pytest.raises(ReshardError, match=told):
+        reshard.load_into(module, hf_model("qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"auto": "AutoModel"}, "auto='AutoModel'"),
+        ({"build": [1]}, r"build=\[1\]"),
+        ({"build": {"nope": 1}}, "nope"),
+        ({"trust_remote_code": "yes"}, "trust_remote_code='yes'"),
+    ],
+)
+def test_wrong_arguments_of_from_pretrained_are_told(
+    options: dict[str, Any], told: str, hf_model: Models
+) -> None:
+    with pytest.raises(ReshardError, match=told):
+        reshard.from_pretrained(hf_model("qwen3"), **options)
+
+
+def test_arguments_for_opening_an_open_checkpoint_are_refused(hf_model: Models) -> None:
+    weights = reshard.open(hf_model("qwen3"))
+    with pytest.raises(ReshardError, match="dtype is for opening it"):
+        reshard.from_pretrained(weights, dtype="bfloat16")
+    assert refused(built(hf_model("qwen3")), weights, dtype="bfloat16").keys() == {"argument-wrong"}  # type: ignore[arg-type]

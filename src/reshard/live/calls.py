@@ -12,6 +12,7 @@ from reshard.base.errors import ReshardError
 from reshard.commands.streaming import How
 from reshard.commands.weights import Weights
 from reshard.live import megatron, modules, pretrained
+from reshard.live.fillable import is_module
 from reshard.live.modules import Loaded
 
 if TYPE_CHECKING:
@@ -70,8 +71,11 @@ def load_into(
     >>> reshard.load_into(model, "run").tensors
     47
     """
-    how, weights = _read(path, memory, workers, verify, opening, "load_into")
+    given = Arguments("load_into")
     chunks = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not chunks or not all(map(is_module, chunks)):
+        given.wrong("module", _kind(module), "a torch module, or the chunks of Megatron-Core")
+    how, weights = _read(given, path, memory, workers, verify, opening)
     if all(map(megatron.is_chunk, chunks)):
         return megatron.load_chunks(chunks, weights, verify=verify)
     if len(chunks) != 1:
@@ -132,24 +136,36 @@ def from_pretrained(
     >>> type(model).__name__, model.dtype
     ('Qwen3ForCausalLM', torch.bfloat16)
     """
-    how, weights = _read(path, memory, workers, verify, opening, "from_pretrained")
+    given = Arguments("from_pretrained")
+    given.switches(trust_remote_code=trust_remote_code)
+    if not (auto is None or hasattr(auto, "from_config") or hasattr(auto, "_from_config")):
+        given.wrong("auto", auto, "a class of transformers, for example AutoModelForCausalLM")
+    given.mapping("build", build, '{"attn_implementation": "eager"}')
+    how, weights = _read(given, path, memory, workers, verify, opening)
     return pretrained.from_pretrained(
         weights, auto, how, trust_remote_code=trust_remote_code, **(build or {})
     )
 
 
 def _read(
+    given: Arguments,
     path: StrPath | Weights,
     memory: int | str,
     workers: int | None,
     verify: bool,
     opening: dict[str, Any],
-    call: str,
 ) -> tuple[How, Weights]:
     """How to read, and what. Raises ReshardError for wrong arguments."""
-    given = Arguments(call)
     allowed = given.size("--memory", memory)
     given.counted("workers", workers)
     given.switches(verify=verify)
+    if isinstance(path, Weights) and opening:
+        given.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
     given.settle()
     return How(allowed, workers, verify), path if isinstance(path, Weights) else open(path, **opening)
+
+
+def _kind(module: Any) -> str:
+    """What was passed as a module, without its elements."""
+    inner = ", ".join(type(each).__name__ for each in module) if isinstance(module, (list, tuple)) else ""
+    return f"{type(module).__name__}({inner})" if inner else type(module).__name__

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.algebra.dtypes import BY_NAME, DType
-from reshard.algebra.tensors import Tensor
+from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.commands.lazy import as_torch
 from reshard.commands.streaming import How, place, read
 from reshard.commands.weights import Weights
+from reshard.live.fillable import not_in_place, sharded_otherwise
 from reshard.model.sizes import is_mtp
+from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.elements import RAW, castable
+from reshard.transfer.memory import shared
 from reshard.transfer.plan import Planned
 from reshard.transfer.prefetch import Wanted
 
 if TYPE_CHECKING:
     import torch
 
-WRAPPERS = re.compile(r"(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What torch.compile, DDP, FSDP1 and activation checkpointing put into the names of a module's tensors."""
 
 
@@ -56,14 +60,21 @@ def load_into(module: torch.nn.Module, weights: Weights, how: How) -> Loaded:
 
     Of a DTensor, only this rank's part is read. Values are cast to the dtype of the module's tensor.
     """
-    places, file = _places(module), str(weights.checkpoint.path)
+    file = str(weights.checkpoint.path)
+    if problems := [*sharded_otherwise(module, file)]:  # before it gathers all of them for its state_dict
+        raise ReshardError(problems)
+    places = _places(module)
     found = _named(places, weights)
     there = {name for each in places for name in each.names}
     beyond = {name for name in found.keys() - there if is_mtp(name, weights.plan.request.model)}
     found = {name: each for name, each in found.items() if name not in beyond}
-    if problems := [*_on_meta(module, file), *_differences(module, places, found, file)]:
+    saved = [(each.names[0], each.target) for each in places]
+    problems = [*_on_meta(module, file), *not_in_place(module, saved, file)]
+    if problems := [*problems, *_differences(module, places, found, file)]:
         raise ReshardError(one_for_all(problems, there | found.keys(), file))
     fills = {name: each for each in places if (name := _name_in(each, found)) is not None}
+    if unequal := unequal_replicas([*_tied(places, found)], shared(how.workers, how.memory)):
+        raise ReshardError(unequal)
     wanted = [_wanted(found[name], each) for name, each in fills.items()]
     wanted.sort(key=lambda each: place(each.tensor))
     counts: list[int] = []
@@ -108,6 +119,21 @@ def _named(places: Collection[_Place], weights: Weights) -> Mapping[str, Planned
 
 def _name_in(target: _Place, found: Mapping[str, Planned]) -> str | None:
     return next((name for name in target.names if name in found), None)
+
+
+def _tied(places: Collection[_Place], found: Mapping[str, Planned]) -> Iterator[Replica]:
+    """The tensors of the checkpoint that are one tensor in the module, and so must be equal."""
+    for each in places:
+        for first, other in pairwise(found[name] for name in each.names if name in found):
+            yield Replica(
+                other.name,
+                Tensor(first.dtype, first.source()),
+                Tensor(other.dtype, other.source()),
+                f"the module ties it to {first.name}, so both have the same values",
+                "build the module without tying them: set tie_word_embeddings to false in its config",
+                "live-tied-tensors-differ",
+                "tensors that are one in the module have different values in the checkpoint",
+            )
 
 
 def _on_meta(module: torch.nn.Module, file: str) -> Iterator[Problem]:
@@ -160,7 +186,9 @@ def _differences(
                 file=file,
                 expected=str(each.target.dtype).removeprefix("torch."),
                 found=found[name].dtype.name,
-                remedy='dequantize the weights: pass dtype="bfloat16"',
+                remedy="make it a float tensor in the module: .float()"
+                if castable(found[name].dtype)
+                else 'dequantize the weights: pass dtype="bfloat16"',
             )
     for name in found.keys() - there:
         if not unexpected(name):
@@ -184,8 +212,8 @@ def _fits(stored: DType, wanted: DType) -> bool:
 
 
 def _dtype_of(tensor: torch.Tensor) -> DType:
-    found: DType = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
-    return found
+    name = str(tensor.dtype).removeprefix("torch.")
+    return BY_NAME.get(name) or DType(name, tensor.dtype.itemsize, "", None)
 
 
 def _wanted(planned: Planned, target: _Place) -> Wanted:

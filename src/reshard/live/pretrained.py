@@ -44,21 +44,35 @@ def from_pretrained(
 
 def _built(auto: Any, folder: Path, trusted: bool, build: Mapping[str, Any]) -> Any:
     """The model with memory for its weights, in which there is nothing yet."""
-    import transformers
-
+    transformers = _transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
         kind = auto or _class_of(config)
         if hasattr(kind, "from_config"):
             return kind.from_config(config, trust_remote_code=trusted, **build)
         return kind._from_config(config, **build)
-    except (ValueError, ImportError, KeyError) as error:
+    except (ValueError, ImportError, KeyError, TypeError) as error:
         raise ReshardError(
             "live-model-not-built",
             "transformers cannot build this model",
             found=f"{str(error).partition(chr(10))[0]} (transformers {transformers.__version__})",
-            remedy="install a newer transformers, or pass trust_remote_code=True if you trust the code of the model",
+            remedy="install a newer transformers, or pass trust_remote_code=True if you trust the code of the model"
+            + (", or correct `build`" if build else ""),
         ) from error
+
+
+def _transformers() -> Any:
+    """The package transformers. Raises ReshardError if it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ReshardError(
+            "transformers-not-installed",
+            "this needs transformers, which is not installed",
+            found=str(error),
+            remedy="pip install transformers, or use reshard.open",
+        ) from None
+    return transformers
 
 
 def _class_of(config: Any) -> Any:
