@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
 import reshard
 from reshard import ReshardError
@@ -63,6 +63,35 @@ def test_from_pretrained_takes_a_dtype_and_dequantizes(hf_model: Models, tmp_pat
     fp8 = converted(source, tmp_path / "fp8", dtype="bfloat16", quantize="fp8")
     again = converted(fp8, tmp_path / "again", dtype="bfloat16")
     assert_same_model(reshard.from_pretrained(fp8, dtype="bfloat16"), again)
+
+
+class WithMore(Qwen3ForCausalLM):
+    """A model whose checkpoints may lack a module, as those of RADIO and of SeamlessM4T."""
+
+    _keys_to_ignore_on_load_missing = (r"more\.",)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.more = torch.nn.Linear(64, 64)
+        self.post_init()
+
+
+def test_what_a_checkpoint_may_lack_is_initialized(hf_model: Models) -> None:
+    source = hf_model("qwen3")
+    torch.use_deterministic_algorithms(True)  # fills memory without values with NaN
+    try:
+        found = reshard.from_pretrained(source, WithMore)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not found.more.bias.any() and 0.01 < found.more.weight.std() < 0.03
+    expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_larger_model_does_not_initialize_it_again(hf_model: Models) -> None:
+    found = reshard.from_pretrained(hf_model("qwen3"))
+    found.init_weights()
+    assert_same_model(found, hf_model("qwen3"))
 
 
 def test_from_pretrained_of_what_an_engine_saved(tmp_path: Path) -> None:

@@ -32,13 +32,15 @@ class Loaded(NamedTuple):
     """What was loaded: the number of tensors, the bytes that they have here, and those that were read for them.
 
     More bytes are read than filled for a part of each row of a matrix: gaps of less than 32 KiB are not worth a read of
-    their own. `left_out` are tensors of layers for multi-token prediction, if the module has none.
+    their own. `left_out` are tensors of layers for multi-token prediction, if the module has none. `kept` are tensors of
+    a transformers model that keep their values, because its class says that checkpoints may lack them.
     """
 
     tensors: int
     nbytes: int
     read: int
     left_out: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 class _Place(NamedTuple):
@@ -83,7 +85,8 @@ def load_into(module: torch.nn.Module, weights: Weights, how: How) -> Loaded:
         if not _is_direct(local):
             local.copy_(as_torch(name, raw.reshape(tuple(local.shape)), _dtype_of(local), None))
     filled = sum(each.tensor.nbytes for each in wanted)
-    return Loaded(len(wanted), filled, sum(counts), tuple(sorted(beyond)))
+    kept = [each.names[0] for each in places if _name_in(each, found) is None]
+    return Loaded(len(wanted), filled, sum(counts), tuple(sorted(beyond)), tuple(kept))
 
 
 def _places(module: torch.nn.Module) -> list[_Place]:

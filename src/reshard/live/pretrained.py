@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +36,10 @@ def from_pretrained(
         generation = _generation(folder)
     _keep_in_float32(model)
     model.tie_weights()
-    load_into(model, weights, how)
+    if kept := load_into(model, weights, how).kept:
+        _initialize(model, kept)
+        load_into(model, weights, how)  # again: older transformers initialize complete modules
+    _mark_initialized(model)
     if generation is not None and model.can_generate():
         model.generation_config = generation
     return model.eval()
@@ -94,6 +97,23 @@ def _keep_in_float32(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if pattern and pattern.search(name) and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
+
+
+def _initialize(model: Any, names: Collection[str]) -> None:
+    """Initialize tensors that checkpoints may lack, as transformers does, with all others of the same modules."""
+    _mark_initialized(model)
+    for owner in {name.rpartition(".")[0] for name in names}:
+        model.get_submodule(owner)._is_hf_initialized = False
+    if hasattr(model, "initialize_weights"):
+        model.initialize_weights()
+    else:  # before transformers 4.52
+        model.apply(model._initialize_weights)
+
+
+def _mark_initialized(model: Any) -> None:
+    """Prevent transformers from initializing the modules if a larger model contains them."""
+    for module in model.modules():
+        module._is_hf_initialized = True
 
 
 def _generation(folder: Path) -> Any:
