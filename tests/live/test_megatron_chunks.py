@@ -11,6 +11,7 @@ import torch
 
 import reshard
 from reshard.algebra.layout import Layout
+from reshard.algebra.tensors import cells_of
 from reshard.engines.megatron import parallel
 from reshard.engines.megatron.checkpoint import load_weights
 from reshard.engines.megatron.load import live_tensors
@@ -18,6 +19,8 @@ from reshard.engines.megatron.model import build_model
 from reshard.engines.megatron.session import run_ranks
 
 pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state
 
 Models = Callable[..., Path]
 
@@ -73,3 +76,52 @@ def test_chunks_of_another_model_are_refused(hf_model: Models, tmp_path: Path) -
     args = reshard.open(tmp_path / "there").checkpoint.args or {}
     (codes,) = run_ranks(1, _refused, hf_model("qwen2"), args, Layout())
     assert codes == {"megatron-model-not-as-planned"}
+
+
+def _damaged(source: Path, args: Mapping[str, Any], layout: Layout) -> dict[str, set[str]]:
+    """The codes for a damaged source, and for chunks before there are process groups."""
+    found = {}
+    parallel.initialize(layout, seed=0)
+    chunks = build_model(args, layout)
+    derived = type("Derived", (type(chunks[0]),), {})
+    chunks[0].__class__ = derived  # as ms-swift and others derive from GPTModel
+    for name in ("damaged", "groups"):
+        with pytest.raises(reshard.ReshardError) as caught:
+            reshard.load_into(chunks, source)
+        found[name] = {problem.code for problem in caught.value.problems}
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_damage_and_missing_groups_are_told(hf_model: Models, tmp_path: Path) -> None:
+    reshard.convert(hf_model("qwen3"), tmp_path / "there", to="megatron", transformer_impl="local")
+    weights = reshard.open(tmp_path / "there")
+    storage = next(cells.storage for cells in cells_of(weights["model.norm.weight"].tensor.view))
+    with Path(storage.path).open("r+b") as file:
+        file.seek(storage.offset)
+        byte = file.read(1)
+        file.seek(storage.offset)
+        file.write(bytes([byte[0] ^ 1]))
+    args = weights.checkpoint.args or {}
+    (found,) = run_ranks(1, _damaged, tmp_path / "there", args, Layout())
+    assert found == {"damaged": {"checksum-mismatch"}, "groups": {"live-megatron-without-groups"}}
+
+
+def _swapped(source: Path, args: Mapping[str, Any], layout: Layout) -> set[str]:
+    parallel.initialize(layout, seed=0)
+    first, *others, last = build_model(args, layout)
+    chunks = [first, last, *others] if parallel_state.get_pipeline_model_parallel_rank() == 0 else []
+    if not chunks:
+        return set()
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.load_into(chunks, source)
+    return {problem.code for problem in caught.value.problems}
+
+
+def test_chunks_in_another_order_are_refused(hf_model: Models, tmp_path: Path) -> None:
+    """The second and the third chunk of the first rank have the same names and shapes."""
+    source = hf_model("qwen3", num_hidden_layers=6)
+    reshard.convert(source, tmp_path / "there", to="megatron", transformer_impl="local", pp=2, vpp=3)
+    args = reshard.open(tmp_path / "there").checkpoint.args or {}
+    found = run_ranks(2, _swapped, source, args, Layout(pp=2, vpp=3))
+    assert [*found] == [{"live-chunk-has-other-layers"}, set()]

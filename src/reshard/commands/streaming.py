@@ -147,7 +147,7 @@ def read(
             raise ReshardError(problems)
         yield from read_ahead(wanted, share, ledger, held, on_read)
         if ledger:
-            _settle(ledger, names)
+            settle(ledger, names)
 
 
 def place(tensor: Tensor) -> tuple[str, float]:
@@ -156,7 +156,7 @@ def place(tensor: Tensor) -> tuple[str, float]:
     return (first.path, first.offset) if first else ("\U0010ffff", inf)
 
 
-def _settle(ledger: Ledger, names: Mapping[Storage, str]) -> None:
+def settle(ledger: Ledger, names: Mapping[Storage, str]) -> None:
     """Raise ReshardError for each storage whose bytes do not have the recorded CRC32."""
     files = Files()
     try:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.algebra.layout import Layout
-from reshard.base.errors import ReshardError
+from reshard.base.errors import Problem, ReshardError
+from reshard.commands.streaming import settle
 from reshard.commands.weights import Weights
 from reshard.engines.megatron.load import fill, live_tensors, place
-from reshard.engines.megatron.shards import sharded
+from reshard.engines.megatron.shards import Coordinates, sharded
+from reshard.engines.megatron.shards import Weights as Shards
 from reshard.families.family import ENGINES, MCORE
 from reshard.live.modules import Loaded
 from reshard.model.logical import logical_tensors
 from reshard.transfer.compare import unequal_replicas
+from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import shared
 
 if TYPE_CHECKING:
@@ -23,16 +26,17 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def is_chunk(module: Any) -> bool:
-    """Whether a module is Megatron-Core's, or its wrapper around one: DDP, Float16Module."""
-    return type(module).__module__.startswith("megatron.")
+    """Whether a module is Megatron-Core's, a class derived from one, or a wrapper: DDP, Float16Module."""
+    return any(kind.__module__.startswith("megatron.core.") for kind in type(module).__mro__)
 
 
 def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: bool) -> Loaded:
     """Fill the chunks of this rank, one for each virtual pipeline stage. Raises ReshardError.
 
     The layout is that of the process groups that Megatron-Core has initialized. `verify` compares tensors that are
-    stored more than once.
+    stored more than once, and the CRC32s that the files record.
     """
+    _require_groups()
     inner = [_unwrapped(chunk) for chunk in chunks]
     resolved = weights.plan.source
     model, logical = resolved.declared, logical_tensors(resolved)
@@ -50,13 +54,31 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
     rows = _rows(inner, layout) or model.dims.padded_vocab
     held = sharded(model, logical, layout, rows, transformer_engine=uses_te, dtype=None)
     at = place(layout)
-    with weights.reading(), weights.checkpoint.sources.unchanged(None):
+    if problems := [*_other_layers(inner, held, at)]:
+        raise ReshardError(problems)
+    ledger = Ledger(every=True) if verify else None
+    with weights.reading(), weights.checkpoint.sources.unchanged(ledger.passed if ledger else None):
         if verify and (problems := unequal_replicas(weights.plan.replicas, shared(2, 1 << 28))):
             raise ReshardError(problems)
-        fill(list(inner), held, at)
+        fill(list(inner), held, at, ledger)
+        if ledger:
+            settle(ledger, {})
     shards = [shard for index in range(len(inner)) for shard in held.of(at, index).values()]
     nbytes = sum(shard.numel * shard.dtype.itemsize for shard in shards)
     return Loaded(len(shards), nbytes, nbytes)
+
+
+def _require_groups() -> None:
+    """Raise ReshardError if Megatron-Core does not know which part of the model this rank has."""
+    from megatron.core import parallel_state as ps
+
+    if not ps.is_initialized():
+        raise ReshardError(
+            "live-megatron-without-groups",
+            "Megatron-Core's process groups are not initialized",
+            rule="they say which part of the model this rank has",
+            remedy="call megatron.core.parallel_state.initialize_model_parallel first",
+        )
 
 
 def _layout(chunks: int, *, has_experts: bool) -> Layout:
@@ -77,6 +99,29 @@ def _unwrapped(module: Any) -> Any:
     while is_chunk(module) and hasattr(module, "module"):
         module = module.module
     return module
+
+
+def _other_layers(chunks: Sequence[Any], held: Shards, at: Coordinates) -> Iterator[Problem]:
+    """A problem for each chunk whose layers are not those of its place: all chunks have the same names."""
+    places = held.states.stages.table()
+    for index, chunk in enumerate(chunks):
+        layers = getattr(getattr(chunk, "decoder", None), "layers", None) or ()
+        built = [getattr(layer, "layer_number", None) for layer in layers]
+        here = {
+            local: layer + 1
+            for layer, (pp, at_chunk, local) in places.items()
+            if (pp, at_chunk) == (at.pp, index)
+        }
+        planned = [here[local] for local in sorted(here)]
+        if None not in built and built != planned:
+            yield Problem(
+                "live-chunk-has-other-layers",
+                "a chunk has other layers than its place in the pipeline",
+                tensor=f"chunk {index}",
+                expected=f"layers {planned}",
+                found=f"layers {built}",
+                remedy="pass all chunks of this rank, in the order of Megatron-Core",
+            )
 
 
 def _rows(chunks: Sequence[Any], layout: Layout) -> int | None:

@@ -32,8 +32,8 @@ class Loaded(NamedTuple):
     """What was loaded: the number of tensors, the bytes that they have here, and those that were read for them.
 
     More bytes are read than filled for a part of each row of a matrix: gaps of less than 32 KiB are not worth a read of
-    their own. `left_out` are tensors of layers for multi-token prediction, if the module has none. `kept` are tensors of
-    a transformers model that keep their values, because its class says that checkpoints may lack them.
+    their own. `left_out` are tensors of layers for multi-token prediction, if the module has none. `kept` are tensors
+    that keep their values, because the class of the transformers model says that checkpoints may lack them.
     """
 
     tensors: int

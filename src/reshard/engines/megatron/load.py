@@ -17,6 +17,7 @@ from reshard.formats.sharding import Shard
 from reshard.transfer.elements import RAW
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.ledger import Ledger
 
 
 def place(layout: Layout) -> Coordinates:
@@ -31,16 +32,20 @@ def place(layout: Layout) -> Coordinates:
     )
 
 
-def fill(chunks: list[Any], weights: Weights, at: Coordinates) -> None:
-    """Copy every weight of this rank. Raises ReshardError if model and plan differ in a name or a shape."""
+def fill(chunks: list[Any], weights: Weights, at: Coordinates, ledger: Ledger | None = None) -> None:
+    """Copy every weight of this rank. Raises ReshardError if model and plan differ in a name or a shape.
+
+    `ledger` receives the checksums of what is read.
+    """
     pairs = [(live_tensors(chunk), weights.of(at, index)) for index, chunk in enumerate(chunks)]
     if problems := [problem for live, held in pairs for problem in _differences(live, held)]:
         raise ReshardError(problems)
     with closing(Files()) as files:
-        gatherer = Gatherer(files, None)
+        gatherer = Gatherer(files, ledger)
         for live, held in pairs:
             for name, tensor in live.items():
                 _copy(held[name], tensor, gatherer)
+                gatherer.take_passed()  # the ledger has these ranges, and no journal needs them
                 # megatron-core marks what it initializes. Without the mark, a weight counts once in the gradient norm.
                 whole = held[name].shape == held[name].tensor.shape
                 tensor.tensor_model_parallel = not whole or ".experts." in name
