@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
 import reshard
 from reshard import ReshardError
+from tests.environments import python
 from tests.test_weights import DATA
 
 Models = Callable[..., Path]
@@ -88,6 +89,11 @@ def test_what_a_checkpoint_may_lack_is_initialized(hf_model: Models) -> None:
     assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in expected.items())
 
 
+def test_the_model_names_the_folder_that_it_is_from(hf_model: Models) -> None:
+    found = reshard.from_pretrained(hf_model("qwen3"))
+    assert found.name_or_path == found.config._name_or_path == str(hf_model("qwen3"))
+
+
 def test_a_larger_model_does_not_initialize_it_again(hf_model: Models) -> None:
     found = reshard.from_pretrained(hf_model("qwen3"))
     found.init_weights()
@@ -152,6 +158,14 @@ def test_what_is_sharded_otherwise_is_refused(how: str, code: str, hf_model: Mod
     words = [sys.executable, *launch, "-m", "tests.live.sharded", source, source, how]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.stdout.count(f"refused: ['{code}']") == 2, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_zero3_is_refused_until_it_is_gathered(hf_model: Models) -> None:
+    words = [python("deepspeed"), "-m", "tests.live.zero3", str(hf_model("qwen3"))]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "refused: ['live-module-in-zero3']" in done.stdout, done.stderr[-3000:]
+    assert "gathered: True" in done.stdout, done.stderr[-3000:]
 
 
 def test_no_second_copy_is_in_memory(hf_model: Models, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def from_pretrained(
         _initialize(model, kept)
         load_into(model, weights, how)  # again: older transformers initialize complete modules
     _mark_initialized(model)
+    model.config.name_or_path = model.name_or_path = str(weights.checkpoint.path)  # the other is deleted
     if generation is not None and model.can_generate():
         model.generation_config = generation
     return model.eval()
