@@ -91,7 +91,8 @@ def main(data: Path, rounds: int, only: str) -> None:
         _show(["", *live.HEADER])
         for row in live.rows(data, rounds):
             _show([row])
-        _show(["", *live.LOADED, *live.loading(data, rounds), "", *live.opening(data, rounds)])
+        _show(["", *live.LOADED, *live.loading(data, rounds)])
+        _show(["", *live.SERVED, *live.serving(data, rounds), "", *live.opening(data, rounds)])
     if only in "costs":
         _show(list(costs.rows(data, rounds)))
     if only in "scale":

@@ -6,6 +6,7 @@ first tensor on, without imports and without opening; processor time is that of 
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -171,6 +172,8 @@ if sys.argv[2] == "live":
 else:
     reshard.convert(sys.argv[1], sys.argv[2], no_tokenizer=True)
     model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype="auto")
+for each in model.parameters():
+    each.float().sum()  # transformers maps the files, and reads them here
 held = sum(each.nbytes for each in model.parameters())
 print(time.perf_counter() - began, (resident()[1] - before) / held)
 """
@@ -189,4 +192,40 @@ def loading(data: Path, rounds: int) -> Iterator[str]:
             found.append(tuple(map(float, done.stdout.split()[-2:])))
         seconds, memory = ([each[i] for each in found[1:]] for i in (0, 1))
         yield f"| {name} | {median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f}) | {median(memory):.2f} |"
+    shutil.rmtree(out, ignore_errors=True)
+
+
+SERVE = """
+import os, subprocess, sys, time
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+from vllm import LLM
+from vllm.model_executor.models import qwen2
+source, base, out, way = sys.argv[1:]
+how = {"enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True, "dtype": "bfloat16"}
+began = time.perf_counter()
+if way == "live":
+    LLM(base, load_format="reshard", model_loader_extra_config={"source": source}, **how)
+else:
+    subprocess.run([sys.executable, "-m", "reshard", "convert", source, out, "--no-tokenizer", "--quiet"], check=True)
+    LLM(out, **how)
+print(time.perf_counter() - began)
+"""
+SERVED = ["| who | s until vLLM can answer, median (min–max) |", "|---|---|"]
+
+
+def serving(data: Path, rounds: int) -> Iterator[str]:
+    """vLLM from a Megatron checkpoint, against `convert` and vLLM from the folder. RESHARD_BENCH_VLLM has both."""
+    python = os.environ.get("RESHARD_BENCH_VLLM")
+    if not python:
+        yield "| vLLM | not measured: RESHARD_BENCH_VLLM names no interpreter |"
+        return
+    model, megatron, out = data / "live", data / "live-megatron", data / "out"
+    for name, way in (("vLLM with `--load-format reshard`", "live"), ("`convert`, then vLLM", "convert")):
+        seconds = []
+        for _ in range(rounds + 1):
+            shutil.rmtree(out, ignore_errors=True)
+            words = [python, "-c", SERVE, *map(str, (megatron, model, out)), way]
+            done = subprocess.run(words, capture_output=True, text=True, check=True)
+            seconds.append(float(done.stdout.split()[-1]))
+        yield f"| {name} | {median(seconds[1:]):.2f} ({min(seconds[1:]):.2f}–{max(seconds[1:]):.2f}) |"
     shutil.rmtree(out, ignore_errors=True)
