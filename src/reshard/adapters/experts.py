@@ -62,7 +62,7 @@ class Stacks:
         (name,) = fitting
         count, rows, columns = self._weights[name].shape
         turned = self._turned if rows == columns else pair.b.shape[0] != rows
-        pairs = (_turned(part) if turned else part for part in _split(pair, count))
+        pairs = (turned_pair(part) if turned else part for part in _split(pair, count))
         return [Part(name, name, tuple(pairs))]
 
     def _stacked(self, module: str) -> list[str]:
@@ -95,7 +95,7 @@ class Stacks:
         place = _WRAPPED.sub("", module)
         parameter = f"{place}.{'down_proj' if len(own) == 1 else 'gate_up_proj'}"
         return [
-            Part(parameter, names[role], (Pair(part.a, _like(part.b, part.b.view[rows])),))
+            Part(parameter, names[role], (Pair(part.a, like(part.b, part.b.view[rows])),))
             for (_, names), part in zip(sorted(experts.items()), _split(pair, count), strict=True)
             for role, rows in own.items()
         ]
@@ -119,13 +119,13 @@ def _split(pair: Pair, count: int) -> Iterator[Pair]:
     rank = pair.rank // count
     a, b = pair.a.view.split(0, count, rank), pair.b.view.split(1, rank, count)
     for index in range(count):
-        yield Pair(_like(pair.a, a[index]), _like(pair.b, b[:, :, index]))
+        yield Pair(like(pair.a, a[index]), like(pair.b, b[:, :, index]))
 
 
-def _turned(pair: Pair) -> Pair:
+def turned_pair(pair: Pair) -> Pair:
     """The pair whose product is the transposed one."""
-    return Pair(_like(pair.b, pair.b.view.permute(1, 0)), _like(pair.a, pair.a.view.permute(1, 0)))
+    return Pair(like(pair.b, pair.b.view.permute(1, 0)), like(pair.a, pair.a.view.permute(1, 0)))
 
 
-def _like(tensor: Tensor, view: View) -> Tensor:
+def like(tensor: Tensor, view: View) -> Tensor:
     return Tensor(tensor.dtype, view)

@@ -54,14 +54,14 @@ class Linear(NamedTuple):
     def linear_in(self, rank: int) -> View:
         """[rank, in], padded with zeros."""
         blocks = [pair.a.view for pair in self.pairs.values()][: 1 if self.shared else None]
-        return concat([*blocks, _zeros(rank - self.rank, blocks[0].shape[1])])
+        return concat([*blocks, zeros(rank - self.rank, blocks[0].shape[1])])
 
     def linear_out(self, rank: int) -> View:
         """[out, rank], padded with zeros."""
         columns, at = {}, 0
         for hub, pair in self.pairs.items():
             rows = pair.b.shape[0]
-            blocks = [_zeros(rows, at), pair.b.view, _zeros(rows, rank - at - pair.rank)]
+            blocks = [zeros(rows, at), pair.b.view, zeros(rows, rank - at - pair.rank)]
             columns[hub] = concat(blocks, axis=1)
             at += 0 if self.shared else pair.rank
 
@@ -71,7 +71,8 @@ class Linear(NamedTuple):
         return rows_like(self.bound.view, rank).through(below)
 
 
-def _zeros(rows: int, columns: int) -> View:
+def zeros(rows: int, columns: int) -> View:
+    """A matrix of zeros, of any dtype."""
     return View.of(Cells(ZERO, _ANY), rows, columns)
 
 

@@ -48,16 +48,14 @@ def merged(
     untie(adapter, weights)
     _replace(adapter.whole, weights, types)
     resize(adapter, base, weights, tied=tied or HEAD not in base)
-    stacks = Stacks(weights, adapter.pairs, turned=turned)
-    for module, pair in adapter.pairs.items():
-        for target in _targets(adapter, module, pair, weights, stacks):
-            if isinstance(target, Problem):
-                problems.append(target)
-                continue
-            weight = weights[target.weight]
-            weights[target.weight] = _merged(weight, target, adapter)
-            if pair.bias:
-                problems += _shift(module, target, weights)
+    for module, target in targets(adapter, weights, turned=turned):
+        if isinstance(target, Problem):
+            problems.append(target)
+            continue
+        weight = weights[target.weight]
+        weights[target.weight] = _merged(weight, target, adapter)
+        if adapter.pairs[module].bias:
+            problems += _shift(module, target, weights)
     if problems:
         raise ReshardError(one_for_all(problems, adapter.pairs, "the adapter"))
     return weights
@@ -99,6 +97,16 @@ def _replace(by: Mapping[str, Tensor], weights: dict[str, Tensor], types: Types)
     for name, tensor in by.items():
         kind = weights[name].dtype if name in weights else types(name, tensor.dtype)
         weights[name] = Tensor(kind, tensor.view)
+
+
+def targets(
+    adapter: Adapter, weights: Mapping[str, Tensor], *, turned: bool
+) -> Iterator[tuple[str, Target | Problem]]:
+    """The weights that each module's pair changes, or why there are none."""
+    stacks = Stacks(weights, adapter.pairs, turned=turned)
+    for module, pair in adapter.pairs.items():
+        for target in _targets(adapter, module, pair, weights, stacks):
+            yield module, target
 
 
 def _targets(

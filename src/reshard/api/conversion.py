@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from reshard import planning
+from reshard.adapters.engines import ENGINES as ADAPTERS_FOR
 from reshard.algebra.layout import Layout
 from reshard.base.arguments import Arguments, OnBytes, StrPath
 from reshard.base.boundary import for_users
@@ -60,6 +61,7 @@ def convert(
     merge: bool = False,
     adapter: str | None = None,
     lora_alpha: float | None = None,
+    adapter_for: str | None = None,
     with_optimizer: bool = False,
     strict: bool = False,
     no_checksum: bool = False,
@@ -135,6 +137,9 @@ def convert(
         Adapter to read, if `src` contains several.
     lora_alpha : float, optional
         Alpha of the adapter, if no file records it.
+    adapter_for : {"vllm", "sglang", "peft"}, optional
+        Write the adapter `src` in the layout that this library loads and applies completely, for the model at `base`.
+        By default it keeps the layout of `src`.
     with_optimizer : bool
         Convert optimizer states too, if both formats can store them.
     strict : bool
@@ -191,6 +196,7 @@ def convert(
     given.known("dtype", dtype, Types)
     given.choice("engine", engine, ENGINES)
     given.choice("trust", trust, TRUSTED)
+    given.choice("adapter_for", adapter_for, ADAPTERS_FOR)
     given.choice("quantize", quantize, STORAGES)
     given.choice("transformer_impl", transformer_impl, IMPLEMENTATIONS)
     for name, number in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}.items():
@@ -252,6 +258,7 @@ def convert(
         merge=merge,
         adapter=adapter,
         lora_alpha=lora_alpha,
+        adapter_for=adapter_for,
         with_optimizer=with_optimizer,
     )
     bar = Bar()

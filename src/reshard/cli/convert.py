@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from reshard import api
+from reshard.adapters.engines import ENGINES as ADAPTERS_FOR
 from reshard.base.errors import count, listed, size
 from reshard.base.shown import escape
 from reshard.cli.console import (
@@ -143,6 +144,12 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--merge", is_flag=True, help="Merge SRC, a LoRA adapter, into the model at --base.")
 @click.option("--adapter", metavar="NAME", help="Adapter to read, if SRC contains several.")
 @click.option("--lora-alpha", type=float, metavar="N", help="Alpha of the adapter, if no file records it.")
+@click.option(
+    "--for",
+    "adapter_for",
+    type=click.Choice(list(ADAPTERS_FOR)),
+    help="Write the adapter in the layout that this library applies completely. [default: that of SRC]",
+)
 @click.option(
     "--verify",
     is_flag=True,

@@ -68,6 +68,7 @@ class Options:
     merge: bool = False
     adapter: str | None = None
     lora_alpha: float | None = None
+    adapter_for: str | None = None
     with_optimizer: bool = False
     beside: Mapping[str, Path] = field(default_factory=dict)
 
@@ -109,6 +110,7 @@ OPTIONS_0_2_0: Mapping[str, Any] = {
     "merge": False,
     "adapter": None,
     "lora_alpha": None,
+    "adapter_for": None,
     "with_optimizer": False,
 }
 """What options meant in version 0.2.0 that a record does not contain. These values never change: they describe

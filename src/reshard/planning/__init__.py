@@ -30,7 +30,7 @@ from reshard.model.logical import logical_tensors
 from reshard.model.quantizer import quantized
 from reshard.model.resolve import Resolved, resolve
 from reshard.model.vocabulary import lost_padding
-from reshard.planning import adapters, beside, merge, optimizer
+from reshard.planning import adapters, beside, merge, optimizer, served
 from reshard.planning.naming import Types, elements, names_of, recast
 from reshard.transfer.memory import NOTHING, Meter, Need, uncollected
 from reshard.transfer.plan import OutputFile, Plan, Planned
@@ -213,6 +213,13 @@ def _unfit(format: Format, target: Target, kind: Kind, options: Options) -> Iter
             found=f"--engine {options.engine}; the format is {chosen}",
             remedy=f"leave out --engine (reshard detects who saved the source), or pass --to {' or --to '.join(able)}",
         )
+    if options.adapter_for and (kind is Kind.MODEL or format.name != peft.NAME):
+        yield Problem(
+            "adapter-for-without-adapter",
+            "--for is for adapters of PEFT",
+            found=f"--for {options.adapter_for}; the output is {'a model' if kind is Kind.MODEL else format.name}",
+            remedy="leave out --for, or leave out --merge and pass --to peft for an adapter as the source",
+        )
     if target.dtype and Types(options.dtype).wanted not in (None, dtype(target.dtype)):
         yield Problem(
             "format-dtype-fixed",
@@ -348,7 +355,8 @@ class _Content(NamedTuple):
 
 
 def _adapter(source: Resolved, request: Request) -> _Content:
-    request, base, notes = adapters.named(source.checkpoint, request)
+    name = served.served if request.options.adapter_for else adapters.named
+    request, base, notes = name(source.checkpoint, request)
     dropped = +(Counter(source.checkpoint.dropped) + Counter(base))
     return _Content(request, elements(request.tensors), dropped, source.checkpoint.replicas, notes, NOTHING)
 

@@ -39,12 +39,12 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     checkpoint itself. Raises ReshardError if there is none, or if the adapter does not fit it.
     """
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
-    folder, told = _base_folder(checkpoint, adapter, options)
+    folder, told = base_folder(checkpoint, adapter, options)
     base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources) if folder else None
     if base and base.problems:
         raise ReshardError(base.problems)
     base = base and dequantized(base, Types(options.dtype).wanted, adapters.quantized_base)
-    weights, replicas, config, dropped = _hub_weights(base, options) if base else ({}, [], None, Counter())
+    weights, replicas, config, dropped = hub_weights(base, options) if base else ({}, [], None, Counter())
     origin = base or checkpoint
     own = config_of(origin) or {}
     family = declared(own.get("model_type"))
@@ -96,8 +96,11 @@ def hub_adapter(checkpoint: Checkpoint, options: Options) -> Checkpoint:
     return megatron.under_hub_names(checkpoint, config)
 
 
-def _base_folder(
-    checkpoint: Checkpoint, adapter: adapters.Adapter, options: Options
+def base_folder(
+    checkpoint: Checkpoint,
+    adapter: adapters.Adapter,
+    options: Options,
+    rule: str = "a merged model is the base plus the adapter",
 ) -> tuple[Path | None, list[str]]:
     """The folder with the base's weights, None if they are in the adapter's checkpoint; and notes on the choice."""
     if adapter.has_base:
@@ -113,14 +116,14 @@ def _base_folder(
         "merge-base-unknown",
         "the adapter's base is unknown",
         file=str(checkpoint.path),
-        rule="a merged model is the base plus the adapter",
+        rule=rule,
         expected="the weights that the adapter was trained on",
         found=f"{hint} (base_model_name_or_path), which is not here" if hint else None,
         remedy="pass the folder with the base model: --base DIR",
     )
 
 
-def _hub_weights(
+def hub_weights(
     base: Checkpoint, options: Options
 ) -> tuple[Mapping[str, Tensor], list[Replica], Mapping[str, Any] | None, Counter[str]]:
     """The base's weights under Hub names, their replicas, the config if it is in no file, and the dropped bytes."""
