@@ -18,33 +18,53 @@ from typing import Any
 
 PROMPTS = ([5, 17, 99, 3, 41], [200, 11, 7])
 SETTINGS = {
-    **{"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4, "dtype": "float32"},
-    **{"enable_lora": True, "max_loras": 1, "max_lora_rank": 16, "skip_tokenizer_init": True},
+    "enforce_eager": True,
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "dtype": "float32",
+    "enable_lora": True,
+    "max_loras": 1,
+    "max_lora_rank": 16,
+    "skip_tokenizer_init": True,
 }
 
 
+def activated(both: Any, kind: str) -> Any:
+    """The input of down, of gate and up; those of gpt-oss alternate."""
+    import torch
+
+    if kind != "swigluoai":
+        gate, up = both.chunk(2)
+        return torch.nn.functional.silu(gate) * up
+    gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 def experts_in_torch(self: Any, **given: Any) -> None:
-    """`TritonExperts.apply` for silu: every token through its experts, with the pairs of its adapter."""
+    """`TritonExperts.apply`: every token through its experts, with the pairs of its adapter."""
     import torch
 
     hidden, w1, w2 = given["hidden_states"], given["w1"], given["w2"]
-    weights, ids, context = given["topk_weights"], given["topk_ids"], self._lora_context
-    if context is not None:
-        slots = context.punica_wrapper.token_lora_indices
-        slices = [*zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True)]
-        (down,) = zip(context.w2_lora_a_stacked, context.w2_lora_b_stacked, strict=True)
+    context, kind = self._lora_context, given["activation"].value
+    first, second = (
+        torch.zeros(len(w1), 1) if each is None else each for each in (self.w1_bias, self.w2_bias)
+    )
+    slots = context.punica_wrapper.token_lora_indices
+    slices = [*zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True)]
+    ((down_a, down_b),) = zip(context.w2_lora_a_stacked, context.w2_lora_b_stacked, strict=True)
     result = torch.zeros_like(hidden)
     for token, state in enumerate(hidden):
-        slot = int(slots[token]) if context is not None and token < len(slots) else -1
-        for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
-            both = w1[expert] @ state
+        slot = int(slots[token]) if token < len(slots) else -1
+        for weight, expert in zip(
+            given["topk_weights"][token], given["topk_ids"][token].tolist(), strict=True
+        ):
+            both = w1[expert] @ state + first[expert]
             if slot >= 0:
                 both = both + torch.cat([b[slot, expert] @ (a[slot, expert] @ state) for a, b in slices])
-            gate, up = both.chunk(2)
-            inner = torch.nn.functional.silu(gate) * up
-            out = w2[expert] @ inner
+            inner = activated(both, kind)
+            out = w2[expert] @ inner + second[expert]
             if slot >= 0:
-                out = out + down[1][slot, expert] @ (down[0][slot, expert] @ inner)
+                out = out + down_b[slot, expert] @ (down_a[slot, expert] @ inner)
             result[token] += weight * out
     given["output"].copy_(result)
 
@@ -104,5 +124,5 @@ if __name__ == "__main__":
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # tests run side by side
     main(*sys.argv[1:])

@@ -1,0 +1,150 @@
+"""vLLM answers with an adapter that was written for it as PEFT does, and not with the same one as PEFT saved it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+import reshard
+from tests.environments import python
+from tests.genuine import make_fsdp_ranks
+from tests.genuine import make_megatron_lora as megatron
+from tests.genuine.peft import load, make_adapter
+from tests.genuine.serve_adapters import PROMPTS
+
+pytestmark = pytest.mark.slow
+
+Model = Callable[..., Path]
+DATA = Path(__file__).parents[1] / "data"
+SIZES = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Heads that vLLM's attention for CPUs has."""
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+CLOSE = 1e-4
+
+
+def serve(out: Path, *cases: dict[str, Any]) -> list[list[Any]]:
+    """What vLLM answers; see `tests.genuine.serve_adapters`."""
+    told = json.dumps(cases, default=str)
+    command = [python("vllm"), "-m", "tests.genuine.serve_adapters", told, str(out / "answers.json")]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found: list[list[Any]] = json.loads((out / "answers.json").read_text())
+    return found
+
+
+def assert_answers_of(model: Any, answers: Any) -> None:
+    """vLLM's tokens and log-probabilities are the model's."""
+    assert not isinstance(answers, str), answers
+    for prompt, (tokens, places) in zip(PROMPTS, answers, strict=True):
+        with torch.no_grad():
+            scores = model.eval()(torch.tensor([[*prompt, *tokens]])).logits[0].log_softmax(-1)
+        scores = scores[len(prompt) - 1 : -1]
+        assert scores.argmax(-1).tolist() == tokens
+        for place, mine in zip(places, scores, strict=True):
+            assert all(abs(mine[int(token)] - score) <= CLOSE for token, score in place.items())
+
+
+def assert_served(out: Path, base: Path, adapters: Iterable[tuple[Path, Path]], **settings: Any) -> None:
+    """vLLM computes with each output what PEFT computes with its source, and something else without."""
+    sources, outputs = zip(*adapters, strict=True)
+    (found,) = serve(out, {"model": base, "adapters": outputs, **settings})
+    assert_answers_of(load(base), found[0])
+    for source, answers in zip(sources, found[1:], strict=True):
+        assert_answers_of(PeftModel.from_pretrained(load(base), source), answers)
+        assert [tokens for tokens, _ in answers] != [tokens for tokens, _ in found[0]]
+
+
+def converted(source: Path, base: Path, out: Path, **options: Any) -> tuple[Path, Path]:
+    """The adapter as it is, which PEFT loads, and the one for vLLM."""
+    reshard.convert(source, out / "peft", base=base, to="peft", **options)
+    reshard.convert(source, out / "vllm", base=base, to="peft", adapter_for="vllm", **options)
+    return out / "peft", out / "vllm"
+
+
+def test_dense_adapters(hf_model: Model, tmp_path: Path) -> None:
+    base = hf_model("qwen3", **SIZES)
+    settings: dict[str, dict[str, Any]] = {
+        "all": {"r": 4, "lora_alpha": 6, "target_modules": ALL},
+        "some": {"r": 8, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], "use_rslora": True},
+        "patterns": {
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": ALL,
+            "rank_pattern": {"q_proj": 8, "layers.1.mlp.up_proj": 2},
+            "alpha_pattern": {"o_proj": 24},
+        },
+        "tables": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    }
+    made = {name: make_adapter(base, tmp_path / name, **each) for name, each in settings.items()}
+    assert_served(tmp_path, base, [converted(made[name], base, tmp_path / f"of-{name}") for name in made])
+
+
+def test_adapters_of_trainers(hf_model: Model, tmp_path: Path) -> None:
+    """Of Megatron-Bridge, ms-swift, verl and DeepSpeed."""
+    dense = DATA / "megatron_lora" / "base-llama"
+    names = [name for name, each in megatron.VARIANTS.items() if each.base == "llama"]
+    found = [converted(DATA / "megatron_lora" / name, dense, tmp_path / name) for name in names]
+    assert_served(tmp_path, dense, found)
+    base = hf_model("llama", **make_fsdp_ranks.TINY)
+    assert_served(tmp_path, base, [converted(DATA / "verl" / "fsdp2-lora", base, tmp_path / "verl")])
+    base = base_of_deepspeed(tmp_path / "base")
+    source = DATA / "deepspeed" / "z3_lora"
+    assert_served(tmp_path, base, [converted(source, base, tmp_path / "z3", lora_alpha=16)])
+
+
+def base_of_deepspeed(out: Path) -> Path:
+    """The weights of the base, which were saved with the adapter."""
+    tensors = load_file(DATA / "deepspeed" / "z3_lora" / "module.safetensors")
+    out.mkdir()
+    base = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): tensor.float()
+        for name, tensor in tensors.items()
+        if "lora_" not in name
+    }
+    save_file(base, out / "model.safetensors", {"format": "pt"})
+    shutil.copy(DATA / "deepspeed" / "z3_lora" / "config.json", out)
+    return out
+
+
+@pytest.mark.parametrize("parameters", [STACKS, STACKS[:1], STACKS[1:]])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_adapters_of_stacked_experts(
+    name: str, parameters: list[str], hf_model: Model, tmp_path: Path
+) -> None:
+    base = hf_model(name, **SIZES, **({"swiglu_limit": 7.0} if name == "gpt_oss" else {}))
+    source = make_adapter(
+        base, tmp_path / "source", r=4, lora_alpha=6, target_modules=["q_proj"], target_parameters=parameters
+    )
+    assert_served(tmp_path, base, [converted(source, base, tmp_path)], experts=True)
+
+
+def test_adapters_of_experts_that_megatron_trained(tmp_path: Path) -> None:
+    names = [name for name, each in megatron.VARIANTS.items() if each.base == "qwen3_moe"]
+    base = DATA / "megatron_lora" / "base-qwen3_moe"
+    found = [converted(DATA / "megatron_lora" / name, base, tmp_path / name) for name in names]
+    assert_served(tmp_path, base, found, experts=True)
+
+
+def test_vllm_refuses_what_peft_saved(hf_model: Model, tmp_path: Path) -> None:
+    """Once it does not, the layout for it need not be another one."""
+    base = hf_model("qwen3_moe", **SIZES)
+    settings: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"]}
+    adapters = [
+        make_adapter(base, tmp_path / "stacked", target_parameters=STACKS, **settings),
+        make_adapter(base, tmp_path / "dora", use_dora=True, **settings),
+        make_adapter(base, tmp_path / "head", modules_to_save=["lm_head"], **settings),
+    ]
+    (found,) = serve(tmp_path, {"model": base, "adapters": adapters, "experts": True})
+    assert ["fused 3D MoE weights" in found[1], "DoRA" in found[2], "modules_to_save" in found[3]] == [
+        True
+    ] * 3
