@@ -148,7 +148,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     "--for",
     "adapter_for",
     type=click.Choice(list(ADAPTERS_FOR)),
-    help="Write the adapter in the layout that this library applies completely. [default: that of SRC]",
+    help="Write the adapter as this library applies it completely. [default: with the layout of SRC]",
 )
 @click.option(
     "--verify",
