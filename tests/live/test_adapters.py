@@ -135,6 +135,33 @@ def test_adapters_of_experts_that_megatron_trained(tmp_path: Path) -> None:
     assert_served(tmp_path, base, found, experts=True)
 
 
+def test_the_classes_of_sglang_find_a_place_for_every_tensor(hf_model: Model, tmp_path: Path) -> None:
+    """SGLang cannot run on a CPU; see `tests.genuine.load_sglang_adapters`."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, settings in {
+        "qwen3": {"target_modules": ["q_proj", "up_proj"], "use_rslora": True},
+        "qwen3_moe": {"target_modules": ["v_proj"], "target_parameters": STACKS[:1]},
+        "mixtral": {"target_modules": ["o_proj"], "target_parameters": STACKS},
+    }.items():
+        base, out = hf_model(name), tmp_path / name
+        source = make_adapter(base, out / "source", r=4, lora_alpha=6, **settings)
+        reshard.convert(source, out / "ours", base=base, adapter_for="sglang")
+        command = [python("sglang"), "-m", "tests.genuine.load_sglang_adapters", str(out / "read.json"), "4"]
+        subprocess.run([*command, str(source), str(out / "ours")], check=True, capture_output=True)
+        theirs, ours = json.loads((out / "read.json").read_text())
+        assert not ours["skipped"] and not ours["misfits"]
+        found[name] = theirs, ours
+    assert [found[name][1]["scale"] for name in found] == [3.0, 1.5, 1.5]
+    assert found["qwen3"][1]["buffers"] == {"qkv_proj": 8, "gate_up_proj": 8}
+    for name, count in (("qwen3_moe", 8), ("mixtral", 4)):
+        experts = {"gate_up_proj_moe": 8 * count, "down_proj_moe": 8 * count}
+        assert experts.items() <= found[name][1]["buffers"].items()
+    # As PEFT saved them, it fails on one, and skips parts of another: once it does not, their layout need not change.
+    assert "KeyError" in found["qwen3"][0]
+    assert all("experts" in name for name in found["mixtral"][0]["skipped"])
+    assert found["mixtral"][0]["skipped"]
+
+
 def test_vllm_refuses_what_peft_saved(hf_model: Model, tmp_path: Path) -> None:
     """Once it does not, the layout for it need not be another one."""
     base = hf_model("qwen3_moe", **SIZES)

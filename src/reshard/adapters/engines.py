@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.adapters.adapter import Adapter, Pair
@@ -56,8 +56,8 @@ class Engine:
     """What applies an adapter.
 
     `stacks` tells by the type of a model whether its experts are adapted as stacks. `uneven` says that modules may have
-    pairs of different ranks and strengths, and `fused` are linears of which all are adapted, or none. `problems` are
-    those of an adapter that it does not apply completely.
+    pairs of different ranks and strengths, and `fused` are linears of which all are adapted, or none. `targets` are its
+    own names in `target_modules`. `problems` are those of an adapter that it does not apply completely.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Engine:
     problems: Callable[[Engine, Adapter, Changes, str], Iterator[Problem]]
     uneven: bool = True
     fused: tuple[tuple[str, ...], ...] = ()
+    targets: Mapping[str, str] = field(default_factory=dict)
 
     def refused(self, tensor: str | None, found: str, rule: str) -> Problem:
         """The problem of something that the engine would skip."""
@@ -171,7 +172,15 @@ ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
         Engine(VLLM, "vLLM", _STACKED_BY_VLLM.__contains__, _of_vllm),
-        Engine(SGLANG, "SGLang", lambda model_type: False, _of_sglang, uneven=False, fused=_SGLANG_FUSED),
+        Engine(
+            SGLANG,
+            "SGLang",
+            lambda model_type: False,
+            _of_sglang,
+            uneven=False,
+            fused=_SGLANG_FUSED,
+            targets={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+        ),
         Engine(PEFT, "PEFT", lambda model_type: True, _of_peft),
     )
 }

@@ -225,7 +225,8 @@ class _Written:
         linears = {m: c.pair for m, c in self.modules.items() if m not in self.parameters}
         experts = {m for m in linears if ".experts." in m}
         others: dict[str, Pair] = {m: pair for m, pair in linears.items() if m not in experts}
-        found = {each.rpartition(".")[2] for each in experts}
+        leaves = {each.rpartition(".")[2] for each in experts}
+        found = {self._engine.targets.get(leaf, leaf) for leaf in leaves}
         if others:
             found |= {*target_modules(replace(adapter, pairs=others))}
         return sorted(found)
