@@ -30,6 +30,8 @@ SIZES = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CLOSE = 1e-4
+CLOSE_OF_GPT_OSS = 5e-3
+"""vLLM's gpt-oss differs from that of transformers without an adapter, too: by 5e-4 here."""
 
 
 def serve(out: Path, *cases: dict[str, Any]) -> list[list[Any]]:
@@ -42,7 +44,7 @@ def serve(out: Path, *cases: dict[str, Any]) -> list[list[Any]]:
     return found
 
 
-def assert_answers_of(model: Any, answers: Any) -> None:
+def assert_answers_of(model: Any, answers: Any, close: float = CLOSE) -> None:
     """vLLM's tokens and log-probabilities are the model's."""
     assert not isinstance(answers, str), answers
     for prompt, (tokens, places) in zip(PROMPTS, answers, strict=True):
@@ -51,16 +53,18 @@ def assert_answers_of(model: Any, answers: Any) -> None:
         scores = scores[len(prompt) - 1 : -1]
         assert scores.argmax(-1).tolist() == tokens
         for place, mine in zip(places, scores, strict=True):
-            assert all(abs(mine[int(token)] - score) <= CLOSE for token, score in place.items())
+            assert all(abs(mine[int(token)] - score) <= close for token, score in place.items())
 
 
-def assert_served(out: Path, base: Path, adapters: Iterable[tuple[Path, Path]], **settings: Any) -> None:
+def assert_served(
+    out: Path, base: Path, adapters: Iterable[tuple[Path, Path]], close: float = CLOSE, **settings: Any
+) -> None:
     """vLLM computes with each output what PEFT computes with its source, and something else without."""
     sources, outputs = zip(*adapters, strict=True)
     (found,) = serve(out, {"model": base, "adapters": outputs, **settings})
-    assert_answers_of(load(base), found[0])
+    assert_answers_of(load(base), found[0], close)
     for source, answers in zip(sources, found[1:], strict=True):
-        assert_answers_of(PeftModel.from_pretrained(load(base), source), answers)
+        assert_answers_of(PeftModel.from_pretrained(load(base), source), answers, close)
         assert [tokens for tokens, _ in answers] != [tokens for tokens, _ in found[0]]
 
 
@@ -125,7 +129,8 @@ def test_adapters_of_stacked_experts(
     source = make_adapter(
         base, tmp_path / "source", r=4, lora_alpha=6, target_modules=["q_proj"], target_parameters=parameters
     )
-    assert_served(tmp_path, base, [converted(source, base, tmp_path)], experts=True)
+    close = CLOSE_OF_GPT_OSS if name == "gpt_oss" else CLOSE
+    assert_served(tmp_path, base, [converted(source, base, tmp_path)], close, experts=True)
 
 
 def test_adapters_of_experts_that_megatron_trained(tmp_path: Path) -> None:
