@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 import reshard
 from reshard.base.errors import ReshardError
 from tests import commandline
+from tests.genuine import make_fsdp_ranks
 from tests.genuine import make_megatron_lora as megatron
 from tests.genuine.model_types import make_model_type
 from tests.genuine.peft import load, make_adapter, randomise
@@ -30,15 +32,15 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 CLOSE = 1e-5
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model: Any, tokens: int = 60) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(torch.from_numpy(megatron.TOKENS)).logits
+        found: torch.Tensor = model.eval()(torch.from_numpy(megatron.TOKENS) % tokens).logits
     return found
 
 
-def adapted(base: Path, adapter: Path) -> torch.Tensor:
+def adapted(base: Path, adapter: Path, tokens: int = 60) -> torch.Tensor:
     """The logits of PEFT."""
-    return logits(PeftModel.from_pretrained(load(base), adapter))
+    return logits(PeftModel.from_pretrained(load(base), adapter), tokens)
 
 
 def assert_alike(base: Path, source: Path, output: Path) -> None:
@@ -147,6 +149,32 @@ def test_adapters_of_megatron_compute_the_same(engine: str, name: str, tmp_path:
     assert_alike(base, tmp_path / "plain", tmp_path / "ours")
     if "experts" in name and engine == "peft":
         assert config_of(tmp_path / "ours")["target_parameters"] == [GATE_UP, DOWN]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_adapters_of_ranks_compute_the_same(engine: str, hf_model: Model, tmp_path: Path) -> None:
+    """Of verl with FSDP2, and of DeepSpeed with ZeRO-3, whose base was saved with it."""
+    module = load_file(DATA / "deepspeed" / "z3_lora" / "module.safetensors")
+    base = tmp_path / "base"
+    base.mkdir()
+    shutil.copy(DATA / "deepspeed" / "z3_lora" / "config.json", base)
+    weights = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): tensor.float()
+        for name, tensor in module.items()
+        if "lora_" not in name
+    }
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    verl = hf_model("llama", **make_fsdp_ranks.TINY)
+    for source, model, options in (
+        (DATA / "verl" / "fsdp2-lora", verl, {}),
+        (DATA / "deepspeed" / "z3_lora", base, {"lora_alpha": 64}),
+    ):
+        out = tmp_path / source.name
+        reshard.convert(source, out / "plain", to="peft", base=model, **options)  # type: ignore[arg-type]
+        reshard.convert(source, out / "ours", to="peft", base=model, adapter_for=engine, **options)  # type: ignore[arg-type]
+        plain, ours = (adapted(model, out / each, tokens=20) for each in ("plain", "ours"))
+        assert (plain - logits(load(model), tokens=20)).abs().max() > 0.001 * plain.abs().max()
+        assert (ours - plain).abs().max() <= CLOSE * plain.abs().max()
 
 
 def test_a_layout_and_back_gives_the_same_bytes(hf_model: Model, tmp_path: Path) -> None:
