@@ -46,7 +46,7 @@ CONTRACT = {
 BESIDES = {
     "inspect": "--iteration --remove-unfinished --html --quiet --debug",
     "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
-    "--merge --adapter --lora-alpha --engine --quantize --no-resume --verify --push-to-hub --private"
+    "--merge --adapter --lora-alpha --for --engine --quantize --no-resume --verify --push-to-hub --private"
     " --on --no-sync",
     "verify": "--html --memory --quiet --debug",
     "train": "",  # its methods have the flags: tests/train/test_cli.py
