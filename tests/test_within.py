@@ -148,6 +148,20 @@ def test_a_config_keeps_all_that_it_says(model: Callable[[str], Path], tmp_path:
         assert after.get("text_config", after)["rope_scaling"]["mrope_section"] == [2, 1, 1]
 
 
+@pytest.mark.parametrize("to", ["megatron", "dcp", "huggingface"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma3_text"])
+def test_ropes_by_layer_type_stay_what_they_are(name: str, to: str, tmp_path: Path) -> None:
+    """In the spelling of transformers 4, as on the Hub, with one `rope_scaling` for the layers of full attention."""
+    hub = make_model_type(name, tmp_path / "hub")
+    assert "rope_parameters" not in (hub / "config.json").read_text()
+    reshard.convert(hub, tmp_path / "there", to=to)
+    was, now = (
+        transformers.AutoConfig.from_pretrained(each).get_text_config().rope_parameters
+        for each in (hub, tmp_path / "there")
+    )
+    assert now == was and set(was) == {"sliding_attention", "full_attention"}
+
+
 def test_a_part_that_is_missing_is_noticed(model: Callable[[str], Path], tmp_path: Path) -> None:
     def blind(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if "visual" in name]:
