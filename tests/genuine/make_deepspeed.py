@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {
 class Variant(NamedTuple):
     """One checkpoint. `stage` is ZeRO's, `universal` makes it universal, `extra` goes into `zero_optimization`.
 
-    With `later` it also has the next step, which `latest` does not name.
+    With `later` it also has the next step, which `latest` does not name. `sizes` replace those of the config.
     """
 
     stage: int
@@ -56,6 +56,7 @@ class Variant(NamedTuple):
     universal: bool = False
     extra: tuple[tuple[str, Any], ...] = ()
     later: bool = False
+    sizes: tuple[tuple[str, Any], ...] = ()
 
 
 VARIANTS = {
@@ -76,13 +77,22 @@ VARIANTS = {
     "universal_z2": Variant(2, "bfloat16", groups=True, universal=True),
     "universal_z3": Variant(3, "bfloat16", ranks=3, frozen="embed", universal=True),
 }
+SERVED = {
+    f"served_z{stage}": Variant(stage, "float32", sizes=(("head_dim", 32), ("vocab_size", 283)))
+    for stage in (2, 3)
+}
+"""Models for vLLM: with heads that its attention for CPUs has."""
 TAG, LATER = "global_step2", "global_step3"
+
+
+def variant_of(name: str) -> Variant:
+    return {**VARIANTS, **SERVED}[name]
 
 
 def make(out: Path, names: list[str]) -> None:
     """Make these variants in folders with their names below `out`, with one launch for each number of ranks."""
-    for ranks in sorted({VARIANTS[name].ranks for name in names}):
-        mine = [name for name in names if VARIANTS[name].ranks == ranks]
+    for ranks in sorted({variant_of(name).ranks for name in names}):
+        mine = [name for name in names if variant_of(name).ranks == ranks]
         _launch(ranks, "make", str(out), *mine)
 
 
@@ -112,10 +122,10 @@ def _make_as_rank(out: Path, names: list[str]) -> None:
     import torch.distributed as dist
 
     for name in names:
-        _make_one(VARIANTS[name], out / name)
+        _make_one(variant_of(name), out / name)
         dist.barrier()
         if dist.get_rank() == 0:
-            _consolidate(VARIANTS[name], out / name)
+            _consolidate(variant_of(name), out / name)
         dist.barrier()
 
 
@@ -180,7 +190,7 @@ def _model(variant: Variant) -> Any:
     torch.manual_seed(7)
     if variant.family == "moe":
         return _mixture().to(torch.bfloat16)
-    sizes = {**SIZES, "tie_word_embeddings": variant.tied}
+    sizes = {**SIZES, "tie_word_embeddings": variant.tied, **dict(variant.sizes)}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.family, **sizes))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,7 +1,8 @@
 """FSDP checkpoints with one file per rank, as torch, accelerate and verl write them, on a CPU.
 
 Run it to make the files in `tests/data`: `python -m tests.genuine.make_fsdp_ranks verl` if verl is installed,
-`… verl KIND OUT` makes one of them elsewhere, `… torch` with an old version of torch, which does not need transformers.
+`… verl KIND OUT [SIZES]` makes one of them elsewhere, with other SIZES in JSON, `… torch` with an old version of torch,
+which does not need transformers.
 """
 
 from __future__ import annotations
@@ -248,13 +249,13 @@ def small() -> nn.Module:
 # ------------------------------------------------------------------------------------- verl
 
 
-def verl(name: str, out: Path) -> Path:
+def verl(name: str, out: Path, **sizes: int) -> Path:
     """A checkpoint of `VERL` in `out`, a run's folder, by verl's own checkpoint manager."""
     from tests.genuine.huggingface import make_model
 
     version, world, shape, optimizer = VERL[name]
     with tempfile.TemporaryDirectory() as folder:
-        source = make_model("llama", Path(folder) / "tiny", **TINY)
+        source = make_model("llama", Path(folder) / "tiny", **{**TINY, **sizes})
         on_ranks(world, verl_rank, source, out, version, shape, optimizer, name.endswith("lora"))
     config = out / "global_step_3" / "actor" / "huggingface" / "config.json"
     known = json.loads(config.read_text())
@@ -327,7 +328,7 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        verl(sys.argv[2], Path(sys.argv[3]))
+    if len(sys.argv) > 3:
+        verl(sys.argv[2], Path(sys.argv[3]), **json.loads("".join(sys.argv[4:]) or "{}"))
     else:
         main(sys.argv[1])

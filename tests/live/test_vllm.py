@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from tests.environments import python
-from tests.genuine.huggingface import edit_config
+from tests.genuine.huggingface import edit_config, make_tokenizer
 from tests.genuine.peft import make_adapter
 from tests.genuine.quantized import fp8
+from tests.genuine.seeing import make_blip2
 
 pytestmark = pytest.mark.slow
 
@@ -25,19 +26,25 @@ RELEASES = ("vllm", "vllm-0.31")
 SIZES = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Heads that vLLM's attention for CPUs has."""
 RESHARD = {"load_format": "reshard"}
+MAKE_VERL = ("-m", "tests.genuine.make_fsdp_ranks", "verl", "fsdp2-hsdp")
 
 
 def from_source(path: Path, **options: Any) -> dict[str, Any]:
     return {**RESHARD, "model_loader_extra_config": {"source": str(path), **options}}
 
 
+def run(*words: object) -> str:
+    """What a command prints."""
+    ran = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout + ran.stderr
+
+
 def serve(release: str, out: Path, *cases: dict[str, Any]) -> list[list[Any]]:
     """What vLLM answers; see `tests.genuine.serve_vllm`."""
     told = json.dumps(cases, default=str)
-    command = [python(release), "-m", "tests.genuine.serve_vllm", told, str(out / "answers.json")]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    (out / "log").write_text(ran.stdout + ran.stderr)
+    printed = run(python(release), "-m", "tests.genuine.serve_vllm", told, out / "answers.json")
+    (out / "log").write_text(printed)
     found: list[list[Any]] = json.loads((out / "answers.json").read_text())
     return found
 
@@ -126,14 +133,68 @@ def test_each_rank_reads_its_part(
         expected = serve(release, tmp_path, {"model": models[name], **two})
         assert serve(release, tmp_path, {"model": source, **two, **RESHARD}) == expected
         assert not isinstance(expected[0][0], str), expected
-        log = (tmp_path / "log").read_text()
         total = sum(tensor.nbytes for tensor in reshard.open(source).values())
-        read = [
-            float(line.split(" kB in ")[0].split()[-1]) * 1000
-            for line in log.splitlines()
-            if " kB in " in line
-        ]
+        read = read_by_ranks(tmp_path / "log")
         assert len(read) == 2 and all(0.4 * total < each < 0.6 * total for each in read), (read, total)
+
+
+def read_by_ranks(log: Path) -> list[float]:
+    """Bytes that each rank read, as the log says."""
+    lines = [line for line in log.read_text().splitlines() if " kB in " in line]
+    return [float(line.split(" kB in ")[0].split()[-1]) * 1000 for line in lines]
+
+
+def test_a_model_that_sees(tmp_path: Path) -> None:
+    """The pictures matter, and so does every part of the model that looks at them."""
+    hub = make_blip2(tmp_path / "hub")
+    reshard.convert(hub, tmp_path / "dcp", to="dcp")
+    source = {"model": tmp_path / "dcp", "pictures": True, **RESHARD}
+    two = {"tensor_parallel_size": 2, "pictures": True}
+    blind, expected, found = serve("vllm", tmp_path, {"model": hub}, {"model": hub, "pictures": True}, source)
+    assert found == expected != blind and not isinstance(blind[0], str), (blind, expected, found)
+    apart = serve("vllm", tmp_path, {"model": hub, **two})
+    assert serve("vllm", tmp_path, {**source, **two}) == apart and not isinstance(apart[0][0], str)
+    total = sum(tensor.nbytes for tensor in reshard.open(tmp_path / "dcp").values())
+    read = read_by_ranks(tmp_path / "log")
+    assert len(read) == 2 and all(each < 0.7 * total for each in read), (read, total)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_deepspeed_saved_is_served(stage: int, tmp_path: Path) -> None:
+    """The weights with which DeepSpeed itself went on are the reference."""
+    name = f"served_z{stage}"
+    run(python("deepspeed"), "-m", "tests.genuine.make_deepspeed", "make", tmp_path, name)
+    made, hub = tmp_path / name, tmp_path / "hub"
+    hub.mkdir()
+    shutil.copy(made / "config.json", hub)
+    save_file(load_file(made / "module.safetensors"), hub / "model.safetensors", {"format": "pt"})
+    make_tokenizer().save_pretrained(hub)
+    make_tokenizer().save_pretrained(made)
+    expected, found = serve("vllm", tmp_path, {"model": hub}, {"model": made, **RESHARD})
+    assert found == expected and not isinstance(found[0], str), found
+
+
+def test_what_verl_saved_is_served(tmp_path: Path) -> None:
+    """verl's own merger, whose output is in bfloat16, is the reference."""
+    run(python("verl"), *MAKE_VERL, tmp_path / "run", json.dumps({"head_dim": 32}))
+    actor, merged = tmp_path / "run" / "global_step_3" / "actor", tmp_path / "merged"
+    merge = ("merge", "--backend", "fsdp", "--local_dir", actor, "--target_dir", merged)
+    run(python("verl"), "-m", "verl.model_merger", *merge)
+    served = {"model": actor / "huggingface", **from_source(tmp_path / "run", dtype="bfloat16")}
+    expected, found = serve("vllm", tmp_path, {"model": merged}, served)
+    assert found == expected and not isinstance(found[0], str), found
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_source_that_changes_is_one_error(
+    deleted: bool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoints["dense-dcp"], tmp_path / "dcp")
+    file = tmp_path / "dcp" / "__0_0.distcp"
+    case = {"model": tmp_path / "dcp", **RESHARD, "spoiled": file, "deleted": deleted}
+    ((found,),) = serve("vllm", tmp_path, case)
+    assert found.startswith("ReshardError: a source changed while it was read\n"), found
+    assert found.count(str(file)) == 1 and ("No such file or directory" in found) == deleted, found
 
 
 @pytest.mark.parametrize("release", RELEASES)
