@@ -42,6 +42,7 @@ FOREIGN_FLAGS = {
     "--dist-ckpt-optim-fully-reshardable",
     "--enable-lora",
     "--load",
+    "--lora-modules",
     "--load-format",
     "--model-loader-extra-config",
     "--make-vocab-size-divisible-by",
