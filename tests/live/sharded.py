@@ -6,6 +6,7 @@ bytes that it read and those that it holds.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -54,8 +55,8 @@ def main(checkpoint: str, folder: str, how: str) -> None:
         loaded = reshard.load_into(model, checkpoint, verify=False)
     except reshard.ReshardError as error:
         print("refused:", [problem.code for problem in error.problems], flush=True)
-        dist.destroy_process_group()
-        return
+        dist.barrier()
+        os._exit(0)  # the threads of gloo sometimes abort an interpreter that exits
     held = sum(
         (each.to_local() if isinstance(each, DTensor) else each).nbytes
         for each in {id(each): each for each in model.parameters()}.values()
@@ -65,7 +66,8 @@ def main(checkpoint: str, folder: str, how: str) -> None:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(whole, expected[name]), name
     print(f"rank {dist.get_rank()}: read {loaded.read} for {loaded.nbytes}, holds {held}", flush=True)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # the threads of gloo sometimes abort an interpreter that exits
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ _SGLANG_LINEARS = frozenset(
 _SGLANG_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Linears that SGLang fuses: it skips, or fails on, a pair of one that lacks those of the others."""
 
-REMEDY = "merge the adapter into its base, and serve the merged model: --merge --base DIR"
+REMEDY = "leave out --for, and merge the adapter into its base to serve both as one model: --merge --base DIR"
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def _twice(module: str, weight: str) -> Problem:
         tensor=module,
         rule="an engine applies one pair to each weight",
         found=weight,
-        remedy="merge the adapter into its base, and serve that: --merge --base DIR",
+        remedy="leave out --for, and merge the adapter into its base to serve both as one model: --merge --base DIR",
     )
 
 
