@@ -173,7 +173,7 @@ else:
     reshard.convert(sys.argv[1], sys.argv[2], no_tokenizer=True)
     model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype="auto")
 for each in model.parameters():
-    each.float().sum()  # transformers maps the files, and reads them here
+    each.sum()  # transformers maps the files, and reads them here
 held = sum(each.nbytes for each in model.parameters())
 print(time.perf_counter() - began, (resident()[1] - before) / held)
 """
