@@ -108,6 +108,16 @@ def test_names_may_be_read_once(megatron: Path) -> None:
     assert streamed(megatron, names=iter(names)).keys() == {*names}
 
 
+def test_tensors_without_axes_or_elements_can_be_named(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {"scale": torch.tensor(3.0), "none": torch.zeros(0, 4), "other": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+    expected = {name: tensors[name] for name in ("scale", "none")}
+    assert_same_tensors(streamed(tmp_path, names=["scale", "none"]), expected)
+
+
 def test_a_part_reads_only_its_own_files(model: Path, tmp_path: Path) -> None:
     reshard.convert(model, tmp_path / "shards", max_shard_size="50KB")
     weights = reshard.open(tmp_path / "shards")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from reshard.api.weights import open
+from reshard.api.weights import opened
 from reshard.base.arguments import Arguments, StrPath
 from reshard.base.boundary import for_users
 from reshard.commands.lazy import Array, Index, LazyTensor, as_numpy, as_torch
@@ -96,10 +96,7 @@ def stream(
         given.wrong("experts", experts, "a range of numbers in order, for example range(0, 8)")
     if verify is not None:
         given.switches(verify=verify)
-    if isinstance(path, Weights) and opening:
-        given.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
-    given.settle()
-    weights = path if isinstance(path, Weights) else open(path, **opening)
+    weights = opened(given, path, opening)
     selection = Selection(names, boxes, experts)
     selection.of(weights)  # raises for unknown names before anything is read
     verify = selection.is_everything if verify is None else verify

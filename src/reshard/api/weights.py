@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from reshard import planning
 from reshard.base.arguments import Arguments, StrPath
 from reshard.base.boundary import for_users
@@ -100,3 +103,14 @@ def open(
         lora_alpha=lora_alpha,
     )
     return Weights.opened(source_path(path), options)
+
+
+def opened(given: Arguments, path: StrPath | Weights, opening: Mapping[str, Any]) -> Weights:
+    """What a function reads: an opened checkpoint, or one to open with the arguments `opening` of `open`.
+
+    Raises ReshardError with all problems of the function's arguments that `given` has recorded.
+    """
+    if isinstance(path, Weights) and opening:
+        given.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
+    given.settle()
+    return path if isinstance(path, Weights) else open(path, **opening)

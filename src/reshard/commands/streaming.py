@@ -7,14 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Tensor, cells_of
 from reshard.base.errors import ReshardError
 from reshard.commands.lazy import Array, Index, LazyTensor
 from reshard.commands.weights import Weights
 from reshard.transfer.compare import unequal_replicas
-from reshard.transfer.files import Files
-from reshard.transfer.gather import crc_problem
+from reshard.transfer.gather import check_sums
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import Meter, shared
 from reshard.transfer.plan import Planned
@@ -47,10 +45,10 @@ class Selection:
 
     def of(self, weights: Weights) -> list[LazyTensor]:
         """The tensors, in the order of the model. Raises TensorNotFoundError for an unknown name."""
-        asked = [*(self.names or ()), *(self.boxes or ())]
-        found = {name: weights[name] for name in asked}  # raises for unknown names
-        every = weights if self.names is None else dict.fromkeys(self.names)
-        chosen = [found.get(name) or weights[name] for name in weights if name in every]
+        asked = {*(self.names or ()), *(self.boxes or ())}
+        for unknown in sorted(asked - weights.keys()):
+            weights[unknown]  # raises
+        chosen = [weights[name] for name in weights if self.names is None or name in asked]
         self._check_experts(weights)
         return [self._part(each) for each in chosen if self._has(each)]
 
@@ -147,21 +145,10 @@ def read(
             raise ReshardError(problems)
         yield from read_ahead(wanted, share, ledger, held, on_read)
         if ledger:
-            settle(ledger, names)
+            check_sums(ledger, names)
 
 
 def place(tensor: Tensor) -> tuple[str, float]:
     """Where the first bytes of a tensor are; in the last place if no file has any."""
     first = next((cells.storage for cells in cells_of(tensor.view) if cells.storage.path), None)
     return (first.path, first.offset) if first else ("\U0010ffff", inf)
-
-
-def settle(ledger: Ledger, names: Mapping[Storage, str]) -> None:
-    """Raise ReshardError for each storage whose bytes do not have the recorded CRC32."""
-    files = Files()
-    try:
-        wrong = ledger.settle(files)
-    finally:
-        files.close()
-    if wrong:
-        raise ReshardError([crc_problem(storage, names.get(storage)) for storage in wrong])

@@ -33,8 +33,7 @@ from reshard.model.resolve import resolve
 from reshard.model.shifted import FLOAT64
 from reshard.transfer.compare import Comparer, Measure, unequal_replicas
 from reshard.transfer.elements import castable
-from reshard.transfer.files import Files
-from reshard.transfer.gather import crc_problem
+from reshard.transfer.gather import check_sums
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import Meter, Need, Share, most
 from reshard.transfer.sources import OnStep, Sources
@@ -363,7 +362,7 @@ def _compared(
 
     found = [row for part in together(work, share.threads) for row in part]
     rows += [row for row in found if row.kind not in EXPLAINED]
-    _settle(ledger)
+    check_sums(ledger, {})
     model = first.model or second.model
     sides = (("A", first), ("B", second))
     notes = [
@@ -480,13 +479,3 @@ def _is_quantized(comparer: Comparer, first: Side, second: Side, name: str) -> b
                 comparer.difference(*pair) for pair in zip(made, (stored.values, stored.scales), strict=True)
             )
     return False
-
-
-def _settle(ledger: Ledger) -> None:
-    files = Files()
-    try:
-        wrong = ledger.settle(files)
-    finally:
-        files.close()
-    if wrong:
-        raise ReshardError([crc_problem(storage, None) for storage in wrong])

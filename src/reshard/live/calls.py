@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from reshard.api.weights import open
+from reshard.api.weights import opened
 from reshard.base.arguments import Arguments, StrPath
 from reshard.base.boundary import for_users
 from reshard.base.errors import ReshardError
@@ -159,10 +159,8 @@ def _read(
     allowed = given.size("--memory", memory)
     given.counted("workers", workers)
     given.switches(verify=verify)
-    if isinstance(path, Weights) and opening:
-        given.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
-    given.settle()
-    return How(allowed, workers, verify), path if isinstance(path, Weights) else open(path, **opening)
+    weights = opened(given, path, opening)
+    return How(allowed, workers, verify), weights
 
 
 def _kind(module: Any) -> str:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
-from reshard.commands.streaming import settle
 from reshard.commands.weights import Weights
 from reshard.engines.megatron.load import fill, live_tensors, place
 from reshard.engines.megatron.shards import Coordinates, sharded
@@ -16,6 +15,7 @@ from reshard.families.family import ENGINES, MCORE
 from reshard.live.modules import Loaded
 from reshard.model.logical import logical_tensors
 from reshard.transfer.compare import unequal_replicas
+from reshard.transfer.gather import check_sums
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import shared
 
@@ -62,7 +62,7 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
             raise ReshardError(problems)
         fill(list(inner), held, at, ledger)
         if ledger:
-            settle(ledger, {})
+            check_sums(ledger, {})
     shards = [shard for index in range(len(inner)) for shard in held.of(at, index).values()]
     nbytes = sum(shard.numel * shard.dtype.itemsize for shard in shards)
     return Loaded(len(shards), nbytes, nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Computed, Tensor
 from reshard.algebra.views import Axis, Piece
-from reshard.base.errors import Problem
+from reshard.base.errors import Problem, ReshardError
 from reshard.stores import is_remote
 from reshard.transfer.elements import CAST, RAW, cast
 from reshard.transfer.files import Files
@@ -249,3 +249,14 @@ def crc_problem(storage: Storage, tensor: str | None) -> Problem:
         expected=f"{storage.crc32:08x} over {storage.nbytes} bytes from byte {storage.offset}",
         remedy="copy the file again from where it was written; a disk or a transfer damaged it",
     )
+
+
+def check_sums(ledger: Ledger, names: Mapping[Storage, str]) -> None:
+    """Raise ReshardError for each storage whose bytes do not have the recorded CRC32."""
+    files = Files()
+    try:
+        wrong = ledger.settle(files)
+    finally:
+        files.close()
+    if wrong:
+        raise ReshardError([crc_problem(storage, names.get(storage)) for storage in wrong])

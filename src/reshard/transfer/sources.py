@@ -70,11 +70,6 @@ class Sources:
         """All paths that are read: `named` first, then each file with the path that opened it."""
         return [*self.named, *map(as_path, self._notes)]
 
-    def __or__(self, other: Sources) -> Sources:
-        both = Sources(*self.named, *other.named)
-        both._notes = {**self._notes, **other._notes}
-        return both
-
     def open(self, path: str | Path) -> File:
         """A file opened to read more of it later.
 
