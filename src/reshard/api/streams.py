@@ -68,8 +68,8 @@ def stream(
     ------
     ReshardError
         At once for a wrong argument, or if the checkpoint cannot be read. While it is read, for bytes that are damaged
-        or that cannot be read, and at the end for files that have changed meanwhile: only a loop that ended has read
-        the weights of one checkpoint.
+        or that cannot be read, and at the end for files that have changed meanwhile: use the weights only if the loop
+        ends without an error.
 
     Examples
     --------
