@@ -169,8 +169,10 @@ def kills(convert: Callable[[], object], dst: Path, step: int) -> Iterator[int]:
     """Kill a conversion after more and more steps, until it finishes first; yield the bytes written each time."""
     at = step
     while dying(convert, Death(at, forgets=False)) == 9 and not dst.exists():
-        (found,) = unfinished(dst)
-        yield found.nbytes or 0
+        found = unfinished(dst)
+        if not found:  # killed after it had failed and removed what it wrote
+            break
+        yield found[0].nbytes or 0
         at += step
     shutil.rmtree(dst, ignore_errors=True)
 
