@@ -27,6 +27,7 @@ from reshard import api
 from reshard.base.errors import Problem, ReshardError, size
 from reshard.base.suggest import meant
 from reshard.commands.weights import Weights
+from reshard.live import vllm_companions
 from reshard.live.deferred import DeferredTensor, Tally
 from reshard.live.parameters import Loading
 from reshard.model.configs import config_of
@@ -49,8 +50,9 @@ logger = init_logger("vllm.reshard")  # vLLM prints only the messages of its own
 
 @cache
 def register() -> None:
-    """Make the load format `reshard` known to vLLM, which calls this in each of its processes."""
+    """Make reshard's load format, config format and tokenizer mode known to vLLM, which calls this in each process."""
     register_model_loader(NAME)(Loader)
+    vllm_companions.register(NAME)
 
 
 @dataclass
