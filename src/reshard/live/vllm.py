@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
-from reshard import api
+import reshard
 from reshard.base.errors import Problem, ReshardError, size
 from reshard.base.suggest import meant
 from reshard.commands.weights import Weights
@@ -34,7 +34,7 @@ from reshard.model.configs import config_of
 from reshard.stores import source_path
 
 NAME = "reshard"
-OPTIONS = ("source", *[each for each in inspect.signature(api.open).parameters if each != "path"])
+OPTIONS = ("source", *[each for each in inspect.signature(reshard.open).parameters if each != "path"])
 """Keys of `--model-loader-extra-config`: where the weights are, if not in vLLM's model folder, and the arguments of
 `reshard.open`."""
 FROM_CONFIG = ("input_scale_ub",)
@@ -136,7 +136,9 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         source = options.get("source")
         base = options.get("base") or model_config.hf_config_path or (folder if source else None)
         path = source or folder
-        weights = api.open(path, **{key: options[key] for key in options if key != "source"} | {"base": base})
+        weights = reshard.open(
+            path, **{key: options[key] for key in options if key != "source"} | {"base": base}
+        )
         _refuse_adapter(weights, path)
         _refuse_quantized(weights, model_config, options)
         if base and not options.get("merge"):
