@@ -1,8 +1,10 @@
-"""What SGLang loads for some command lines: `python -m tests.genuine.load_sglang CASES OUT [FILE]`, where it is.
+"""What SGLang loads for some command lines: `python -m tests.genuine.load_sglang CASES OUT`, where it is installed.
 
-CASES is a JSON list of lists: the words that follow `sglang serve`. OUT gets for each a digest of every parameter and
-buffer of the model, or the text of the error. Only the model is built and loaded, all in one process: the server would
-end with the first error. FILE changes once a checkpoint is opened, or is deleted with a fourth argument `deleted`.
+CASES is a JSON list: of the `words` that follow `sglang serve`, and `update`, the path of a checkpoint that replaces
+the weights. OUT gets for each a digest of every parameter and buffer of the model, or the text of the error; for an
+update, a list of these, of what `update_weights_from_disk` said, and of the digests after it. Only the model is built
+and loaded, all in one process: the server would end with the first error. `spoiled` is a file that changes once a
+checkpoint is opened (if there is an update, that one), or is deleted if `deleted`.
 """
 
 from __future__ import annotations
@@ -59,8 +61,12 @@ def digest(tensor: Any) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(elements).hexdigest()}"
 
 
-def load(words: list[str]) -> dict[str, str]:
-    """The digests of a model that SGLang loads."""
+def digests(model: Any) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def load(words: list[str]) -> tuple[Any, Any]:
+    """A model that SGLang loads, and its config."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.model_runner_components.load_model_utils import build_load_config
@@ -78,13 +84,44 @@ def load(words: list[str]) -> dict[str, str]:
         weight_cache_socket=None,
     )
     model = get_model_loader(how, config).load_model(model_config=config, device_config=DeviceConfig("cpu"))
-    return {name: digest(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return model, config
 
 
-def attempt(words: list[str]) -> Any:
+def update(model: Any, config: Any, path: str) -> str:
+    """What SGLang says when it replaces the weights of a model."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    updater = WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=config,
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=lambda *_, **__: None,
+        recapture_cuda_graph=lambda: None,
+        get_model_runner=lambda: None,
+    )
+    return str(updater.update_weights_from_disk(path, "reshard")[1])
+
+
+def done(case: dict[str, Any]) -> Any:
+    """What comes of a case."""
+    if "spoiled" in case and "update" not in case:
+        spoil(Path(case["spoiled"]), case.get("deleted", False))
+    model, config = load(case["words"])
+    if "update" not in case:
+        return digests(model)
+    first = digests(model)
+    if "spoiled" in case:
+        spoil(Path(case["spoiled"]), case.get("deleted", False))
+    return [first, update(model, config, case["update"]), digests(model)]
+
+
+def attempt(case: dict[str, Any]) -> Any:
     """The same, or the text of the error."""
     try:
-        return load(words)
+        return done(case)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -94,7 +131,5 @@ if __name__ == "__main__":
 
     os.environ |= {"HF_HUB_OFFLINE": "1"}
     load_plugins()
-    cases, out, *spoiled = sys.argv[1:]
-    if spoiled:
-        spoil(Path(spoiled[0]), "deleted" in spoiled[1:])
+    cases, out = sys.argv[1:]
     Path(out).write_text(json.dumps([attempt(case) for case in json.loads(cases)]))

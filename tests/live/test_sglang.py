@@ -51,9 +51,9 @@ def serve(out: Path, *cases: dict[str, Any]) -> list[list[Any]]:
     return found
 
 
-def load(out: Path, *cases: tuple[object, ...]) -> list[Any]:
+def load(out: Path, *cases: tuple[object, ...], **more: object) -> list[Any]:
     """What SGLang loads; see `tests.genuine.load_sglang`."""
-    told = json.dumps([["--model-path", *case] for case in cases], default=str)
+    told = json.dumps([{"words": ["--model-path", *case], **more} for case in cases], default=str)
     printed = run(python(ENVIRONMENT), "-m", "tests.genuine.load_sglang", told, out / "digests.json")
     (out / "log").write_text(printed)
     found: list[Any] = json.loads((out / "digests.json").read_text())
@@ -242,12 +242,22 @@ def test_a_source_that_changes_is_an_error(
 ) -> None:
     shutil.copytree(checkpoints["dense-dcp"], tmp_path / "dcp")
     file = tmp_path / "dcp" / "__0_0.distcp"
-    words = (file, "deleted") if deleted else (file,)
-    told = json.dumps([["--model-path", tmp_path / "dcp", *LOADED]], default=str)
-    run(python(ENVIRONMENT), "-m", "tests.genuine.load_sglang", told, tmp_path / "digests.json", *words)
-    (found,) = json.loads((tmp_path / "digests.json").read_text())
+    (found,) = load(tmp_path, (tmp_path / "dcp", *LOADED), spoiled=file, deleted=deleted)
     assert found.startswith("ReshardError: a source changed while it was read\n"), found
     assert found.count(str(file)) == 1 and ("No such file or directory" in found) == deleted, found
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_update_that_fails_halfway_is_rolled_back(
+    own: bool, models: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """SGLang reads the path of its model again, which would be the new one."""
+    shutil.copytree(checkpoints["dense-dcp"], tmp_path / "dcp")
+    case = (models["other"],) if own else (models["other"], *LOADED)
+    file = tmp_path / "dcp" / "__0_0.distcp"
+    ((first, said, after),) = load(tmp_path, case, update=tmp_path / "dcp", spoiled=file)
+    assert "a source changed while it was read" in said and "Rolling back" in said
+    assert after == first
 
 
 def test_wrong_uses_end_in_one_error(
