@@ -105,13 +105,13 @@ def test_the_installed_package_is_a_plugin_of_sglang() -> None:
 def test_every_format_gives_the_parameters_of_sglangs_own_loader(
     models: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    names = [name for name in checkpoints if name != "bare"]
+    sources = {**models, **{name: path for name, path in checkpoints.items() if name != "bare"}}
     own = dict(zip(models, load(tmp_path, *((path,) for path in models.values())), strict=True))
     assert not any(isinstance(each, str) for each in own.values()), own
-    found = load(tmp_path, *((checkpoints[name], *LOADED) for name in names))
+    found = load(tmp_path, *((path, *LOADED) for path in sources.values()))
     assert {
-        name: got == own[name.split("-")[0]] for name, got in zip(names, found, strict=True)
-    } == dict.fromkeys(names, True)
+        name: got == own[name.split("-")[0]] for name, got in zip(sources, found, strict=True)
+    } == dict.fromkeys(sources, True)
 
 
 def test_weights_elsewhere_are_loaded_with_the_config_of_the_model(
