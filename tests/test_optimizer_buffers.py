@@ -233,3 +233,11 @@ def test_equal_weights_do_not_prove_an_order(tmp_path: Path) -> None:
         tmp_path / "src", Layout(), 1, save=SaveOptions(), lr=0.0
     )
     assert refused(tmp_path / "src", tmp_path) == "optimizer-order-unproven"
+
+
+def test_portable_states_in_wrong_places_are_refused(tmp_path: Path) -> None:
+    """megatron-core 0.16.1 loses the padding between buckets when it saves them."""
+    Case(QWEN2, Layout(), Layout(), distributed=True).train(
+        tmp_path / "src", Layout(tp=2, pp=2, dp=2), 2, save=PORTABLE, bucket_size=3000
+    )
+    assert refused(tmp_path / "src", tmp_path) == "optimizer-masters-differ"

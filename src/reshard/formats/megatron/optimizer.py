@@ -20,6 +20,7 @@ from reshard.containers.torchfiles.read import read_torch_file, scalar
 from reshard.containers.torchfiles.untrusted import number_of
 from reshard.containers.torchfiles.write import NewTensor, layout_torch_file
 from reshard.formats.checkpoint import Optimizer, settings_of
+from reshard.transfer.elements import castable
 from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.sources import Sources
 
@@ -66,6 +67,22 @@ def rounding(name: str, weight: Tensor, masters: Tensor, remedy: str) -> Replica
         "optimizer-masters-differ",
         "an optimizer state does not belong to its weight",
     )
+
+
+def roundings(weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> list[Replica]:
+    """The comparisons of all weights with their masters, if there are any."""
+    return [
+        rounding(name, weights[name], masters, _NOT_ROUNDED)
+        for name, masters in states.get("fp32", {}).items()
+        if name in weights and weights[name].shape == masters.shape
+        if castable(weights[name].dtype) and castable(masters.dtype)
+    ]
+
+
+_NOT_ROUNDED = (
+    "leave out --with-optimizer to convert the weights alone; megatron-core 0.16 saves wrong states with "
+    "dist_ckpt_optim_fully_reshardable if it pads several buckets: save again without that option"
+)
 
 
 def split_key(key: str) -> tuple[str, str]:
