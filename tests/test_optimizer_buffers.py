@@ -22,7 +22,7 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpMetadata
 from reshard.engines.megatron.checkpoint import SaveOptions
-from reshard.formats.megatron.mcore import unfused
+from reshard.formats.megatron.mcore import stages_of, unfused
 from tests.bad_input.damage import edit_metadata
 from tests.genuine.megatron import BUFFERED, QWEN2, QWEN3_MOE, Genuine
 from tests.test_optimizer import PORTABLE, Case, values
@@ -125,6 +125,48 @@ def test_other_formats_get_the_states_too(to: str, runs: Runs, tmp_path: Path) -
         for folder in (tmp_path / buffers.name, tmp_path / portable.name)
     )
     assert ours == theirs and len(ours) > 2
+
+
+STAGES = {
+    "even": (8, 4, {}),
+    "first": (7, 4, {"decoder_first_pipeline_num_layers": 1}),
+    "last": (8, 4, {"decoder_last_pipeline_num_layers": 2}),
+    "both": (9, 4, {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 2}),
+    "embedding": (5, 2, {"account_for_embedding_in_pipeline_split": True}),
+    "loss": (5, 2, {"account_for_loss_in_pipeline_split": True}),
+    "embedding and loss": (
+        *(6, 4),
+        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_are_those_of_megatron(name: str) -> None:
+    """For all arguments of Megatron-LM that make them uneven; the fields of its config have other names."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    layers, pp, args = STAGES[name]
+    spelled = {
+        "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+        "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    }
+    fields = {spelled.get(key, key): value for key, value in args.items()}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "pipeline_dtype": torch.float32}
+    config = TransformerConfig(num_layers=layers, pipeline_model_parallel_size=pp, **sizes, **fields)
+    theirs = tuple(get_num_layers_to_build(config, None, stage) for stage in range(pp))
+    assert (stages_of({"num_layers": layers, **args}, Layout(pp=pp)) or (layers // pp,) * pp) == theirs
+
+
+@pytest.mark.parametrize("plan", ["Et*3|tL", "Et|(tt|)*2tL", "E,t|t,t|m*1,L", "E|(t|)*2,m|L"])
+def test_written_stages_are_those_of_megatron(plan: str) -> None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    pp = PipelineParallelLayerLayout.get_num_stages_from_str(plan)
+    parsed = PipelineParallelLayerLayout(plan, pp)
+    theirs = tuple(sum(kind.name == "decoder" for kind in stage[0]) for stage in parsed.layout)
+    assert stages_of({"pipeline_model_parallel_layout": plan}, Layout(pp=pp)) == theirs
 
 
 # ------------------------------------------------------------------------------------------- what is refused

@@ -224,9 +224,16 @@ BUFFERED = {
     "buffered-uneven": _buffered(
         {**QWEN2, "pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}, Layout(pp=2)
     ),
+    "buffered-last-stage": _buffered(
+        {**QWEN2, "pipeline_model_parallel_size": 3, "decoder_last_pipeline_num_layers": 2}, Layout(pp=3)
+    ),
     "buffered-pipeline-layout": _buffered(
         {**QWEN2, "pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*3|tL"},
         Layout(pp=2),
+    ),
+    "buffered-stage-without-layers": _buffered(
+        {**QWEN2, "pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Ett|tt|L"},
+        Layout(pp=3),
     ),
     "buffered-deepseek-v3": _buffered(DEEPSEEK_V3, Layout(ep=2)),
     "buffered-glm4-moe": _buffered(GLM4_MOE, Layout(pp=2, ep=2), bucket_size=12000),

@@ -264,7 +264,7 @@ class OptimizerBuffers:
             Planned(name, tensor.dtype, tensor.shape, lambda view=tensor.view: view)  # type: ignore[misc]
             for name, tensor in trained.items()
         ]
-        return RankStates(planned, {**self.args, **counted}, self._layout, transformer_engine)
+        return RankStates(planned, {**self.args, **counted}, self._layout, transformer_engine, least=0)
 
     def _placed(self, parameters: Mapping[_Buffer, list[_Parameter]]) -> Iterator[_Segment]:
         """The segment of each parameter. Raises _MisfitError if the buckets do not consist of exactly these."""

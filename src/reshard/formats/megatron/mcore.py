@@ -209,16 +209,17 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Finds the pipeline stage, and its virtual chunk, that has a tensor."""
+    """Finds the pipeline stage, and its virtual chunk, that has a tensor. Each has at least `least` layers."""
 
     layout: Layout
     layers: int
+    least: int = 1
 
     def table(self) -> Mapping[int, tuple[int, int, int]]:
         """(stage, chunk, index in the chunk) of every decoder layer."""
         return {
             layer: (stage, chunk, index)
-            for stage, chunk, layers in self.layout.chunks(self.layers)
+            for stage, chunk, layers in self.layout.chunks(self.layers, self.least)
             for index, layer in enumerate(layers)
         }
 
