@@ -192,11 +192,11 @@ def refused(source: Path, out: Path, **options: Any) -> str:
     return code
 
 
-def exchange(first: str, second: str) -> Callable[[DcpMetadata], None]:
-    """Exchange the chunks of all tensors with `first` in their keys with those with `second`."""
+def exchange(first: str, second: str, ending: str = "") -> Callable[[DcpMetadata], None]:
+    """Exchange the chunks of all tensors with `first` in their keys, and this ending, with those with `second`."""
 
     def change(metadata: DcpMetadata) -> None:
-        for key in [key for key in metadata.tensors if first in key]:
+        for key in [key for key in metadata.tensors if first in key and key.endswith(ending)]:
             ours, theirs = metadata.tensors[key], metadata.tensors[key.replace(first, second)]
             assert ours.shape == theirs.shape
             ours.chunks, theirs.chunks = theirs.chunks, ours.chunks
@@ -250,6 +250,10 @@ def exchange_layers(metadata: DcpMetadata) -> None:
 
 DAMAGES = {
     "the buckets of two ranks": (exchange("dp_group_idx_0.", "dp_group_idx_1."), "optimizer-masters-differ"),
+    "the moments of two ranks": (
+        exchange("dp_group_idx_0.", "dp_group_idx_1.", "exp_avg"),
+        "optimizer-order-unknown",
+    ),
     "two pieces of a bucket": (exchange_pieces, "optimizer-masters-differ"),
     "the weights of two layers": (exchange_layers, "optimizer-masters-differ"),
     "the buffers of a rank are missing": (lose("dp_group_idx_0.gbuf_idx_0"), "optimizer-order-unknown"),

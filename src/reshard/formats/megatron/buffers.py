@@ -36,6 +36,7 @@ from reshard.formats.megatron.optimizer import rounding
 from reshard.formats.megatron.order import UnorderedError, exchangeable, position_of, spellings, ungrouped
 from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.sharding import Shard, TensorShards
+from reshard.stores import as_path
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import Planned
 from reshard.transfer.sources import Sources
@@ -289,6 +290,8 @@ class OptimizerBuffers:
                 own, tensor = buckets.get(buffer, {}).get(number, (key.removesuffix(_MASTERS) + state, None))
                 if tensor is None or tensor.shape != bucket.shape or not _is_complete(tensor):
                     raise _unreadable(_MisfitError(own, f"{bucket.shape[0]} elements", _amount(tensor)))
+                if _pieces(tensor) != _pieces(bucket):
+                    raise _unreadable(_MisfitError(own, "pieces like those of the masters", "others"))
                 parts = [
                     chunks.read(each.file, each.offset, each.length, tensor.dtype, each.sizes)
                     for each in sorted(tensor.chunks)
@@ -368,6 +371,14 @@ def _is_complete(bucket: DcpTensor) -> bool:
             return False
         end += chunk.sizes[0]
     return bucket.shape == (end,)
+
+
+def _pieces(bucket: DcpTensor) -> list[tuple[int, int, str]]:
+    """The pieces of a bucket, with the rank that wrote each: `__<rank>_<n>.distcp`."""
+    return sorted(
+        (chunk.offsets[0], chunk.sizes[0], as_path(chunk.file).name.rpartition("_")[0])
+        for chunk in bucket.chunks
+    )
 
 
 def _amount(bucket: DcpTensor | None) -> str:
