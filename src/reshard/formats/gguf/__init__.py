@@ -1,0 +1,1 @@
+"""GGUF, the single file of llama.cpp: metadata, tokenizer and tensors."""
