@@ -1,8 +1,8 @@
 """Rules for the tensor names of llama.cpp, which GGUF files have.
 
 Projections are separate. Llama and Mistral rotate neighbouring elements of a head, so the rows of their queries and
-keys are interleaved. Gemma's norms are stored plus one. The experts of a layer are one tensor. Latent attention is stored
-as it is computed when keys are absorbed: `kv_b_proj` in two parts, of which that of the keys is transposed.
+keys are interleaved. Gemma's norms are stored plus one. The experts of a layer are one tensor. Latent attention is
+stored as it is computed when keys are absorbed: `kv_b_proj` in two parts, of which that of the keys is transposed.
 
 Source: `conversion/*.py` and `gguf-py/gguf/tensor_mapping.py` of llama.cpp, as of llama-cpp-python 0.3.36.
 """
@@ -19,7 +19,7 @@ from reshard.families.internevo import heads_in_halves
 from reshard.families.rules import GATED, Block, Dims, Rule, native, same, under
 
 EMBEDDING = "token_embd.weight"
-GGUF = Dialect("gguf", (EMBEDDING,))
+GGUF = Dialect("gguf", (EMBEDDING,), widened=True)
 HUB_LAYER, LAYER = "model.layers.{layer}", "blk.{layer}"
 FFN = ("ffn_gate", "ffn_up", "ffn_down")
 
@@ -135,25 +135,22 @@ def _attention(d: Dims, *, interleaved: bool = False) -> Block:
 def _latent_attention(d: Dims) -> Block:
     key = native("attn_k_b.weight", d.heads, d.kv_lora, d.qk_nope).permute(0, 2, 1)
     value = native("attn_v_b.weight", d.heads, d.v_head, d.kv_lora)
-    queries = d.heads * (d.qk_nope + d.qk_rope)
-    sizes = {
-        "kv_a_proj_with_mqa": ("attn_kv_a_mqa", d.kv_lora + d.qk_rope, d.hidden),
-        "kv_a_layernorm": ("attn_kv_a_norm", d.kv_lora),
-        "o_proj": ("attn_output", d.hidden, d.heads * d.v_head),
-    }
-    sizes |= (
-        {
-            "q_a_proj": ("attn_q_a", d.q_lora, d.hidden),
-            "q_a_layernorm": ("attn_q_a_norm", d.q_lora),
-            "q_b_proj": ("attn_q_b", queries, d.q_lora),
-        }
-        if d.q_lora
-        else {"q_proj": ("attn_q", queries, d.hidden)}
-    )
-    rows = d.heads * (d.qk_nope + d.v_head)
+    both = concat([key, value], axis=1).reshape(d.heads * (d.qk_nope + d.v_head), d.kv_lora)
+    wide = d.kv_lora + d.qk_rope
+    hf, queries = "self_attn.", d.heads * (d.qk_nope + d.qk_rope)
+    rules = [
+        Rule(f"{hf}kv_b_proj.weight", both),
+        same(f"{hf}kv_a_proj_with_mqa.weight", "attn_kv_a_mqa.weight", wide, d.hidden),
+        same(f"{hf}kv_a_layernorm.weight", "attn_kv_a_norm.weight", d.kv_lora),
+        same(f"{hf}o_proj.weight", "attn_output.weight", d.hidden, d.heads * d.v_head),
+    ]
+    if not d.q_lora:
+        return [*rules, same(f"{hf}q_proj.weight", "attn_q.weight", queries, d.hidden)]
     return [
-        Rule("self_attn.kv_b_proj.weight", concat([key, value], axis=1).reshape(rows, d.kv_lora)),
-        *(same(f"self_attn.{hf}.weight", f"{own}.weight", *shape) for hf, (own, *shape) in sizes.items()),
+        *rules,
+        same(f"{hf}q_a_proj.weight", "attn_q_a.weight", d.q_lora, d.hidden),
+        same(f"{hf}q_a_layernorm.weight", "attn_q_a_norm.weight", d.q_lora),
+        same(f"{hf}q_b_proj.weight", "attn_q_b.weight", queries, d.q_lora),
     ]
 
 

@@ -20,6 +20,7 @@ from reshard.formats import (
     deepspeed,
     foreign,
     fsdp_ranks,
+    gguf,
     huggingface,
     internlm,
     megatron,
@@ -47,6 +48,7 @@ FORMATS = Registry(
         peft.FORMAT,
         internlm.FORMAT,
         huggingface.FORMAT,
+        gguf.FORMAT,
     ),
     names=lambda each: each.all_names,
 )
@@ -74,6 +76,11 @@ names.declare(_file_names)
 def written() -> dict[str, Target]:
     """The targets that can be written, by format name."""
     return {each.name: each.target for each in FORMATS.values() if each.target}
+
+
+def quantizations() -> list[str]:
+    """The values of `--quantize`, of all targets."""
+    return list(dict.fromkeys(how for target in written().values() for how in target.quantizes))
 
 
 def writable(name: str) -> Format:

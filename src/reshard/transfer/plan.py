@@ -112,6 +112,8 @@ class Plan:
         Content of `reshard.json`.
     load_with : list of str
         Flags with which Megatron-LM loads the output.
+    afterwards : list of (str, list of str)
+        Commands that users may run next, each with its purpose; "{output}" is the destination.
     need : Need
         Least memory that computing the tensors takes.
     sources : Sources
@@ -131,6 +133,7 @@ class Plan:
     warnings: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     load_with: list[str] = field(default_factory=list)
+    afterwards: list[tuple[str, list[str]]] = field(default_factory=list)
     need: Need = field(default_factory=Need)
     sources: Sources = field(default_factory=Sources)
     outputs: Sequence[Planned] = ()
