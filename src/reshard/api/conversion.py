@@ -15,7 +15,7 @@ from reshard.commands import conversion
 from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
 from reshard.folders.iterations import Iteration
-from reshard.formats import quantizations, writable
+from reshard.formats import named_by, quantizations, writable
 from reshard.hub.push import OnUpload, Push
 from reshard.model.recognition import named
 from reshard.planning.naming import Types
@@ -242,7 +242,7 @@ def convert(
     push = Push(push_to_hub, private, overwrite) if push_to_hub else None
     layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, tuple(stages))
     options = planning.Options(
-        to=writable(to).name if to else None,
+        to=writable(to).name if to else named_by(typed_path(dst)),
         base=source_path(base) if base else None,
         layout=layout,
         iteration=iteration,

@@ -285,12 +285,11 @@ def _print_result(result: Conversion, dst: Path, seconds: float) -> None:
         stderr().print(f"[bold]load with:[/] {escape(flags)}")
     for rule, nbytes in plan.dropped.items():
         console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
-    for purpose, command in plan.afterwards:
-        told = shlex.join(word.replace("{output}", str(dst)) for word in command)
-        stderr().print(f"[bold]{escape(purpose)}:[/] {escape(told)}")
     if result.uploaded:
         console.print(f"uploaded: {escape(result.uploaded)}")
     console.print(
         f"{escape(str(dst))}: {plan.target}, {count(plan.parameters)} parameters in {plan.tensors} tensors, "
         f"{size(plan.nbytes)} in {seconds:.1f} s ({size(plan.nbytes / seconds)}/s)"
     )
+    for command in plan.afterwards:
+        stderr().print(f"[bold]{escape(command.purpose)}:[/] {escape(command.typed(dst, result.single))}")

@@ -78,6 +78,12 @@ def written() -> dict[str, Target]:
     return {each.name: each.target for each in FORMATS.values() if each.target}
 
 
+def named_by(path: Path) -> str | None:
+    """The format of which a file with this name is a complete output; None if `path` is the name of a folder."""
+    suffixes = {target.suffix: name for name, target in written().items() if target.suffix}
+    return None if path.is_dir() else suffixes.get(path.suffix)
+
+
 def quantizations() -> list[str]:
     """The values of `--quantize`, of all targets."""
     return list(dict.fromkeys(how for target in written().values() for how in target.quantizes))

@@ -24,7 +24,7 @@ from reshard.families.model import Model
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, Optimizer
 from reshard.transfer.memory import NOTHING, Need
-from reshard.transfer.plan import OutputFile, Planned
+from reshard.transfer.plan import Command, OutputFile, Planned
 from reshard.transfer.sources import Sources
 
 HUB, LIVE = "hf", "live"
@@ -233,7 +233,7 @@ def no_problems(request: Request) -> list[Problem]:
     return []
 
 
-def nothing_else(request: Request) -> list[tuple[str, list[str]]]:
+def nothing_else(request: Request) -> list[Command]:
     """No commands."""
     return []
 
@@ -251,8 +251,8 @@ class Target:
     `sharded` says that the files belong to ranks, so that users can choose a layout. `states` are the optimizer states
     that it stores. `dtype` is the only dtype of its weights, if there is only one; `typed` gives each tensor its dtype,
     from that of most weights. `quantized` says that it can store the scales of a source, and `quantizes` are the values
-    of `--quantize`. `embeds` says that config and tokenizer are in its files, and not beside them. `judges_model` says
-    that its engine computes what the entries of families describe.
+    of `--quantize`. `embeds` says that config and tokenizer are in its files, and not beside them; a file with `suffix`
+    may then be the complete output. `judges_model` says that its engine computes what the entries of families describe.
     `fit` sets model and layout to the engine's sizes, before tensors are named, and refuses what the engine cannot
     store. `complete` afterwards adds what the engine stores differently, which takes the memory that `need` tells.
     `notes`, `warnings` and `load_with` are what users should know and type, in addition to the folder, and `afterwards`
@@ -269,6 +269,7 @@ class Target:
     quantized: bool = False
     quantizes: tuple[str, ...] = ()
     embeds: bool = False
+    suffix: str = ""
     judges_model: bool = True
     leaves_out: Callable[[Model, str], str | None] = nowhere
     fit: Callable[[Request], Request] = as_asked
@@ -276,7 +277,7 @@ class Target:
     need: Callable[[Request], Need] = no_memory
     notes: Callable[[Request], list[str]] = nothing
     warnings: Callable[[Request], list[Problem]] = no_problems
-    afterwards: Callable[[Request], Iterable[tuple[str, list[str]]]] = nothing_else
+    afterwards: Callable[[Request], Iterable[Command]] = nothing_else
     load_with: Callable[[Request], list[str]] = nothing
 
     @property

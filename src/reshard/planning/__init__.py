@@ -357,6 +357,7 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
         afterwards=[*target.afterwards(request)],
         need=content.need.beside(target.need(request)),
         sources=checkpoint.sources,
+        suffix=target.suffix,
         outputs=[*request.tensors, *(state for each in request.states.values() for state in each.values())],
     )
     plan.audit(plan.outputs)

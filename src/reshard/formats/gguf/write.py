@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,11 +41,11 @@ from reshard.formats.gguf.values import (
 )
 from reshard.formats.target import Request, Target
 from reshard.transfer.memory import NOTHING, Need
-from reshard.transfer.plan import Block, OutputFile, Planned
+from reshard.transfer.plan import Block, Command, OutputFile, Planned
 
 DTYPES = {F32: dtype("float32"), F16: dtype("float16"), BF16: dtype("bfloat16")}
 PLAIN = {each.name: kind for kind, each in DTYPES.items()}
-STEM = "model"
+STEM, SUFFIX = "model", ".gguf"
 QUANTIZATION_VERSION = 2
 """GGML_QUANT_VERSION: the layout of blocks."""
 FREQUENCIES = "rope_freqs.weight"
@@ -311,15 +312,12 @@ def need(request: Request) -> Need:
     return Need(max(rooms), None) if rooms else NOTHING
 
 
-def afterwards(request: Request) -> Iterator[tuple[str, list[str]]]:
+def afterwards(request: Request) -> Iterator[Command]:
     """How to quantize the output further, with the program of llama.cpp."""
     inside: Inside = request.inside
     if all(stored.kind in DTYPES for stored in inside.tensors.values()):
-        first = lay_out(request)[0].path
-        yield (
-            "for K-quants",
-            ["llama-quantize", f"{{output}}/{first}", f"{{output}}/{STEM}-Q4_K_M.gguf", "Q4_K_M"],
-        )
+        first, smaller = PurePath(lay_out(request)[0].path), PurePath(f"{STEM}-Q4_K_M{SUFFIX}")
+        yield Command("for K-quants", ("llama-quantize", first, smaller, "Q4_K_M"))
 
 
 TARGET = Target(
@@ -328,6 +326,7 @@ TARGET = Target(
     quantizes=QUANTIZED,
     typed=typed,
     embeds=True,
+    suffix=SUFFIX,
     judges_model=False,
     fit=fit,
     complete=complete,
