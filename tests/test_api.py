@@ -200,6 +200,7 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
         (lambda: reshard.convert("a", "b", stages=(-1, 2)), "stages=(-1, 2)"),
         (lambda: reshard.convert("a", "b", trust="me", engine="x"), "trust='me'"),
         (lambda: reshard.convert("a", "b", memory="much"), "--memory"),
+        (lambda: reshard.convert("a", "b", memory=None), "memory is not a size"),
         *[
             (partial(reshard.convert, "a", "b", **{name: None}), f"{name}=None")
             for name in ("tp", "pp", "vpp", "ep", "stages")
@@ -207,7 +208,7 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
         *[
             (partial(reshard.convert, "a", "b", **{name: value}), f"{name} is not a size")
             for name in ("max_shard_size", "memory")
-            for value in (0, -5, True, None, float("nan"), float("inf"), "0GB", "-1", "0.0001k")
+            for value in (0, -5, True, float("nan"), float("inf"), "0GB", "-1", "0.0001k")
         ],
         *[
             (partial(reshard.convert, "a", "b", **{name: value}), f"{name}={value!r}")

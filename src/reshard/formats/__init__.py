@@ -126,7 +126,8 @@ def _is_part(file: Path) -> bool:
     if wrappers.NO_WEIGHTS.search(file.stem):
         return True
     above = [*file.absolute().parents][: not_found.ABOVE]
-    engines = (each for each in FORMATS.values() if each.name != huggingface.NAME)
+    apart = (huggingface.NAME, gguf.FORMAT.name)
+    engines = (each for each in FORMATS.values() if each.name not in apart)
     return any(_holds(folder, each) for each in engines for folder in above)
 
 
@@ -168,7 +169,12 @@ def open_checkpoint(
     if folder is None or name is None:
         if iteration is not None:
             raise not_found.no_iteration(path, iteration)
-        raise not_found.no_checkpoint(path, FORMATS, lambda place: detect(place) is not None)
+        raise not_found.no_checkpoint(
+            path,
+            FORMATS,
+            lambda place: detect(place) is not None,
+            lambda place: detect(place) not in (None, gguf.FORMAT.name),
+        )
     if name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
         raise ReshardError(of_tool)
     with understood(folder):

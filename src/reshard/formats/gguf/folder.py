@@ -38,12 +38,12 @@ DROPPED = "rotary frequencies"
 def detect(path: Path) -> bool:
     """Whether `path` is a GGUF file, or a folder with one."""
     if path.is_file():
-        return path.suffix == ".gguf" or _begins_as_gguf(path)
+        return _begins_as_gguf(path)
     return any(path.glob("*.gguf")) and not huggingface.detect(path)
 
 
 def _begins_as_gguf(path: Path) -> bool:
-    """Ollama's files have digests as names."""
+    """The names of files do not tell: those of Ollama have digests as names."""
     with suppress(OSError, ReshardError), open_file(path) as file:
         return container.is_gguf(file.read(0, 4))
     return False
