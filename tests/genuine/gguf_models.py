@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def _words(digits: str) -> str:
 
 @dataclass(frozen=True)
 class Bpe:
-    """A byte-level tokenizer: the expressions that split text, and its special tokens, the first of which begins a text."""
+    """A byte-level tokenizer: the expressions that split text, and special tokens; the first may begin a text."""
 
     splits: tuple[str, ...]
     special: tuple[str, ...]
@@ -101,6 +101,8 @@ class Family:
     tokenizer: Bpe | Pieces
     pre: str = "default"
     generation: dict[str, Any] = field(default_factory=dict)
+    card: str = ""
+    template: str = ""
 
 
 QWEN = Bpe(
@@ -119,6 +121,7 @@ QWEN = Bpe(
         "unk_token": None,
     },
 )
+GEMMA_PIECES = {"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"}
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "llama",
@@ -138,6 +141,24 @@ FAMILIES: dict[str, Family] = {
         ),
         pre="llama-bpe",
         generation={"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+        card="""---
+license: other
+license_name: llama3.1
+license_link: LICENSE
+base_model:
+- meta-llama/Llama-3.1-8B
+- https://huggingface.co/mistralai/Mistral-7B-v0.1
+- https://example.org/elsewhere
+language:
+- en
+- no
+pipeline_tag: text-generation
+tags:
+- facebook
+datasets: HuggingFaceH4/ultrachat_200k
+---
+# Tiny
+""",
     ),
     "mistral": Family(
         "mistral",
@@ -162,9 +183,22 @@ FAMILIES: dict[str, Family] = {
         {"use_sliding_window": False, "sliding_window": 512},
         QWEN,
         pre="qwen2",
-        generation={"do_sample": True, "repetition_penalty": 1.05, "top_k": 20, "top_p": 0.8, "temperature": 0.7},
+        generation={
+            "do_sample": True,
+            "repetition_penalty": 1.05,
+            "top_k": 20,
+            "top_p": 0.8,
+            "temperature": 0.7,
+        },
     ),
-    "qwen3": Family("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, QWEN, pre="qwen2"),
+    "qwen3": Family(
+        "qwen3",
+        {"head_dim": 32, "tie_word_embeddings": True},
+        replace(QWEN, settings={**QWEN.settings, "chat_template": None}),
+        pre="qwen2",
+        card="---\nlicense: [apache-2.0, mit]\nmodel_name: Tiny three\nmodel_creator: Some One\n---\n",
+        template=TEMPLATE + "\n",
+    ),
     "qwen3_moe": Family(
         "qwen3_moe", {"head_dim": 32, **EXPERTS, "num_experts": 4, "norm_topk_prob": True}, QWEN, pre="qwen2"
     ),
@@ -198,8 +232,12 @@ FAMILIES: dict[str, Family] = {
                 "tokenizer_class": "GemmaTokenizer",
             },
             options={
-                **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
-                **{"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>", "add_dummy_prefix": False},
+                "pad_id": 0,
+                "eos_id": 1,
+                "bos_id": 2,
+                "unk_id": 3,
+                "add_dummy_prefix": False,
+                **GEMMA_PIECES,
             },
         ),
     ),
@@ -268,7 +306,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def _texts() -> list[str]:
-    return [CORPUS.read_text(encoding="utf-8"), "I'll say 12345 things, don't you? 你好，世界！ ÉCOLE été naïve\n\n\n  x = 3"]
+    return [
+        CORPUS.read_text(encoding="utf-8"),
+        "I'll say 12345 things, don't you? 你好，世界！ ÉCOLE été naïve\n\n\n  x = 3",
+    ]
 
 
 def _bpe(declared: Bpe, folder: Path) -> None:
@@ -332,7 +373,8 @@ def _without_id(token: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(declared: Bpe | Pieces, added: dict[str, Any], folder: Path) -> None:
-    content = {"added_tokens_decoder": added, **declared.settings}
+    settings = {key: value for key, value in declared.settings.items() if key != "chat_template" or value}
+    content = {"added_tokens_decoder": added, **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2, ensure_ascii=False))
 
 
@@ -351,6 +393,9 @@ def make(name: str, folder: Path, dtype: str = "float32") -> Path:
     saved = {**{key: value for key, value in saved.items() if key != "rope_parameters"}, **settings}
     (folder / "config.json").write_text(json.dumps(saved, indent=2))
     (_bpe if isinstance(family.tokenizer, Bpe) else _pieces)(family.tokenizer, folder)  # type: ignore[operator]
+    for file, text in (("README.md", family.card), ("chat_template.jinja", family.template)):
+        if text:
+            (folder / file).write_text(text)
     return folder
 
 

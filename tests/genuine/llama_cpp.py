@@ -6,6 +6,9 @@ Both come from the source distribution of llama-cpp-python. Run it in the enviro
     python -m tests.genuine.llama_cpp metadata SOURCE FILE.gguf OUT.json
     python -m tests.genuine.llama_cpp logits FILE.gguf TOKENS.npy OUT.npy
     python -m tests.genuine.llama_cpp tokens FILE.gguf TEXTS.json OUT.json
+    python -m tests.genuine.llama_cpp names SOURCE NAMES.json OUT.json
+
+`python -m tests.genuine.llama_cpp remember tests/data/gguf` makes what tests without llama.cpp compare.
 
 The converter identifies how a tokenizer splits text by a hash of what it makes of a fixed text. It knows the hashes of
 published tokenizers, not that of one which was trained a moment ago: PRE replaces the lookup, and nothing else.
@@ -17,15 +20,18 @@ import ctypes
 import fcntl
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.environments import CACHE, LLAMA_CPP, python
+from tests.genuine.gguf_models import FAMILIES
 
 
 def source() -> Path:
@@ -59,25 +65,30 @@ def _convert(source: str, folder: str, file: str, outtype: str, pre: str | None 
     sys.path.insert(0, source)
     from conversion.base import TextModel
 
-    if pre:
+    if pre and pre != "default":
         TextModel.get_vocab_base_pre = lambda *_: pre
     sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", file, "--outtype", outtype]
     runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")
 
 
 def _metadata(source: str, file: str, out: str) -> None:
-    """The metadata by key: the types' names, and the value. Byte strings that are not UTF-8 keep their bytes."""
+    """The metadata by key, each with the names of its types, and how many parameters there are."""
     sys.path.insert(0, f"{source}/gguf-py")
-    from gguf import GGUFReader
+    from gguf import GGUFReader, GGUFWriter
 
     def plain(value: Any) -> Any:
         return [plain(each) for each in value] if isinstance(value, list) else value
 
-    found = {}
-    for key, field in GGUFReader(file).fields.items():
+    reader, found = GGUFReader(file), {}
+    for key, field in reader.fields.items():
         if not key.startswith("GGUF."):
             found[key] = [[each.name for each in field.types], plain(field.contents())]
-    Path(out).write_text(json.dumps(found, indent=1, ensure_ascii=False))
+    counted = GGUFWriter(None, "llama")
+    for tensor in reader.tensors:
+        shape = [int(size) for size in reversed(tensor.shape)]
+        counted.add_tensor_info(tensor.name, shape, np.dtype(np.float32), 0)
+    content = {"metadata": found, "parameters": counted.get_total_parameter_count()}
+    Path(out).write_text(json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def _llama() -> Any:
@@ -130,5 +141,36 @@ def _tokens(file: str, texts: str, out: str) -> None:
     Path(out).write_text(json.dumps(found))
 
 
+def _names(source: str, names: str, out: str) -> None:
+    """What the converter makes of names of models, each with a number of parameters."""
+    sys.path.insert(0, f"{source}/gguf-py")
+    from gguf import Metadata, size_label
+
+    found = []
+    for name, parameters in json.loads(Path(names).read_text()):
+        parts = Metadata.get_model_id_components(name, parameters)
+        found.append([*parts, parts[0] and Metadata.id_to_title(parts[0]), size_label(parameters, 0, 0, 0)])
+    Path(out).write_text(json.dumps(found))
+
+
+def remember(name: str, folder: Path) -> None:
+    """Write what tests without llama.cpp compare: the small files of a model, and the metadata that it becomes."""
+    with tempfile.TemporaryDirectory() as where:
+        made, file = Path(where) / f"Tiny-{name}-1M-Instruct", Path(where) / "theirs.gguf"
+        subprocess.run([python("llama-cpp"), "-m", "tests.genuine.gguf_models", name, made], check=True)
+        convert_with_llama_cpp(made, file, "f32", FAMILIES[name].pre)
+        folder.mkdir(parents=True, exist_ok=True)
+        run("metadata", source(), file, folder / "metadata.json")
+        for each in made.iterdir():
+            if each.suffix != ".safetensors":
+                shutil.copy(each, folder)
+
+
 if __name__ == "__main__":
-    {"convert": _convert, "metadata": _metadata, "logits": _logits, "tokens": _tokens}[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] == "remember":
+        for each in FAMILIES:
+            remember(each, Path(sys.argv[2]) / each)
+        sys.exit()
+    {"convert": _convert, "metadata": _metadata, "logits": _logits, "tokens": _tokens, "names": _names}[
+        sys.argv[1]
+    ](*sys.argv[2:])
