@@ -7,7 +7,7 @@ scores. Tokens, types and scores are those that its converter writes; it reads t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
@@ -156,10 +156,16 @@ def byte_level(files: Files, rows: int) -> Vocabulary:
 
 
 def _prepared(token: Token, decoder: Any) -> tuple[str, int]:
+    """The text of an added token of byte-level BPE, and its type."""
     text = token.text if token.normalized else decoded(token.text, decoder)
-    if token.special or looks_special(text):
-        return text, CONTROL
-    return text.replace("▁", " "), USER_DEFINED
+    return _as_added(token._replace(text=text))
+
+
+def _as_added(token: Token, specials: Container[str] = ()) -> tuple[str, int]:
+    """The text of an added token, in which llama.cpp expects spaces as such, and its type."""
+    if token.special or looks_special(token.text) or token.text in specials:
+        return token.text, CONTROL
+    return token.text.replace("▁", " "), USER_DEFINED
 
 
 def pieces(files: Files, rows: int) -> Vocabulary:
@@ -178,9 +184,8 @@ def pieces(files: Files, rows: int) -> Vocabulary:
             tokens[number], scores[number], types[number] = text, UNSCORED, USER_DEFINED
     for number, token in _added({}, read(files, SETTINGS) or {}, {}).items():
         if number < rows:
-            kind = CONTROL if token.special or looks_special(token.text) else USER_DEFINED
-            text = token.text if kind == CONTROL else token.text.replace("▁", " ")
-            tokens[number], scores[number], types[number] = text, UNSCORED, kind
+            tokens[number], types[number] = _as_added(token)
+            scores[number] = UNSCORED
     return Vocabulary(tokens, types, scores)
 
 
@@ -203,25 +208,35 @@ def _named_specials(settings: Json) -> Iterator[str]:
             yield from (text for text in map(content_of, listed) if text is not None)
 
 
+def _scores(tokenizer: Json, rows: int) -> Iterator[float]:
+    """Scores by which llama.cpp merges in the order of the merges.
+
+    Its converter writes the same score for all tokens; llama.cpp then merges what comes first in a text.
+    """
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(tokenizer["model"].get("merges") or ()):
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        ranks.setdefault(left + right, rank)
+    texts = {number: text for text, number in tokenizer["model"]["vocab"].items()}
+    for number in range(rows):
+        yield float(-ranks.get(texts[number], 0)) if number in texts else UNSCORED
+
+
 def merged_pieces(files: Files, rows: int) -> Vocabulary:
-    """The tokens of SentencePiece as BPE in a tokenizer.json, which has no scores."""
+    """The tokens of SentencePiece as BPE in a tokenizer.json, which has merges instead of scores."""
     tokenizer, settings = read(files, TOKENIZER), read(files, SETTINGS) or {}
     texts, added = _texts(files, tokenizer), _added(tokenizer, settings, {})
     specials = set(_named_specials(settings))
     tokens: list[str | bytes] = []
     types = []
     for number in range(rows):
-        token = added.get(number)
-        if number in texts:
-            text = texts[number]
-            kind = BYTE if _BYTE.fullmatch(text) else CONTROL if text in specials else NORMAL
-        elif token is not None:
-            text, kind = token.text, CONTROL if token.text in specials else USER_DEFINED
-        else:
-            text, kind = f"[PAD{number}]", UNUSED
+        text = texts.get(number, f"[PAD{number}]")
+        kind = UNUSED if number not in texts else BYTE if _BYTE.fullmatch(text) else NORMAL
+        if number in added:
+            text, kind = _as_added(added[number], specials)
         tokens.append(text)
         types.append(kind)
-    return Vocabulary(tokens, types, [UNSCORED] * rows)
+    return Vocabulary(tokens, types, list(_scores(tokenizer, rows)))
 
 
 def _template(files: Files, settings: Json | None) -> Any:

@@ -1,0 +1,284 @@
+"""The metadata of GGUF files are those that llama.cpp's own converter writes.
+
+`tests.genuine.llama_cpp remember` made the folders of tests/data/gguf: files of tiny models, and what the converter
+made of them. `test_gguf_peer.py` does the same again, and lets llama.cpp read tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from reshard.base.errors import ReshardError
+from reshard.formats.gguf.general import card_of, named, size_label, titled
+from reshard.formats.gguf.hyperparameters import ARCHITECTURES, hyperparameters, model_type
+from reshard.formats.gguf.keys import Keys
+from reshard.formats.gguf.metadata import Facts, Metadata, metadata
+from reshard.formats.gguf.pretokenizers import named_by_splits
+from reshard.formats.gguf.values import Type, Value
+
+DATA = Path(__file__).parent / "data" / "gguf"
+FAMILIES = sorted(each.name for each in DATA.iterdir())
+OF_TENSORS = {"general.file_type", "general.quantization_version", "general.alignment"}
+ROWS = 512
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The files beside the weights, as `metadata` takes them."""
+    return {
+        each.name: each.read_bytes()
+        for each in folder.iterdir()
+        if each.suffix != ".safetensors" and each.name not in ("config.json", "metadata.json")
+    }
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def of(folder: Path, facts: Facts, **changed: Any) -> Metadata:
+    config = {**config_of(folder), **changed}
+    return metadata(config, files_of(folder), ARCHITECTURES[model_type(config)], facts)
+
+
+def facts_of(family: str, parameters: tuple[int, int, int, int] = (1, 1, 0, 0)) -> Facts:
+    return Facts(f"Tiny-{family}-1M-Instruct", parameters, ROWS)
+
+
+def plain(values: Mapping[str, Value]) -> dict[str, Any]:
+    """Types and values as the scripts of the peer write them."""
+
+    def one(kind: Type, value: Any) -> Any:
+        if kind is Type.FLOAT32:
+            return float(np.float32(value))
+        return value.decode() if isinstance(value, bytes) else value
+
+    return {
+        key: [["ARRAY", value.item.name], [one(value.item, each) for each in value.value]]
+        if value.item is not None
+        else [[value.type.name], one(value.type, value.value)]
+        for key, value in values.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_is_that_of_llama_cpps_converter(family: str) -> None:
+    theirs = json.loads((DATA / family / "metadata.json").read_text())
+    found = of(DATA / family, facts_of(family, tuple(theirs["parameters"])))
+    ours = plain(found.values)
+    expected = {key: value for key, value in theirs["metadata"].items() if key not in OF_TENSORS}
+    assert ours.keys() == expected.keys()
+    for key, value in expected.items():
+        assert ours[key] == value, key
+    assert not found.warnings
+
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+OLD = {
+    "llama": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "qwen2": {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
+    "qwen3": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "beta_fast": 16}},
+    "gemma3_text": {"rope_theta": 5e5, "rope_local_base_freq": 2e4},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "rope_theta": 2e4,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("spelled", ["assumed", "old"])
+@pytest.mark.parametrize("family", [name for name in ARCHITECTURES if name != "gemma3"])
+def test_what_a_config_leaves_out_is_what_transformers_assumes(family: str, spelled: str) -> None:
+    """llama.cpp's converter reads the config that transformers completes."""
+    stated = {"model_type": family, **SIZES, **(OLD.get(family, {}) if spelled == "old" else {})}
+    whole = AutoConfig.for_model(**stated).to_dict()
+    found, expected = Keys(), Keys()
+    hyperparameters(stated, ARCHITECTURES[family], found)
+    hyperparameters(whole, ARCHITECTURES[family], expected)
+    assert plain(found.values) == plain(expected.values)
+    assert len(found.values) >= 8
+
+
+def test_the_language_model_of_gemma_3_with_its_tower() -> None:
+    text = config_of(DATA / "gemma3")
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    found = metadata(whole, files_of(DATA / "gemma3"), "gemma3", facts_of("gemma3"))
+    assert plain(found.values) == plain(of(DATA / "gemma3", facts_of("gemma3")).values)
+
+
+def test_a_router_of_deepseek_is_sigmoid_even_if_the_config_does_not_say_so() -> None:
+    """transformers does not store what it always computes, and llama.cpp would compute a softmax."""
+    config = config_of(DATA / "deepseek_v3")
+    del config["scoring_func"]
+    found = metadata(config, files_of(DATA / "deepseek_v3"), "deepseek2", facts_of("deepseek_v3"))
+    assert found.values["deepseek2.expert_gating_func"].value == 2
+
+
+@pytest.mark.parametrize(
+    "name, parameters, expected",
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 8 * 10**9, ("Llama-3.1", "Instruct", None, "8B")),
+        ("Qwen3-30B-A3B", 30 * 10**9, ("Qwen3", None, None, "30B-A3B")),
+        ("Mistral-7B-Instruct-v0.3", 7 * 10**9, ("Mistral", "Instruct", "v0.3", "7B")),
+        ("checkpoint-500", 10**9, ("checkpoint", None, "500", None)),
+        ("output", 10**9, (None, None, None, None)),
+    ],
+)
+def test_a_name_is_taken_apart(name: str, parameters: int, expected: tuple[str | None, ...]) -> None:
+    parts = named(name, parameters)
+    assert (parts.basename, parts.finetune, parts.version, parts.size_label) == expected
+
+
+def test_sizes_and_titles() -> None:
+    assert titled("my-model-v2-8B") == "My Model v2 8B"
+    assert size_label((8030261248, 8030261248, 0, 0)) == "8.0B"
+    assert size_label((30 * 10**9, 2 * 10**9, 22 * 10**7, 128)) == "128x2.2B"
+
+
+@pytest.mark.parametrize(
+    "readme", [b"", b"# no matter", b"---\n- a\n---\n", b"---\na: [\n---\n", b"---\nb: \xff\n"]
+)
+def test_a_model_card_that_cannot_be_read_says_nothing(readme: bytes) -> None:
+    assert not card_of(readme).get("a")
+
+
+def test_without_a_tokenizer_llama_cpp_gets_what_it_needs_to_load_the_model() -> None:
+    found = metadata(config_of(DATA / "qwen2"), {}, "qwen2", facts_of("qwen2"))
+    named = {key: value.value for key, value in found.values.items() if key.startswith("tokenizer.")}
+    assert named == {"tokenizer.ggml.model": "none"}
+    assert found.values["qwen2.vocab_size"].value == ROWS
+    assert [each.code for each in found.warnings] == ["gguf-without-tokenizer"]
+
+
+def changed(family: str, **update: Any) -> dict[str, bytes]:
+    """The files of a family with a changed tokenizer.json."""
+    files = files_of(DATA / family)
+    tokenizer = {**json.loads(files["tokenizer.json"]), **update}
+    return {**files, "tokenizer.json": json.dumps(tokenizer).encode()}
+
+
+def test_added_tokens_change_nothing_but_the_tokens() -> None:
+    files = files_of(DATA / "qwen3")
+    tokenizer = json.loads(files["tokenizer.json"])
+    last = max(each["id"] for each in tokenizer["added_tokens"])
+    new = {"id": last + 1, "content": "<|new|>", "special": False, "normalized": False}
+    files = changed("qwen3", added_tokens=[*tokenizer["added_tokens"], new])
+    found = metadata(config_of(DATA / "qwen3"), files, "qwen3", facts_of("qwen3"))
+    assert found.values["tokenizer.ggml.pre"].value == "qwen2" and not found.warnings
+    assert found.values["tokenizer.ggml.tokens"].value[last + 1] == "<|new|>"
+    assert found.values["tokenizer.ggml.token_type"].value[last + 1 : last + 3] == [3, 5]
+
+
+def test_a_pre_tokenizer_that_llama_cpp_does_not_have_is_that_of_the_family_with_a_warning() -> None:
+    split = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Isolated", "invert": False}
+    files = changed("qwen3", pre_tokenizer=split)
+    found = metadata(config_of(DATA / "qwen3"), files, "qwen3", facts_of("qwen3"))
+    assert found.values["tokenizer.ggml.pre"].value == "qwen2"
+    assert [each.code for each in found.warnings] == ["gguf-pre-tokenizer-unknown"]
+
+
+def test_a_tokenizer_of_another_family_keeps_its_pre_tokenizer() -> None:
+    """SmolLM is a Llama whose tokenizer splits digits: the family alone would name the wrong one."""
+    digits = {"type": "Digits", "individual_digits": True}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    steps = {"type": "Sequence", "pretokenizers": [digits, level]}
+    files = changed("llama", pre_tokenizer=steps)
+    found = metadata(config_of(DATA / "llama"), files, "llama", facts_of("llama"))
+    assert found.values["tokenizer.ggml.pre"].value == "smollm" and not found.warnings
+    assert named_by_splits({"pre_tokenizer": level, "model": {}}) == "gpt-2"
+
+
+def test_llama_3_without_ignored_merges_has_another_pre_tokenizer() -> None:
+    tokenizer = json.loads((DATA / "llama" / "tokenizer.json").read_text())
+    assert named_by_splits(tokenizer) == "llama-bpe"
+    tokenizer["model"]["ignore_merges"] = False
+    assert named_by_splits(tokenizer) == "smaug-bpe"
+
+
+def test_tokens_without_a_row_are_left_out_with_a_warning() -> None:
+    new = {"id": ROWS, "content": "[PAD]", "special": True, "normalized": False}
+    tokenizer = json.loads((DATA / "llama" / "tokenizer.json").read_text())
+    files = changed("llama", added_tokens=[*tokenizer["added_tokens"], new])
+    found = metadata(config_of(DATA / "llama"), files, "llama", facts_of("llama"))
+    assert len(found.values["tokenizer.ggml.tokens"].value) == ROWS
+    (warning,) = found.warnings
+    assert warning.code == "gguf-tokens-without-rows" and warning.found == "[PAD]"
+
+
+def test_vocabulary_and_merges_in_files_of_their_own() -> None:
+    """The files of slow tokenizers, which older folders have."""
+    files = files_of(DATA / "qwen2")
+    model = json.loads(files.pop("tokenizer.json"))["model"]
+    merges = "#version: 0.2\n" + "\n".join(" ".join(each) for each in model["merges"]) + "\n"
+    files |= {"vocab.json": json.dumps(model["vocab"]).encode(), "merges.txt": merges.encode()}
+    found = metadata(config_of(DATA / "qwen2"), files, "qwen2", facts_of("qwen2")).values
+    expected = of(DATA / "qwen2", facts_of("qwen2")).values
+    for key in ("model", "pre", "tokens", "token_type", "merges"):
+        assert found[f"tokenizer.ggml.{key}"] == expected[f"tokenizer.ggml.{key}"], key
+
+
+@pytest.mark.parametrize(
+    "family, name, content",
+    [
+        ("mistral", "tokenizer.model", b"\x0a\xff\xff\xff\xff\x0f"),
+        ("mistral", "tokenizer.model", b"\x0a\x03\x0d\x00\x00"),
+        ("mistral", "tokenizer.model", b""),
+        ("qwen2", "tokenizer.json", b"{"),
+        ("qwen2", "tokenizer.json", b'{"model": {"vocab": ["a"]}}'),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(family: str, name: str, content: bytes) -> None:
+    files = {**files_of(DATA / family), name: content}
+    config = config_of(DATA / family)
+    with pytest.raises(ReshardError, match=name) as raised:
+        metadata(config, files, ARCHITECTURES[config["model_type"]], facts_of(family))
+    assert [each.code for each in raised.value.problems] == ["gguf-tokenizer-unreadable"]
+
+
+def test_a_tokenizer_that_only_other_engines_read_is_refused() -> None:
+    with pytest.raises(ReshardError, match=r"--no-tokenizer") as raised:
+        metadata(config_of(DATA / "mistral"), {"tekken.json": b"{}"}, "llama", facts_of("mistral"))
+    assert [each.code for each in raised.value.problems] == ["gguf-tokenizer-unknown"]
+
+
+@pytest.mark.parametrize(
+    "family, key, value",
+    [
+        ("mistral", "sliding_window", 128),
+        ("qwen3_moe", "norm_topk_prob", False),
+        ("qwen2", "use_sliding_window", True),
+        ("gemma3", "query_pre_attn_scalar", 99),
+        ("gemma3", "sliding_window_pattern", 3),
+        ("gpt_oss", "swiglu_limit", 1.5),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
+    ],
+)
+def test_what_llama_cpp_computes_differently_is_a_warning(family: str, key: str, value: Any) -> None:
+    changes = {key: value, "layer_types": None} if "pattern" in key else {key: value}
+    if key == "use_sliding_window":
+        changes["sliding_window"] = 128
+    (warning,) = of(DATA / family, facts_of(family), **changes).warnings
+    assert warning.code == "gguf-computed-differently" and warning.severity == "warning"

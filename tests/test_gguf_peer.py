@@ -1,0 +1,248 @@
+"""llama.cpp judges the metadata of GGUF files: its converter writes the same, and its library reads the same tokens.
+
+The converter knows how published tokenizers split text by a hash; for the tokenizers that are trained here, that lookup
+alone is replaced (`tests/genuine/llama_cpp.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from reshard.formats.gguf.general import named, size_label, titled
+from reshard.formats.gguf.hyperparameters import ARCHITECTURES, model_type
+from reshard.formats.gguf.metadata import Facts, metadata
+from reshard.formats.gguf.values import Type, Value
+from tests.environments import python
+from tests.genuine.gguf_models import FAMILIES, POSITIONS, ROWS, TOKENS
+from tests.genuine.huggingface import CORPUS
+from tests.genuine.llama_cpp import convert_with_llama_cpp, run, source
+from tests.test_gguf_metadata import OF_TENSORS, config_of, files_of, plain
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of a tiny model, by family."""
+    where = tmp_path_factory.mktemp("gguf")
+
+    @lru_cache
+    def make(name: str) -> Path:
+        folder = where / f"Tiny-{name}-1M-Instruct"
+        command = [python("llama-cpp"), "-m", "tests.genuine.gguf_models", name, folder]
+        subprocess.run(command, check=True, timeout=300)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def theirs(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The file that llama.cpp's converter makes of it."""
+    where = tmp_path_factory.mktemp("theirs")
+
+    @lru_cache
+    def convert(name: str) -> Path:
+        return convert_with_llama_cpp(made(name), where / f"{name}.gguf", "f32", FAMILIES[name].pre)
+
+    return convert
+
+
+def metadata_of(file: Path, folder: Path) -> tuple[dict[str, Any], tuple[int, int, int, int]]:
+    """The metadata of a file as llama.cpp reads them, and its numbers of parameters."""
+    run("metadata", source(), file, folder / "metadata.json")
+    found = json.loads((folder / "metadata.json").read_text())
+    return found["metadata"], found["parameters"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_converter_writes_the_same_metadata(family: str, made: Any, theirs: Any, tmp_path: Path) -> None:
+    folder = made(family)
+    expected, parameters = metadata_of(theirs(family), tmp_path)
+    arch = ARCHITECTURES[model_type(config_of(folder))]
+    found = metadata(config_of(folder), files_of(folder), arch, Facts(folder.name, tuple(parameters), ROWS))
+    ours = plain(found.values)
+    assert {key for key in expected if key not in OF_TENSORS} == ours.keys()
+    assert all(ours[key] == expected[key] for key in ours), [k for k in ours if ours[k] != expected[k]]
+
+
+class HalfGelu(torch.nn.Module):
+    """GELU as ggml looks it up on a CPU: in a table of half-precision values (`GGML_GELU_FP16` in its vec.h)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
+        return torch.where(x <= -10, 0.0, torch.where(x >= 10, x, found))
+
+
+def logits_of_transformers(folder: Path, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    if model.config.model_type == "gemma3_text":
+        for layer in model.model.layers:
+            layer.mlp.act_fn = HalfGelu()
+    with torch.inference_mode():
+        logits: np.ndarray[Any, Any] = model(torch.tensor(ids)[None]).logits[0].numpy()
+        return logits
+
+
+def assert_same_logits(file: Path, folder: Path, where: Path) -> None:
+    """llama.cpp computes the same logits from `file` as transformers from `folder`."""
+    ids = np.random.default_rng(0).integers(0, TOKENS, POSITIONS)
+    np.save(where / "ids.npy", ids)
+    run("logits", file, where / "ids.npy", where / "logits.npy")
+    ours, reference = np.load(where / "logits.npy"), logits_of_transformers(folder, ids)
+    assert ours.shape == reference.shape == (POSITIONS, ROWS)
+    assert (ours.argmax(-1) == reference.argmax(-1)).all()
+    assert np.abs(ours - reference).max() <= 1e-3 * np.abs(reference).max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_is_one(family: str, made: Any, theirs: Any, tmp_path: Path) -> None:
+    """llama.cpp computes what transformers computes, from the file of its own converter."""
+    assert_same_logits(theirs(family), made(family), tmp_path)
+
+
+TEXTS = [
+    *CORPUS.read_text(encoding="utf-8").splitlines(),
+    "Hello world",
+    "I'll say 12345 things, don't you?",
+    "你好，世界！ ÉCOLE été naïve",
+    "a\tb   c\n",
+    "1.5e10 == 0x7f;",
+]
+SIZES = {
+    Type.UINT32: "<I",
+    Type.INT32: "<i",
+    Type.FLOAT32: "<f",
+    Type.BOOL: "<?",
+}
+
+
+def _stored(kind: Type, value: Any) -> bytes:
+    if kind is Type.STRING:
+        text = value if isinstance(value, bytes) else value.encode()
+        return struct.pack("<Q", len(text)) + text
+    return struct.pack(SIZES[kind], value)
+
+
+def _written(value: Value) -> bytes:
+    if value.item is None:
+        return struct.pack("<I", value.type) + _stored(value.type, value.value)
+    items = b"".join(_stored(value.item, each) for each in value.value)
+    return struct.pack("<IIQ", value.type, value.item, len(value.value)) + items
+
+
+def with_metadata_alone(folder: Path, file: Path) -> Path:
+    """A GGUF file without tensors, from which llama.cpp loads the vocabulary."""
+    arch = ARCHITECTURES[model_type(config_of(folder))]
+    values = metadata(
+        config_of(folder), files_of(folder), arch, Facts(folder.name, (1, 1, 0, 0), ROWS)
+    ).values
+    content = b"".join(_stored(Type.STRING, key) + _written(value) for key, value in values.items())
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + content)
+    return file
+
+
+def tokens_of(file: Path, folder: Path) -> list[list[int]]:
+    (folder / "texts.json").write_text(json.dumps(TEXTS))
+    run("tokens", file, folder / "texts.json", folder / "tokens.json")
+    found: list[list[int]] = json.loads((folder / "tokens.json").read_text())
+    return found
+
+
+def assert_same_tokens(folder: Path, where: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = tokens_of(with_metadata_alone(folder, where / "ours.gguf"), where)
+    assert found == [tokenizer.encode(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].pre != "default"])
+def test_llama_cpp_makes_the_same_tokens_of_texts(family: str, made: Any, tmp_path: Path) -> None:
+    assert_same_tokens(made(family), tmp_path)
+
+
+def resaved(folder: Path, where: Path) -> Path:
+    """The folder as transformers 5 saves its tokenizer: without tokenizer.model."""
+    shutil.copytree(folder, where)
+    code = (
+        "import sys; from transformers import AutoTokenizer; from pathlib import Path\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "for name in ('tokenizer.model', 'tokenizer_config.json'): (Path(sys.argv[2]) / name).unlink()\n"
+        "tokenizer.save_pretrained(sys.argv[2])"
+    )
+    subprocess.run([python("llama-cpp"), "-c", code, folder, where], check=True, timeout=300)
+    assert not (where / "tokenizer.model").exists() and (where / "tokenizer.json").is_file()
+    return where
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_pieces_without_their_model_keep_the_order_of_merges(family: str, made: Any, tmp_path: Path) -> None:
+    assert_same_tokens(resaved(made(family), tmp_path / "resaved"), tmp_path)
+
+
+def test_the_converter_writes_scores_that_lose_the_order_of_merges(made: Any, tmp_path: Path) -> None:
+    """Why scores differ from the converter's here: llama.cpp makes other tokens with its own.
+
+    It also refuses such a Gemma 3, and writes fewer tokens than the embedding has rows.
+    """
+    folder = resaved(made("mistral"), tmp_path / "resaved")
+    file = convert_with_llama_cpp(folder, tmp_path / "theirs.gguf")
+    expected, parameters = metadata_of(file, tmp_path)
+    found = metadata(
+        config_of(folder), files_of(folder), "llama", Facts(folder.name, tuple(parameters), ROWS)
+    )
+    ours = plain(found.values)
+    differing = {key for key in expected.keys() | ours.keys() if ours.get(key) != expected.get(key)}
+    of_tokens = {f"tokenizer.ggml.{key}" for key in ("scores", "token_type", "tokens")}
+    assert differing - OF_TENSORS == of_tokens
+    tokens = expected["tokenizer.ggml.tokens"][1]
+    assert ours["tokenizer.ggml.tokens"][1][: len(tokens)] == tokens
+    assert set(expected["tokenizer.ggml.scores"][1]) == {-1000.0}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokens_of(file, tmp_path) != [tokenizer.encode(text) for text in TEXTS]
+
+
+NAMES = [
+    *("meta-llama/Llama-3.1-8B-Instruct", "Qwen3-30B-A3B", "Mistral-7B-Instruct-v0.3", "checkpoint-500"),
+    *("output", "./here", "a model of mine", "gemma-3-4b-it", "bloom-7b1", "Phi-3-mini-4k-instruct", "0"),
+    *(
+        "org/DeepSeek-R1-Distill-Qwen-1.5B",
+        "Mixtral-8x7B-v0.1",
+        "tiny-q8_0-fp16",
+        "a--b",
+        "v2",
+        "iter_0000003",
+    ),
+    *("Qwen2.5-Coder-32B-Instruct-1M", "model-small-7B", "x-large", "org/sub/model-1b"),
+]
+
+
+def test_names_are_taken_apart_as_by_the_converter(tmp_path: Path) -> None:
+    asked = [(name, size) for name in NAMES for size in (0, 1_100_000, 8 * 10**9, 10**12 + 1)]
+    (tmp_path / "names.json").write_text(json.dumps(asked))
+    run("names", source(), tmp_path / "names.json", tmp_path / "parts.json")
+    for (name, size), theirs in zip(asked, json.loads((tmp_path / "parts.json").read_text()), strict=True):
+        parts = named(name, size)
+        ours = [
+            parts.name,
+            parts.organization,
+            parts.basename,
+            parts.finetune,
+            parts.version,
+            parts.size_label,
+        ]
+        assert ours == theirs[:6], (name, size)
+        assert titled(parts.name or "") == theirs[6]
+        assert (size_label((size, 0, 0, 0)) or theirs[7]) == theirs[7]
