@@ -272,6 +272,8 @@ def test_a_tokenizer_that_only_other_engines_read_is_refused() -> None:
         ("gemma3", "query_pre_attn_scalar", 99),
         ("gemma3", "sliding_window_pattern", 3),
         ("gpt_oss", "swiglu_limit", 1.5),
+        ("gemma2", "query_pre_attn_scalar", 99),
+        ("gemma2", "layer_types", ["full_attention"] * 2),
         ("llama", "hidden_act", "gelu"),
         ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
     ],

@@ -217,15 +217,17 @@ def _frequencies(config: Mapping[str, Any]) -> list[float]:
         return []
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     powers = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
-    # torch computes powers of a scalar in float32.
-    base = np.float32(rope.get("rope_theta", 10000.0))
-    frequencies = np.float32(1.0) / np.power(base, powers)
+    # In float32, as torch computes it: powers are rounded, and a number divided by a tensor is the product of that
+    # number and the reciprocal.
+    base = float(rope.get("rope_theta", 10000.0))
+    waves = np.power(base, powers.astype(np.float64)).astype(np.float32)
     factor, low, high = (
         rope.get(key, default)
         for key, default in (("factor", 8.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0))
     )
     length = rope.get("original_max_position_embeddings", 8192)
-    return [_divisor(np.float32(2 * math.pi) / each, factor, low, high, length) for each in frequencies]
+    turn, one = np.float32(2 * math.pi), np.float32(1)
+    return [_divisor((one / (one / each)) * turn, factor, low, high, length) for each in waves]
 
 
 def _divisor(wave: np.float32, factor: float, low: float, high: float, length: int) -> float:
@@ -233,7 +235,7 @@ def _divisor(wave: np.float32, factor: float, low: float, high: float, length: i
         return 1.0
     if wave > length / low:
         return factor
-    smooth = (np.float32(length) / wave - np.float32(low)) / np.float32(high - low)
+    smooth = (np.float32(1) / wave * np.float32(length) - np.float32(low)) / np.float32(high - low)
     return float(np.float32(1) / ((np.float32(1) - smooth) / np.float32(factor) + smooth))
 
 
