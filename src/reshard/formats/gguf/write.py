@@ -211,32 +211,27 @@ def _file_type(request: Request, tensors: Mapping[str, Stored]) -> int:
 
 
 def _frequencies(config: Mapping[str, Any]) -> list[float]:
-    """What llama3 scaling divides each rotary frequency by (`LlamaModel.generate_extra_tensors`); none for others."""
+    """What llama3 scaling divides each rotary frequency by (`LlamaModel.generate_extra_tensors`); none for others.
+
+    torch divides a number by a tensor by multiplying with the reciprocal. It may round a power differently by one bit.
+    """
     rope = rope_parameters(config)
     if rope.get("rope_type") != "llama3" or config["model_type"] != "llama":
         return []
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    powers = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
-    # In float32, as torch computes it: powers are rounded, and a number divided by a tensor is the product of that
-    # number and the reciprocal.
-    base = float(rope.get("rope_theta", 10000.0))
-    waves = np.power(base, powers.astype(np.float64)).astype(np.float32)
+    powers = (np.arange(0, size, 2, dtype=np.float32) / np.float32(size)).astype(np.float64)
+    frequencies = 1 / np.power(float(rope.get("rope_theta", 10000.0)), powers).astype(np.float32)
+    waves = (1 / frequencies) * np.float32(2 * math.pi)
     factor, low, high = (
-        rope.get(key, default)
+        float(rope.get(key, default))
         for key, default in (("factor", 8.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0))
     )
     length = rope.get("original_max_position_embeddings", 8192)
-    turn, one = np.float32(2 * math.pi), np.float32(1)
-    return [_divisor((one / (one / each)) * turn, factor, low, high, length) for each in waves]
-
-
-def _divisor(wave: np.float32, factor: float, low: float, high: float, length: int) -> float:
-    if wave < length / high:
-        return 1.0
-    if wave > length / low:
-        return factor
-    smooth = (np.float32(1) / wave * np.float32(length) - np.float32(low)) / np.float32(high - low)
-    return float(np.float32(1) / ((np.float32(1) - smooth) / np.float32(factor) + smooth))
+    smooth = ((1 / waves) * np.float32(length) - np.float32(low)) / np.float32(high - low)
+    between = 1 / ((1 - smooth) / np.float32(factor) + smooth)
+    divisors = np.where(waves < length / high, 1, np.where(waves > length / low, factor, between))
+    found: list[float] = divisors.astype(np.float32).tolist()
+    return found
 
 
 def lay_out(request: Request) -> list[OutputFile]:
