@@ -30,7 +30,7 @@ from tests.environments import python
 from tests.genuine.gguf_models import FAMILIES, POSITIONS, ROWS, TOKENS
 from tests.genuine.huggingface import CORPUS
 from tests.genuine.llama_cpp import run, source
-from tests.test_gguf_metadata import OF_TENSORS, config_of, files_of, plain
+from tests.test_gguf_metadata import OF_TENSORS, files_of, plain, read_config
 
 pytestmark = pytest.mark.slow
 NDArray = np.ndarray[Any, Any]
@@ -78,9 +78,9 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_converter_writes_the_same_metadata(family: str, peer: Peer) -> None:
     folder, theirs = peer.model(family), peer.metadata(family)
-    arch = ARCHITECTURES[model_type(config_of(folder))]
+    arch = ARCHITECTURES[model_type(read_config(folder))]
     facts = Facts(folder.name, tuple(theirs["parameters"]), ROWS)
-    ours = plain(metadata(config_of(folder), files_of(folder), arch, facts).values)
+    ours = plain(metadata(read_config(folder), files_of(folder), arch, facts).values)
     expected = {key: value for key, value in theirs["metadata"].items() if key not in OF_TENSORS}
     assert expected.keys() == ours.keys()
     assert not [key for key in ours if ours[key] != expected[key]]
@@ -177,9 +177,9 @@ def _written(value: Value) -> bytes:
 
 def with_metadata_alone(folder: Path, file: Path) -> Path:
     """A GGUF file without tensors, from which llama.cpp loads the vocabulary."""
-    arch = ARCHITECTURES[model_type(config_of(folder))]
+    arch = ARCHITECTURES[model_type(read_config(folder))]
     values = metadata(
-        config_of(folder), files_of(folder), arch, Facts(folder.name, (1, 1, 0, 0), ROWS)
+        read_config(folder), files_of(folder), arch, Facts(folder.name, (1, 1, 0, 0), ROWS)
     ).values
     content = b"".join(_stored(Type.STRING, key) + _written(value) for key, value in values.items())
     file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + content)
@@ -235,7 +235,7 @@ def test_the_converter_writes_scores_that_lose_the_order_of_merges(peer: Peer, t
     )
     theirs = json.loads((tmp_path / "theirs.json").read_text())
     expected, facts = theirs["metadata"], Facts(folder.name, tuple(theirs["parameters"]), ROWS)
-    ours = plain(metadata(config_of(folder), files_of(folder), "llama", facts).values)
+    ours = plain(metadata(read_config(folder), files_of(folder), "llama", facts).values)
     differing = {key for key in expected.keys() | ours.keys() if ours.get(key) != expected.get(key)}
     of_tokens = {f"tokenizer.ggml.{key}" for key in ("scores", "token_type", "tokens")}
     assert differing - OF_TENSORS == of_tokens
