@@ -93,6 +93,8 @@ OLD = {
     "llama": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "qwen2": {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
     "qwen3": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "beta_fast": 16}},
+    "mixtral": {"rope_theta": 5e5, "rope_scaling": None},
+    "gpt_oss": {"rope_theta": 5e5},
     "gemma3_text": {"rope_theta": 5e5, "rope_local_base_freq": 2e4},
     "deepseek_v3": {
         "num_key_value_heads": 4,

@@ -37,7 +37,6 @@ YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "original_max_position_embeddings": 4096,
-    "rope_theta": 150000.0,
 }
 ASSUMED: Mapping[str, Config] = {
     "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
@@ -48,7 +47,7 @@ ASSUMED: Mapping[str, Config] = {
         "num_key_value_heads": 8,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "rope_theta": 1000000.0,
     },
     "qwen2": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
     "qwen3": {
@@ -98,6 +97,7 @@ ASSUMED: Mapping[str, Config] = {
         "head_dim": 64,
         "sliding_window": 128,
         "rope_parameters": YARN,
+        "rope_theta": 150000.0,
     },
     "deepseek_v3": {
         "max_position_embeddings": 4096,
