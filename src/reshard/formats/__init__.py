@@ -79,9 +79,9 @@ def written() -> dict[str, Target]:
 
 
 def named_by(path: Path) -> str | None:
-    """The format of which a file with this name is a complete output; None if `path` is the name of a folder."""
+    """The format of which a file with this name is a complete output; None if there is none."""
     suffixes = {target.suffix: name for name, target in written().items() if target.suffix}
-    return None if path.is_dir() else suffixes.get(path.suffix)
+    return suffixes.get(path.suffix)
 
 
 def quantizations() -> list[str]:
