@@ -295,7 +295,8 @@ def read_back(family: str, config: Mapping[str, Any], divisors: Any = None) -> d
     values = metadata(
         config, files_of(DATA / family), ARCHITECTURES[model_type(config)], facts_of(family)
     ).values
-    shapes = {"token_embd.weight": (ROWS, 64)}
+    last = f"blk.{config['num_hidden_layers'] - 1}.attn_norm.weight"
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (ROWS, 64), last: (64,)}
     shapes |= {} if config["tie_word_embeddings"] else {"output.weight": (ROWS, 64)}
     return config_of(values, shapes, divisors)
 

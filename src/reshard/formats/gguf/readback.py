@@ -76,13 +76,21 @@ class _Stated:
         self.arch = str(self.get("general.architecture"))
 
     def get(self, key: str) -> Any:
+        """A single value, or None."""
         found = self._values.get(key)
-        if found is None:
+        if found is None or found.type is Type.ARRAY:
             return None
         return float(str(np.float32(found.value))) if found.type is Type.FLOAT32 else found.value
 
     def own(self, key: str) -> Any:
-        return self.get(f"{self.arch}.{key}")
+        """A number of the architecture, or None."""
+        found = self.get(f"{self.arch}.{key}")
+        return found if isinstance(found, int | float) else None
+
+    def size(self, key: str) -> int:
+        """A size of the architecture, or 0."""
+        found = self.own(key)
+        return found if isinstance(found, int) else 0
 
 
 def _family(stated: _Stated) -> str | None:
@@ -102,9 +110,8 @@ def config_of(
     `shapes` are those of the tensors by their names in the file, `divisors` the elements of `rope_freqs.weight`.
     """
     stated = _Stated(values)
-    family, table = _family(stated), shapes.get("token_embd.weight")
-    rope = _rope(stated, divisors)
-    if family is None or table is None or rope is None:
+    family, rope = _family(stated), _rope(stated, divisors)
+    if family is None or rope is None or not _has_sizes(stated, shapes):
         return None
     names = {**SAME, **OWN.get(family, {})}
     found = {name: stated.own(key) for key, name in names.items() if stated.own(key) is not None}
@@ -112,7 +119,7 @@ def config_of(
         "architectures": [FAMILIES[family].architecture],
         "model_type": family,
         **found,
-        "vocab_size": table[0],
+        "vocab_size": shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_parameters": rope,
         **_specials(stated),
@@ -120,11 +127,24 @@ def config_of(
     }
 
 
+def _has_sizes(stated: _Stated, shapes: Shapes) -> bool:
+    """Whether the sizes are there without which there is no model, and as many layers as they say."""
+    needed = ["embedding_length", "attention.head_count"]
+    if stated.arch == "deepseek2":
+        needed += ["attention.key_length_mla", "rope.dimension_count"]
+    layers = stated.size("block_count")
+    return (
+        all(stated.size(key) > 0 for key in needed)
+        and all(shapes.get(name) for name in ("token_embd.weight", f"blk.{layers - 1}.attn_norm.weight"))
+        and (stated.arch not in ("gemma2", "gemma3") or stated.size("attention.key_length") > 0)
+    )
+
+
 def _rope(stated: _Stated, divisors: Sequence[float] | None) -> dict[str, Any] | None:
     """The rotary embedding; None if frequencies are divided in another way than Llama 3's."""
     theta = stated.own("rope.freq_base")
     rope = {"rope_type": "default", "rope_theta": 10000.0 if theta is None else theta}
-    kind = stated.own("rope.scaling.type")
+    kind = stated.get(f"{stated.arch}.rope.scaling.type")
     if kind in SCALINGS:
         rope |= {"rope_type": kind, "factor": stated.own("rope.scaling.factor")}
     if kind == "yarn":
@@ -146,10 +166,11 @@ def _rope(stated: _Stated, divisors: Sequence[float] | None) -> dict[str, Any] |
 def _is_llama3(rope: Mapping[str, Any], divisors: Sequence[float]) -> bool:
     """Whether Llama 3's constants lead to these divisors of the rotary frequencies."""
     exponents = np.arange(len(divisors)) / len(divisors)
-    waves = 2 * np.pi * rope["rope_theta"] ** exponents
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    smooth = np.clip((rope["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
-    return bool(np.allclose(1 / ((1 - smooth) / rope["factor"] + smooth), divisors, rtol=1e-4))
+    with np.errstate(all="ignore"):
+        waves = 2 * np.pi * np.power(rope["rope_theta"], exponents)
+        smooth = np.clip((rope["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
+        return bool(np.allclose(1 / ((1 - smooth) / rope["factor"] + smooth), divisors, rtol=1e-4))
 
 
 def _both(rope: dict[str, Any], stated: _Stated) -> dict[str, Any]:
@@ -164,7 +185,7 @@ def _specials(stated: _Stated) -> dict[str, int]:
     """The ids of special tokens, by their keys in config.json."""
     keys = {"bos": "bos", "eos": "eos", "padding": "pad"}
     found = {short: stated.get(f"tokenizer.ggml.{key}_token_id") for key, short in keys.items()}
-    return {f"{short}_token_id": number for short, number in found.items() if number is not None}
+    return {f"{short}_token_id": number for short, number in found.items() if isinstance(number, int)}
 
 
 def _own(family: str, found: Mapping[str, Any], stated: _Stated, shapes: Shapes) -> dict[str, Any]:
