@@ -21,7 +21,9 @@ from reshard.formats.gguf.hyperparameters import ARCHITECTURES, hyperparameters,
 from reshard.formats.gguf.keys import Keys
 from reshard.formats.gguf.metadata import Facts, Metadata, metadata
 from reshard.formats.gguf.pretokenizers import named_by_splits
+from reshard.formats.gguf.readback import config_of
 from reshard.formats.gguf.values import Type, Value
+from reshard.formats.gguf.write import _frequencies
 
 DATA = Path(__file__).parent / "data" / "gguf"
 FAMILIES = sorted(each.name for each in DATA.iterdir())
@@ -38,13 +40,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
 
 
 def of(folder: Path, facts: Facts, **changed: Any) -> Metadata:
-    config = {**config_of(folder), **changed}
+    config = {**read_config(folder), **changed}
     return metadata(config, files_of(folder), ARCHITECTURES[model_type(config)], facts)
 
 
@@ -91,6 +93,8 @@ OLD = {
     "llama": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "qwen2": {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
     "qwen3": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "beta_fast": 16}},
+    "mixtral": {"rope_theta": 5e5, "rope_scaling": None},
+    "gpt_oss": {"rope_theta": 5e5},
     "gemma3_text": {"rope_theta": 5e5, "rope_local_base_freq": 2e4},
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -122,7 +126,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(family: str, spel
 
 
 def test_the_language_model_of_gemma_3_with_its_tower() -> None:
-    text = config_of(DATA / "gemma3")
+    text = read_config(DATA / "gemma3")
     whole = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
     found = metadata(whole, files_of(DATA / "gemma3"), "gemma3", facts_of("gemma3"))
     assert plain(found.values) == plain(of(DATA / "gemma3", facts_of("gemma3")).values)
@@ -130,7 +134,7 @@ def test_the_language_model_of_gemma_3_with_its_tower() -> None:
 
 def test_a_router_of_deepseek_is_sigmoid_even_if_the_config_does_not_say_so() -> None:
     """transformers does not store what it always computes, and llama.cpp would compute a softmax."""
-    config = config_of(DATA / "deepseek_v3")
+    config = read_config(DATA / "deepseek_v3")
     del config["scoring_func"]
     found = metadata(config, files_of(DATA / "deepseek_v3"), "deepseek2", facts_of("deepseek_v3"))
     assert found.values["deepseek2.expert_gating_func"].value == 2
@@ -165,7 +169,7 @@ def test_a_model_card_that_cannot_be_read_says_nothing(readme: bytes) -> None:
 
 
 def test_without_a_tokenizer_llama_cpp_gets_what_it_needs_to_load_the_model() -> None:
-    found = metadata(config_of(DATA / "qwen2"), {}, "qwen2", facts_of("qwen2"))
+    found = metadata(read_config(DATA / "qwen2"), {}, "qwen2", facts_of("qwen2"))
     named = {key: value.value for key, value in found.values.items() if key.startswith("tokenizer.")}
     assert named == {"tokenizer.ggml.model": "none"}
     assert found.values["qwen2.vocab_size"].value == ROWS
@@ -185,7 +189,7 @@ def test_added_tokens_change_nothing_but_the_tokens() -> None:
     last = max(each["id"] for each in tokenizer["added_tokens"])
     new = {"id": last + 1, "content": "<|new|>", "special": False, "normalized": False}
     files = changed("qwen3", added_tokens=[*tokenizer["added_tokens"], new])
-    found = metadata(config_of(DATA / "qwen3"), files, "qwen3", facts_of("qwen3"))
+    found = metadata(read_config(DATA / "qwen3"), files, "qwen3", facts_of("qwen3"))
     assert found.values["tokenizer.ggml.pre"].value == "qwen2" and not found.warnings
     assert found.values["tokenizer.ggml.tokens"].value[last + 1] == "<|new|>"
     assert found.values["tokenizer.ggml.token_type"].value[last + 1 : last + 3] == [3, 5]
@@ -194,7 +198,7 @@ def test_added_tokens_change_nothing_but_the_tokens() -> None:
 def test_a_pre_tokenizer_that_llama_cpp_does_not_have_is_that_of_the_family_with_a_warning() -> None:
     split = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Isolated", "invert": False}
     files = changed("qwen3", pre_tokenizer=split)
-    found = metadata(config_of(DATA / "qwen3"), files, "qwen3", facts_of("qwen3"))
+    found = metadata(read_config(DATA / "qwen3"), files, "qwen3", facts_of("qwen3"))
     assert found.values["tokenizer.ggml.pre"].value == "qwen2"
     assert [each.code for each in found.warnings] == ["gguf-pre-tokenizer-unknown"]
 
@@ -205,7 +209,7 @@ def test_a_tokenizer_of_another_family_keeps_its_pre_tokenizer() -> None:
     level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     steps = {"type": "Sequence", "pretokenizers": [digits, level]}
     files = changed("llama", pre_tokenizer=steps)
-    found = metadata(config_of(DATA / "llama"), files, "llama", facts_of("llama"))
+    found = metadata(read_config(DATA / "llama"), files, "llama", facts_of("llama"))
     assert found.values["tokenizer.ggml.pre"].value == "smollm" and not found.warnings
     assert named_by_splits({"pre_tokenizer": level, "model": {}}) == "gpt-2"
 
@@ -221,7 +225,7 @@ def test_tokens_without_a_row_are_left_out_with_a_warning() -> None:
     new = {"id": ROWS, "content": "[PAD]", "special": True, "normalized": False}
     tokenizer = json.loads((DATA / "llama" / "tokenizer.json").read_text())
     files = changed("llama", added_tokens=[*tokenizer["added_tokens"], new])
-    found = metadata(config_of(DATA / "llama"), files, "llama", facts_of("llama"))
+    found = metadata(read_config(DATA / "llama"), files, "llama", facts_of("llama"))
     assert len(found.values["tokenizer.ggml.tokens"].value) == ROWS
     (warning,) = found.warnings
     assert warning.code == "gguf-tokens-without-rows" and warning.found == "[PAD]"
@@ -233,7 +237,7 @@ def test_vocabulary_and_merges_in_files_of_their_own() -> None:
     model = json.loads(files.pop("tokenizer.json"))["model"]
     merges = "#version: 0.2\n" + "\n".join(" ".join(each) for each in model["merges"]) + "\n"
     files |= {"vocab.json": json.dumps(model["vocab"]).encode(), "merges.txt": merges.encode()}
-    found = metadata(config_of(DATA / "qwen2"), files, "qwen2", facts_of("qwen2")).values
+    found = metadata(read_config(DATA / "qwen2"), files, "qwen2", facts_of("qwen2")).values
     expected = of(DATA / "qwen2", facts_of("qwen2")).values
     for key in ("model", "pre", "tokens", "token_type", "merges"):
         assert found[f"tokenizer.ggml.{key}"] == expected[f"tokenizer.ggml.{key}"], key
@@ -251,7 +255,7 @@ def test_vocabulary_and_merges_in_files_of_their_own() -> None:
 )
 def test_a_damaged_tokenizer_is_named(family: str, name: str, content: bytes) -> None:
     files = {**files_of(DATA / family), name: content}
-    config = config_of(DATA / family)
+    config = read_config(DATA / family)
     with pytest.raises(ReshardError, match=name) as raised:
         metadata(config, files, ARCHITECTURES[config["model_type"]], facts_of(family))
     assert [each.code for each in raised.value.problems] == ["gguf-tokenizer-unreadable"]
@@ -259,7 +263,7 @@ def test_a_damaged_tokenizer_is_named(family: str, name: str, content: bytes) ->
 
 def test_a_tokenizer_that_only_other_engines_read_is_refused() -> None:
     with pytest.raises(ReshardError, match=r"--no-tokenizer") as raised:
-        metadata(config_of(DATA / "mistral"), {"tekken.json": b"{}"}, "llama", facts_of("mistral"))
+        metadata(read_config(DATA / "mistral"), {"tekken.json": b"{}"}, "llama", facts_of("mistral"))
     assert [each.code for each in raised.value.problems] == ["gguf-tokenizer-unknown"]
 
 
@@ -272,6 +276,8 @@ def test_a_tokenizer_that_only_other_engines_read_is_refused() -> None:
         ("gemma3", "query_pre_attn_scalar", 99),
         ("gemma3", "sliding_window_pattern", 3),
         ("gpt_oss", "swiglu_limit", 1.5),
+        ("gemma2", "query_pre_attn_scalar", 99),
+        ("gemma2", "layer_types", ["full_attention"] * 2),
         ("llama", "hidden_act", "gelu"),
         ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
     ],
@@ -282,3 +288,58 @@ def test_what_llama_cpp_computes_differently_is_a_warning(family: str, key: str,
         changes["sliding_window"] = 128
     (warning,) = of(DATA / family, facts_of(family), **changes).warnings
     assert warning.code == "gguf-computed-differently" and warning.severity == "warning"
+
+
+def read_back(family: str, config: Mapping[str, Any], divisors: Any = None) -> dict[str, Any] | None:
+    """The config that the metadata of a config imply."""
+    values = metadata(
+        config, files_of(DATA / family), ARCHITECTURES[model_type(config)], facts_of(family)
+    ).values
+    last = f"blk.{config['num_hidden_layers'] - 1}.attn_norm.weight"
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (ROWS, 64), last: (64,)}
+    shapes |= {} if config["tie_word_embeddings"] else {"output.weight": (ROWS, 64)}
+    return config_of(values, shapes, divisors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_that_is_read_back_describes_the_same_model(family: str) -> None:
+    config = read_config(DATA / family)
+    config |= {"rope_scaling": None} if family == "llama" else {}
+    found = read_back(family, config)
+    assert found is not None and found["model_type"] == {"mistral": "llama"}.get(family, config["model_type"])
+    ours, expected = Keys(), Keys()
+    arch = ARCHITECTURES[model_type(config)]
+    hyperparameters(found, arch, ours)
+    hyperparameters(config, arch, expected)
+    assert plain(ours.values) == plain(expected.values)
+    whole = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "rope_parameters"})
+    told = AutoConfig.for_model(**found)
+    free = (
+        "sliding_window",
+        "max_window_layers",
+        "dtype",
+        "transformers_version",
+        "architectures",
+        "model_type",
+    )
+    computed = {
+        "hidden_act",
+        "hidden_activation",
+        "layer_types",
+        "query_pre_attn_scalar",
+        "tie_word_embeddings",
+    }
+    for key in (computed & whole.to_dict().keys()) - set(free):
+        if (family, key) != ("gemma", "hidden_act"):
+            assert getattr(told, key) == getattr(whole, key), key
+
+
+def test_the_scaling_of_llama_3_is_read_back_from_its_divisors() -> None:
+    config = read_config(DATA / "llama")
+    scaling = {**config["rope_scaling"], "factor": 32.0, "rope_theta": 500000.0}
+    scaling |= {"original_max_position_embeddings": 8192}
+    config |= {"rope_scaling": scaling, "head_dim": 64}
+    divisors = _frequencies(config)
+    found = read_back("llama", config, divisors)
+    assert found is not None and found["rope_parameters"] == scaling
+    assert read_back("llama", config, [1.0, *divisors[1:-1], 7.0]) is None

@@ -10,71 +10,80 @@ import json
 import shutil
 import struct
 import subprocess
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import reshard
+from reshard.formats.gguf import container
 from reshard.formats.gguf.general import named, size_label, titled
 from reshard.formats.gguf.hyperparameters import ARCHITECTURES, model_type
 from reshard.formats.gguf.metadata import Facts, metadata
 from reshard.formats.gguf.values import Type, Value
+from reshard.transfer.sources import Sources
 from tests.environments import python
 from tests.genuine.gguf_models import FAMILIES, POSITIONS, ROWS, TOKENS
 from tests.genuine.huggingface import CORPUS
-from tests.genuine.llama_cpp import convert_with_llama_cpp, run, source
-from tests.test_gguf_metadata import OF_TENSORS, config_of, files_of, plain
+from tests.genuine.llama_cpp import run, source
+from tests.test_gguf_metadata import OF_TENSORS, files_of, plain, read_config
 
 pytestmark = pytest.mark.slow
+NDArray = np.ndarray[Any, Any]
+
+
+class Peer(NamedTuple):
+    """Folders of tiny models, and what llama.cpp's converter makes of them in one type, by family."""
+
+    folder: Path
+    outtype: str
+
+    def model(self, family: str) -> Path:
+        return self.folder / f"Tiny-{family}-1M-Instruct"
+
+    def file(self, family: str) -> Path:
+        return self.folder / f"{family}-{self.outtype}.gguf"
+
+    def metadata(self, family: str) -> Any:
+        """The metadata of a file as llama.cpp reads them, and its numbers of parameters."""
+        return json.loads((self.folder / f"{family}.json").read_text())
+
+    def logits(self, family: str) -> Path:
+        return self.folder / f"{family}.npy"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of a tiny model, by family."""
-    where = tmp_path_factory.mktemp("gguf")
-
-    @lru_cache
-    def make(name: str) -> Path:
-        folder = where / f"Tiny-{name}-1M-Instruct"
-        command = [python("llama-cpp"), "-m", "tests.genuine.gguf_models", name, folder]
-        subprocess.run(command, check=True, timeout=300)
-        return folder
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def theirs(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The file that llama.cpp's converter makes of it."""
-    where = tmp_path_factory.mktemp("theirs")
-
-    @lru_cache
-    def convert(name: str) -> Path:
-        return convert_with_llama_cpp(made(name), where / f"{name}.gguf", "f32", FAMILIES[name].pre)
-
-    return convert
-
-
-def metadata_of(file: Path, folder: Path) -> tuple[dict[str, Any], tuple[int, int, int, int]]:
-    """The metadata of a file as llama.cpp reads them, and its numbers of parameters."""
-    run("metadata", source(), file, folder / "metadata.json")
-    found = json.loads((folder / "metadata.json").read_text())
-    return found["metadata"], found["parameters"]
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
+    """All models and files in float32, with their metadata and logits; one process makes everything."""
+    made = Peer(tmp_path_factory.mktemp("gguf"), "f32")
+    ids = np.random.default_rng(0).integers(0, TOKENS, POSITIONS)
+    np.save(made.folder / "ids.npy", ids)
+    jobs: list[Sequence[object]] = []
+    for family, declared in FAMILIES.items():
+        file = made.file(family)
+        jobs += [
+            ["make", family, made.model(family)],
+            ["convert", source(), made.model(family), file, "f32", declared.pre],
+            ["metadata", source(), file, made.folder / f"{family}.json"],
+            ["logits", file, made.folder / "ids.npy", made.logits(family)],
+        ]
+    run(*jobs)
+    return made
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_converter_writes_the_same_metadata(family: str, made: Any, theirs: Any, tmp_path: Path) -> None:
-    folder = made(family)
-    expected, parameters = metadata_of(theirs(family), tmp_path)
-    arch = ARCHITECTURES[model_type(config_of(folder))]
-    found = metadata(config_of(folder), files_of(folder), arch, Facts(folder.name, tuple(parameters), ROWS))
-    ours = plain(found.values)
-    assert {key for key in expected if key not in OF_TENSORS} == ours.keys()
-    assert all(ours[key] == expected[key] for key in ours), [k for k in ours if ours[k] != expected[k]]
+def test_the_converter_writes_the_same_metadata(family: str, peer: Peer) -> None:
+    folder, theirs = peer.model(family), peer.metadata(family)
+    arch = ARCHITECTURES[model_type(read_config(folder))]
+    facts = Facts(folder.name, tuple(theirs["parameters"]), ROWS)
+    ours = plain(metadata(read_config(folder), files_of(folder), arch, facts).values)
+    expected = {key: value for key, value in theirs["metadata"].items() if key not in OF_TENSORS}
+    assert expected.keys() == ours.keys()
+    assert not [key for key in ours if ours[key] != expected[key]]
 
 
 class HalfGelu(torch.nn.Module):
@@ -85,7 +94,7 @@ class HalfGelu(torch.nn.Module):
         return torch.where(x <= -10, 0.0, torch.where(x >= 10, x, found))
 
 
-def logits_of_transformers(folder: Path, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def logits_of_transformers(folder: Path, ids: NDArray) -> NDArray:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -93,25 +102,47 @@ def logits_of_transformers(folder: Path, ids: np.ndarray[Any, Any]) -> np.ndarra
         for layer in model.model.layers:
             layer.mlp.act_fn = HalfGelu()
     with torch.inference_mode():
-        logits: np.ndarray[Any, Any] = model(torch.tensor(ids)[None]).logits[0].numpy()
+        logits: NDArray = model(torch.tensor(ids)[None]).logits[0].numpy()
         return logits
 
 
-def assert_same_logits(file: Path, folder: Path, where: Path) -> None:
-    """llama.cpp computes the same logits from `file` as transformers from `folder`."""
-    ids = np.random.default_rng(0).integers(0, TOKENS, POSITIONS)
-    np.save(where / "ids.npy", ids)
-    run("logits", file, where / "ids.npy", where / "logits.npy")
-    ours, reference = np.load(where / "logits.npy"), logits_of_transformers(folder, ids)
+def assert_same_logits(ours: NDArray, peer: Peer, family: str) -> None:
+    """Whether llama.cpp computes the logits of transformers."""
+    reference = logits_of_transformers(peer.model(family), np.load(peer.folder / "ids.npy"))
     assert ours.shape == reference.shape == (POSITIONS, ROWS)
     assert (ours.argmax(-1) == reference.argmax(-1)).all()
     assert np.abs(ours - reference).max() <= 1e-3 * np.abs(reference).max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_reference_is_one(family: str, made: Any, theirs: Any, tmp_path: Path) -> None:
-    """llama.cpp computes what transformers computes, from the file of its own converter."""
-    assert_same_logits(theirs(family), made(family), tmp_path)
+def test_llama_cpp_computes_the_logits_of_transformers_from_its_own_file(family: str, peer: Peer) -> None:
+    assert_same_logits(np.load(peer.logits(family)), peer, family)
+
+
+def data_of(file: Path) -> dict[str, Any]:
+    """Type, shape and bytes of every tensor."""
+    content = container.read(file, Sources())
+    data = file.read_bytes()
+    return {
+        name: (info.kind.name, info.shape, data[info.offset : info.offset + info.nbytes])
+        for name, info in content.infos.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_converted_model_is_the_file_of_the_converter(family: str, peer: Peer, tmp_path: Path) -> None:
+    """Every tensor has the same bytes, and llama.cpp computes the logits of transformers."""
+    reshard.convert(peer.model(family), tmp_path / "ours.gguf")
+    ours, theirs = data_of(tmp_path / "ours.gguf"), data_of(peer.file(family))
+    assert ours.keys() == theirs.keys()
+    assert not [name for name in ours if ours[name] != theirs[name]]
+    jobs = (
+        ["metadata", source(), tmp_path / "ours.gguf", tmp_path / "ours.json"],
+        ["logits", tmp_path / "ours.gguf", peer.folder / "ids.npy", tmp_path / "ours.npy"],
+    )
+    run(*jobs)
+    assert json.loads((tmp_path / "ours.json").read_text()) == peer.metadata(family)
+    assert_same_logits(np.load(tmp_path / "ours.npy"), peer, family)
 
 
 TEXTS = [
@@ -146,9 +177,9 @@ def _written(value: Value) -> bytes:
 
 def with_metadata_alone(folder: Path, file: Path) -> Path:
     """A GGUF file without tensors, from which llama.cpp loads the vocabulary."""
-    arch = ARCHITECTURES[model_type(config_of(folder))]
+    arch = ARCHITECTURES[model_type(read_config(folder))]
     values = metadata(
-        config_of(folder), files_of(folder), arch, Facts(folder.name, (1, 1, 0, 0), ROWS)
+        read_config(folder), files_of(folder), arch, Facts(folder.name, (1, 1, 0, 0), ROWS)
     ).values
     content = b"".join(_stored(Type.STRING, key) + _written(value) for key, value in values.items())
     file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + content)
@@ -157,7 +188,7 @@ def with_metadata_alone(folder: Path, file: Path) -> Path:
 
 def tokens_of(file: Path, folder: Path) -> list[list[int]]:
     (folder / "texts.json").write_text(json.dumps(TEXTS))
-    run("tokens", file, folder / "texts.json", folder / "tokens.json")
+    run(["tokens", file, folder / "texts.json", folder / "tokens.json"])
     found: list[list[int]] = json.loads((folder / "tokens.json").read_text())
     return found
 
@@ -169,8 +200,8 @@ def assert_same_tokens(folder: Path, where: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].pre != "default"])
-def test_llama_cpp_makes_the_same_tokens_of_texts(family: str, made: Any, tmp_path: Path) -> None:
-    assert_same_tokens(made(family), tmp_path)
+def test_llama_cpp_makes_the_same_tokens_of_texts(family: str, peer: Peer, tmp_path: Path) -> None:
+    assert_same_tokens(peer.model(family), tmp_path)
 
 
 def resaved(folder: Path, where: Path) -> Path:
@@ -188,22 +219,23 @@ def resaved(folder: Path, where: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_pieces_without_their_model_keep_the_order_of_merges(family: str, made: Any, tmp_path: Path) -> None:
-    assert_same_tokens(resaved(made(family), tmp_path / "resaved"), tmp_path)
+def test_pieces_without_their_model_keep_the_order_of_merges(family: str, peer: Peer, tmp_path: Path) -> None:
+    assert_same_tokens(resaved(peer.model(family), tmp_path / "resaved"), tmp_path)
 
 
-def test_the_converter_writes_scores_that_lose_the_order_of_merges(made: Any, tmp_path: Path) -> None:
+def test_the_converter_writes_scores_that_lose_the_order_of_merges(peer: Peer, tmp_path: Path) -> None:
     """Why scores differ from the converter's here: llama.cpp makes other tokens with its own.
 
     It also refuses such a Gemma 3, and writes fewer tokens than the embedding has rows.
     """
-    folder = resaved(made("mistral"), tmp_path / "resaved")
-    file = convert_with_llama_cpp(folder, tmp_path / "theirs.gguf")
-    expected, parameters = metadata_of(file, tmp_path)
-    found = metadata(
-        config_of(folder), files_of(folder), "llama", Facts(folder.name, tuple(parameters), ROWS)
+    folder, file = resaved(peer.model("mistral"), tmp_path / "resaved"), tmp_path / "theirs.gguf"
+    run(
+        ["convert", source(), folder, file, "f32", "default"],
+        ["metadata", source(), file, tmp_path / "theirs.json"],
     )
-    ours = plain(found.values)
+    theirs = json.loads((tmp_path / "theirs.json").read_text())
+    expected, facts = theirs["metadata"], Facts(folder.name, tuple(theirs["parameters"]), ROWS)
+    ours = plain(metadata(read_config(folder), files_of(folder), "llama", facts).values)
     differing = {key for key in expected.keys() | ours.keys() if ours.get(key) != expected.get(key)}
     of_tokens = {f"tokenizer.ggml.{key}" for key in ("scores", "token_type", "tokens")}
     assert differing - OF_TENSORS == of_tokens
@@ -232,7 +264,7 @@ NAMES = [
 def test_names_are_taken_apart_as_by_the_converter(tmp_path: Path) -> None:
     asked = [(name, size) for name in NAMES for size in (0, 1_100_000, 8 * 10**9, 10**12 + 1)]
     (tmp_path / "names.json").write_text(json.dumps(asked))
-    run("names", source(), tmp_path / "names.json", tmp_path / "parts.json")
+    run(["names", source(), tmp_path / "names.json", tmp_path / "parts.json"])
     for (name, size), theirs in zip(asked, json.loads((tmp_path / "parts.json").read_text()), strict=True):
         parts = named(name, size)
         ours = [

@@ -1,15 +1,12 @@
 """Tiny random models of the families that become GGUF, each with a tokenizer as its published models have.
 
-Run it in the environment `llama-cpp`, which has sentencepiece:
-
-    python -m tests.genuine.gguf_models FAMILY FOLDER [DTYPE]
+`make` needs sentencepiece, which the environment `llama-cpp` has (`tests/genuine/llama_cpp.py`).
 """
 
 from __future__ import annotations
 
 import io
 import json
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +118,45 @@ QWEN = Bpe(
         "unk_token": None,
     },
 )
+MISTRAL = Pieces(
+    ("[INST]", "[/INST]"),
+    settings={
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_prefix_space": True,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": TEMPLATE,
+        "legacy": False,
+        "tokenizer_class": "LlamaTokenizer",
+    },
+)
 GEMMA_PIECES = {"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"}
+GEMMA = Pieces(
+    ("<start_of_turn>", "<end_of_turn>"),
+    plain=("\n\n", "▁▁", "<table>"),
+    settings={
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "chat_template": TEMPLATE,
+        "sp_model_kwargs": None,
+        "spaces_between_special_tokens": False,
+        "tokenizer_class": "GemmaTokenizer",
+    },
+    options={
+        "pad_id": 0,
+        "eos_id": 1,
+        "bos_id": 2,
+        "unk_id": 3,
+        "add_dummy_prefix": False,
+        **GEMMA_PIECES,
+    },
+)
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "llama",
@@ -163,20 +198,18 @@ datasets: HuggingFaceH4/ultrachat_200k
     "mistral": Family(
         "mistral",
         {"sliding_window": None, "head_dim": 32, "bos_token_id": 1, "eos_token_id": 2},
-        Pieces(
-            ("[INST]", "[/INST]"),
-            settings={
-                "add_bos_token": True,
-                "add_eos_token": False,
-                "add_prefix_space": True,
-                "bos_token": "<s>",
-                "eos_token": "</s>",
-                "unk_token": "<unk>",
-                "chat_template": TEMPLATE,
-                "legacy": False,
-                "tokenizer_class": "LlamaTokenizer",
-            },
-        ),
+        MISTRAL,
+    ),
+    "mixtral": Family(
+        "mixtral",
+        {
+            "sliding_window": None,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        MISTRAL,
     ),
     "qwen2": Family(
         "qwen2",
@@ -216,30 +249,23 @@ datasets: HuggingFaceH4/ultrachat_200k
             "tie_word_embeddings": True,
             "bos_token_id": 2,
         },
-        Pieces(
-            ("<start_of_turn>", "<end_of_turn>"),
-            plain=("\n\n", "▁▁", "<table>"),
-            settings={
-                "add_bos_token": True,
-                "add_eos_token": False,
-                "bos_token": "<bos>",
-                "eos_token": "<eos>",
-                "pad_token": "<pad>",
-                "unk_token": "<unk>",
-                "chat_template": TEMPLATE,
-                "sp_model_kwargs": None,
-                "spaces_between_special_tokens": False,
-                "tokenizer_class": "GemmaTokenizer",
-            },
-            options={
-                "pad_id": 0,
-                "eos_id": 1,
-                "bos_id": 2,
-                "unk_id": 3,
-                "add_dummy_prefix": False,
-                **GEMMA_PIECES,
-            },
-        ),
+        GEMMA,
+    ),
+    "gemma": Family(
+        "gemma",
+        {"head_dim": 32, "hidden_act": "gelu", "tie_word_embeddings": True, "bos_token_id": 2},
+        GEMMA,
+    ),
+    "gemma2": Family(
+        "gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 64,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+        },
+        GEMMA,
     ),
     "gpt_oss": Family(
         "gpt_oss",
@@ -397,7 +423,3 @@ def make(name: str, folder: Path, dtype: str = "float32") -> Path:
         if text:
             (folder / file).write_text(text)
     return folder
-
-
-if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

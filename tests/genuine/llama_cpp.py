@@ -1,17 +1,21 @@
 """llama.cpp: its converter from Hugging Face folders, and the library that loads a GGUF file.
 
-Both come from the source distribution of llama-cpp-python. Run it in the environment `llama-cpp`:
+Both come from the source distribution of llama-cpp-python. The commands, many in one process:
 
-    python -m tests.genuine.llama_cpp convert SOURCE FOLDER OUT.gguf OUTTYPE [PRE]
-    python -m tests.genuine.llama_cpp metadata SOURCE FILE.gguf OUT.json
-    python -m tests.genuine.llama_cpp logits FILE.gguf TOKENS.npy OUT.npy
-    python -m tests.genuine.llama_cpp tokens FILE.gguf TEXTS.json OUT.json
-    python -m tests.genuine.llama_cpp names SOURCE NAMES.json OUT.json
+    python -m tests.genuine.llama_cpp JOBS.json        a list of commands, in the environment `llama-cpp`:
 
-`python -m tests.genuine.llama_cpp remember tests/data/gguf` makes what tests without llama.cpp compare.
+    make FAMILY FOLDER                          a tiny model of tests/genuine/gguf_models.py
+    convert SOURCE FOLDER OUT.gguf OUTTYPE PRE  as convert_hf_to_gguf.py
+    metadata SOURCE FILE.gguf OUT.json          the metadata, and the numbers of parameters
+    logits FILE.gguf TOKENS.npy OUT.npy         of one sequence, at all positions
+    tokens FILE.gguf TEXTS.json OUT.json        the ids of texts
+    names SOURCE NAMES.json OUT.json            what the converter makes of names of models
 
 The converter identifies how a tokenizer splits text by a hash of what it makes of a fixed text. It knows the hashes of
-published tokenizers, not that of one which was trained a moment ago: PRE replaces the lookup, and nothing else.
+published tokenizers, not that of one which was trained a moment ago: PRE replaces the lookup, and nothing else. It is
+"default" where nothing is to be looked up.
+
+`python -m tests.genuine.llama_cpp remember tests/data/gguf` makes what tests without llama.cpp compare.
 """
 
 from __future__ import annotations
@@ -25,13 +29,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.environments import CACHE, LLAMA_CPP, python
-from tests.genuine.gguf_models import FAMILIES
 
 
 def source() -> Path:
@@ -50,25 +54,34 @@ def source() -> Path:
     return next(folder.glob("*/vendor/llama.cpp"))
 
 
-def run(*words: object) -> None:
-    """One of the commands above, in the environment."""
-    command = [python("llama-cpp"), "-m", "tests.genuine.llama_cpp", *map(str, words)]
-    subprocess.run(command, check=True, timeout=600)
+def run(*jobs: Sequence[object]) -> None:
+    """Run commands in the environment, in one process."""
+    words = json.dumps([[str(word) for word in job] for job in jobs])
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(words)
+        file.flush()
+        command = [python("llama-cpp"), "-m", "tests.genuine.llama_cpp", file.name]
+        subprocess.run(command, check=True, timeout=1800)
 
 
-def convert_with_llama_cpp(folder: Path, file: Path, outtype: str = "f32", pre: str | None = None) -> Path:
-    run("convert", source(), folder, file, outtype, *([pre] if pre else []))
-    return file
+def _make(family: str, folder: str) -> None:
+    from tests.genuine.gguf_models import make
+
+    make(family, Path(folder))
 
 
-def _convert(source: str, folder: str, file: str, outtype: str, pre: str | None = None) -> None:
+def _convert(source: str, folder: str, file: str, outtype: str, pre: str) -> None:
     sys.path.insert(0, source)
     from conversion.base import TextModel
 
-    if pre and pre != "default":
+    looked_up = TextModel.get_vocab_base_pre
+    if pre != "default":
         TextModel.get_vocab_base_pre = lambda *_: pre
     sys.argv = ["convert_hf_to_gguf.py", folder, "--outfile", file, "--outtype", outtype]
-    runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")
+    try:
+        runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")
+    finally:
+        TextModel.get_vocab_base_pre = looked_up
 
 
 def _metadata(source: str, file: str, out: str) -> None:
@@ -153,24 +166,33 @@ def _names(source: str, names: str, out: str) -> None:
     Path(out).write_text(json.dumps(found))
 
 
-def remember(name: str, folder: Path) -> None:
-    """Write what tests without llama.cpp compare: the small files of a model, and the metadata that it becomes."""
-    with tempfile.TemporaryDirectory() as where:
-        made, file = Path(where) / f"Tiny-{name}-1M-Instruct", Path(where) / "theirs.gguf"
-        subprocess.run([python("llama-cpp"), "-m", "tests.genuine.gguf_models", name, made], check=True)
-        convert_with_llama_cpp(made, file, "f32", FAMILIES[name].pre)
-        folder.mkdir(parents=True, exist_ok=True)
-        run("metadata", source(), file, folder / "metadata.json")
-        for each in made.iterdir():
-            if each.suffix != ".safetensors":
-                shutil.copy(each, folder)
+def remember(folder: Path) -> None:
+    """Write what tests without llama.cpp compare: the small files of models, and the metadata that they become."""
+    from tests.genuine.gguf_models import FAMILIES
 
+    with tempfile.TemporaryDirectory() as where:
+        for name, family in FAMILIES.items():
+            made, file, kept = Path(where) / f"Tiny-{name}-1M-Instruct", Path(where) / name, folder / name
+            kept.mkdir(parents=True, exist_ok=True)
+            converted = ["convert", source(), made, file, "f32", family.pre]
+            run(["make", name, made], converted, ["metadata", source(), file, kept / "metadata.json"])
+            for each in made.iterdir():
+                if each.suffix != ".safetensors":
+                    shutil.copy(each, kept)
+
+
+COMMANDS = {
+    "make": _make,
+    "convert": _convert,
+    "metadata": _metadata,
+    "logits": _logits,
+    "tokens": _tokens,
+    "names": _names,
+}
 
 if __name__ == "__main__":
     if sys.argv[1] == "remember":
-        for each in FAMILIES:
-            remember(each, Path(sys.argv[2]) / each)
-        sys.exit()
-    {"convert": _convert, "metadata": _metadata, "logits": _logits, "tokens": _tokens, "names": _names}[
-        sys.argv[1]
-    ](*sys.argv[2:])
+        remember(Path(sys.argv[2]))
+    else:
+        for name, *words in json.loads(Path(sys.argv[1]).read_text()):
+            COMMANDS[name](*words)

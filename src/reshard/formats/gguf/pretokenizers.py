@@ -44,6 +44,7 @@ WITHOUT_IGNORED_MERGES = {"llama-bpe": "smaug-bpe"}
 ASSUMED = {
     "llama": "llama-bpe",
     "mistral": "tekken",
+    "mixtral": "tekken",
     "qwen2": "qwen2",
     "qwen3": "qwen2",
     "qwen3_moe": "qwen2",

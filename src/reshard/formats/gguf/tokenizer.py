@@ -33,9 +33,11 @@ VOCABULARY, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates/"
 UNSCORED, PADDED = -1000.0, -10000.0
 """Scores of tokens that SentencePiece does not know, and of rows without a token."""
-CODE_LLAMA = {"prefix": 32007, "suffix": 32008, "middle": 32009, "eot": 32010}
 CODE_LLAMA_SIZE, GRANITE_SIZE = 32016, 49152
 """Vocabulary sizes by which llama.cpp's converter recognizes Code Llama and small Granite models."""
+CODE_LLAMA_TURN, GEMMA_TURN = 32010, 107
+"""The tokens that end a turn of Code Llama and of Gemma."""
+GEMMAS = ("gemma", "gemma2", "gemma3")
 
 
 class Token(NamedTuple):
@@ -259,9 +261,9 @@ def _template(files: Files, settings: Json | None) -> Any:
 
 def _kind(files: Files, tokenizer: Json, arch: str) -> str:
     """What the tokenizer is, by the order in which llama.cpp's converter tries."""
-    if PIECES in files and arch in ("llama", "qwen2", "qwen3", "gemma3"):
+    if PIECES in files and arch in ("llama", "qwen2", "qwen3", *GEMMAS):
         return "pieces"
-    if tokenizer and arch in ("llama", "gemma3") and is_pieces_as_merges(tokenizer):
+    if tokenizer and arch in ("llama", *GEMMAS) and is_pieces_as_merges(tokenizer):
         return "merged pieces"
     if tokenizer or VOCABULARY in files:
         return "byte-level"
@@ -313,6 +315,16 @@ def _too_many(files: Files, rows: int) -> Iterator[Problem]:
         )
 
 
+def _adapt(specials: Specials, arch: str, rows: int) -> None:
+    """What llama.cpp's converter knows of single models."""
+    if arch == "llama" and rows == CODE_LLAMA_SIZE:
+        specials.put("eot", CODE_LLAMA_TURN)
+    if arch == "llama" and rows == GRANITE_SIZE:
+        specials.added["bos"] = False
+    if arch == "gemma":
+        specials.put("eot", GEMMA_TURN)
+
+
 _READERS = {"pieces": pieces, "merged pieces": merged_pieces, "byte-level": byte_level}
 
 
@@ -334,14 +346,10 @@ def write(keys: Keys, files: Files, config: Json, arch: str, family: str, rows: 
     if kind == "byte-level":
         keys.array("tokenizer.ggml.merges", Type.STRING, merges_of(tokenizer, files.get(MERGES)))
     specials = Specials(tokenizer, settings, config, None if kind == "byte-level" else rows)
-    if arch == "llama" and rows == CODE_LLAMA_SIZE:
-        for role, number in CODE_LLAMA.items():
-            specials.put(role, number)
-    if arch == "llama" and rows == GRANITE_SIZE:
-        specials.added["bos"] = False
+    _adapt(specials, arch, rows)
     specials.write(keys)
     write_template(keys, _template(files, settings))
     write_normalizer(keys, tokenizer.get("normalizer"))
-    if arch == "gemma3" and kind != "byte-level":
+    if arch in GEMMAS and kind != "byte-level":
         keys.set("tokenizer.ggml.add_space_prefix", Type.BOOL, False)
     yield from _too_many(files, rows)
