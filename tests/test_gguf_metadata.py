@@ -140,6 +140,14 @@ def test_a_router_of_deepseek_is_sigmoid_even_if_the_config_does_not_say_so() ->
     assert found.values["deepseek2.expert_gating_func"].value == 2
 
 
+@pytest.mark.parametrize("family", ["gemma", "gemma2"])
+def test_a_rope_that_llama_cpp_does_not_expect_is_described(family: str) -> None:
+    """Its converter leaves it out for these, and llama.cpp would compute the one of published models."""
+    config = {**read_config(DATA / family), "rope_theta": 50000.0}
+    found = metadata(config, files_of(DATA / family), family, facts_of(family))
+    assert found.values[f"{family}.rope.freq_base"].value == 50000.0
+
+
 @pytest.mark.parametrize(
     "name, parameters, expected",
     [

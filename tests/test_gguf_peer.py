@@ -98,7 +98,7 @@ def logits_of_transformers(folder: Path, ids: NDArray) -> NDArray:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    if model.config.model_type == "gemma3_text":
+    if model.config.model_type.startswith("gemma"):
         for layer in model.model.layers:
             layer.mlp.act_fn = HalfGelu()
     with torch.inference_mode():
