@@ -7,7 +7,8 @@ made of them. `test_gguf_peer.py` does the same again, and lets llama.cpp read t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +352,57 @@ def test_the_scaling_of_llama_3_is_read_back_from_its_divisors() -> None:
     found = read_back("llama", config, divisors)
     assert found is not None and found["rope_parameters"] == scaling
     assert read_back("llama", config, [1.0, *divisors[1:-1], 7.0]) is None
+
+
+WRONG: tuple[Any, ...] = (None, 7, -1, 1e300, "x", True, [], [None], {}, {"type": "Sequence"})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of values in JSON, of long lists and objects only the first."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in islice(inner, 12):
+        yield from places(each, (*path, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+    if not path:
+        return other
+    key, *rest = path
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[key] = replaced(changed[key], tuple(rest), other)
+    return changed
+
+
+@pytest.mark.parametrize(
+    "family, name",
+    [
+        ("llama", "tokenizer.json"),
+        ("deepseek_v3", "tokenizer.json"),
+        ("gemma3", "tokenizer_config.json"),
+        ("llama", "tokenizer_config.json"),
+        ("qwen2", "generation_config.json"),
+        ("gpt_oss", "config.json"),
+        ("gemma3", "config.json"),
+        ("deepseek_v3", "config.json"),
+    ],
+)
+def test_values_of_other_kinds_are_refused_or_left_out(family: str, name: str) -> None:
+    """Whatever a file says, what comes of it can be written, or is refused as a problem of that file."""
+    files, config = files_of(DATA / family), read_config(DATA / family)
+    content = config if name == "config.json" else json.loads(files[name])
+    refused = 0
+    for path in places(content):
+        for wrong in WRONG:
+            changed = replaced(content, path, wrong)
+            given = (config, {**files, name: json.dumps(changed).encode()})
+            if name == "config.json":
+                given = (changed if isinstance(changed, dict) else {}, files)
+            try:
+                found = metadata(*given, ARCHITECTURES[config["model_type"]], facts_of(family))
+            except ReshardError as error:
+                refused += 1
+                assert all(each.file for each in error.problems), error
+                continue
+            plain(found.values)
+    assert refused > 0
