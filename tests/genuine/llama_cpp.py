@@ -10,6 +10,7 @@ Both come from the source distribution of llama-cpp-python. The commands, many i
     logits FILE.gguf TOKENS.npy OUT.npy         of one sequence, at all positions
     tokens FILE.gguf TEXTS.json OUT.json        the ids of texts
     names SOURCE NAMES.json OUT.json            what the converter makes of names of models
+    quantize FILE.gguf OUT.gguf NUMBER          as llama-quantize, to a type of llama.h
 
 The converter identifies how a tokenizer splits text by a hash of what it makes of a fixed text. It knows the hashes of
 published tokenizers, not that of one which was trained a moment ago: PRE replaces the lookup, and nothing else. It is
@@ -181,6 +182,13 @@ def remember(folder: Path) -> None:
                     shutil.copy(each, kept)
 
 
+def _quantize(file: str, out: str, number: str) -> None:
+    api = _llama()
+    parameters = api.llama_model_quantize_default_params()
+    parameters.ftype, parameters.nthread = int(number), 1
+    assert not api.llama_model_quantize(file.encode(), out.encode(), parameters), f"{file} is not quantized"
+
+
 COMMANDS = {
     "make": _make,
     "convert": _convert,
@@ -188,6 +196,7 @@ COMMANDS = {
     "logits": _logits,
     "tokens": _tokens,
     "names": _names,
+    "quantize": _quantize,
 }
 
 if __name__ == "__main__":

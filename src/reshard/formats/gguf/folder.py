@@ -218,8 +218,7 @@ def _unknown(infos: Sequence[tuple[str, Path, Info]]) -> Iterator[Problem]:
                 file=str(file),
                 expected=", ".join(kind.name for kind in READ),
                 found=info.kind.name,
-                remedy="convert the model that it was made from, or write it again with "
-                "llama-quantize --allow-requantize in one of these types",
+                remedy="convert the model that it was made from, or let llama-quantize write it in one of these types",
             )
 
 

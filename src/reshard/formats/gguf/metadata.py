@@ -86,6 +86,6 @@ def _tokenizer(
     yield Problem(
         "gguf-without-tokenizer",
         "the GGUF file contains no tokenizer: llama.cpp loads it, but takes and returns only token ids",
-        remedy="pass a Hugging Face folder with the tokenizer: --base DIR",
+        remedy="convert it with its tokenizer, if texts are to be generated with it",
         severity="warning",
     )
