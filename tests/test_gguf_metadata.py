@@ -223,6 +223,16 @@ def test_a_tokenizer_of_another_family_keeps_its_pre_tokenizer() -> None:
     assert named_by_splits({"pre_tokenizer": level, "model": {}}) == "gpt-2"
 
 
+def test_the_matches_of_an_expression_may_be_what_is_left_of_a_text() -> None:
+    """As in the tokenizers that Xenova converted from tiktoken."""
+    tokenizer = json.loads((DATA / "gpt_oss" / "tokenizer.json").read_text())
+    for step in tokenizer["pre_tokenizer"]["pretokenizers"][:-1]:
+        step |= {"behavior": "Removed", "invert": True}
+    assert named_by_splits(tokenizer) == "gpt-4o"
+    tokenizer["pre_tokenizer"]["pretokenizers"][0]["invert"] = False
+    assert named_by_splits(tokenizer) is None
+
+
 def test_llama_3_without_ignored_merges_has_another_pre_tokenizer() -> None:
     tokenizer = json.loads((DATA / "llama" / "tokenizer.json").read_text())
     assert named_by_splits(tokenizer) == "llama-bpe"

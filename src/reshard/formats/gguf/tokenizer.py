@@ -135,7 +135,9 @@ def _texts(files: Files, tokenizer: Json) -> dict[int, str]:
     model = tokenizer.get("model")
     words = model.get("vocab") if isinstance(model, Mapping) else read(files, VOCABULARY)
     if not isinstance(words, Mapping) or not all(isinstance(number, int) for number in words.values()):
-        raise unreadable(TOKENIZER if TOKENIZER in files else VOCABULARY, "it does not list tokens with their ids")
+        raise unreadable(
+            TOKENIZER if TOKENIZER in files else VOCABULARY, "it does not list tokens with their ids"
+        )
     return {number: text for text, number in words.items()}
 
 
