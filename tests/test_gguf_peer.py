@@ -145,6 +145,12 @@ def test_a_converted_model_is_the_file_of_the_converter(family: str, peer: Peer,
     assert_same_logits(np.load(tmp_path / "ours.npy"), peer, family)
 
 
+def test_llama_cpp_loads_a_model_without_a_tokenizer(peer: Peer, tmp_path: Path) -> None:
+    reshard.convert(peer.model("qwen3"), tmp_path / "ours.gguf", no_tokenizer=True)
+    run(["logits", tmp_path / "ours.gguf", peer.folder / "ids.npy", tmp_path / "ours.npy"])
+    assert_same_logits(np.load(tmp_path / "ours.npy"), peer, "qwen3")
+
+
 TEXTS = [
     *CORPUS.read_text(encoding="utf-8").splitlines(),
     "Hello world",
