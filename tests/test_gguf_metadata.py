@@ -7,7 +7,8 @@ made of them. `test_gguf_peer.py` does the same again, and lets llama.cpp read t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,14 @@ def test_a_router_of_deepseek_is_sigmoid_even_if_the_config_does_not_say_so() ->
     assert found.values["deepseek2.expert_gating_func"].value == 2
 
 
+@pytest.mark.parametrize("family", ["gemma", "gemma2"])
+def test_a_rope_that_llama_cpp_does_not_expect_is_described(family: str) -> None:
+    """Its converter leaves it out for these, and llama.cpp would compute the one of published models."""
+    config = {**read_config(DATA / family), "rope_theta": 50000.0}
+    found = metadata(config, files_of(DATA / family), family, facts_of(family))
+    assert found.values[f"{family}.rope.freq_base"].value == 50000.0
+
+
 @pytest.mark.parametrize(
     "name, parameters, expected",
     [
@@ -212,6 +221,16 @@ def test_a_tokenizer_of_another_family_keeps_its_pre_tokenizer() -> None:
     found = metadata(read_config(DATA / "llama"), files, "llama", facts_of("llama"))
     assert found.values["tokenizer.ggml.pre"].value == "smollm" and not found.warnings
     assert named_by_splits({"pre_tokenizer": level, "model": {}}) == "gpt-2"
+
+
+def test_the_matches_of_an_expression_may_be_what_is_left_of_a_text() -> None:
+    """As in the tokenizers that Xenova converted from tiktoken."""
+    tokenizer = json.loads((DATA / "gpt_oss" / "tokenizer.json").read_text())
+    for step in tokenizer["pre_tokenizer"]["pretokenizers"][:-1]:
+        step |= {"behavior": "Removed", "invert": True}
+    assert named_by_splits(tokenizer) == "gpt-4o"
+    tokenizer["pre_tokenizer"]["pretokenizers"][0]["invert"] = False
+    assert named_by_splits(tokenizer) is None
 
 
 def test_llama_3_without_ignored_merges_has_another_pre_tokenizer() -> None:
@@ -343,3 +362,57 @@ def test_the_scaling_of_llama_3_is_read_back_from_its_divisors() -> None:
     found = read_back("llama", config, divisors)
     assert found is not None and found["rope_parameters"] == scaling
     assert read_back("llama", config, [1.0, *divisors[1:-1], 7.0]) is None
+
+
+WRONG: tuple[Any, ...] = (None, 7, -1, 1e300, "x", True, [], [None], {}, {"type": "Sequence"})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of values in JSON, of long lists and objects only the first."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in islice(inner, 12):
+        yield from places(each, (*path, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+    if not path:
+        return other
+    key, *rest = path
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[key] = replaced(changed[key], tuple(rest), other)
+    return changed
+
+
+@pytest.mark.parametrize(
+    "family, name",
+    [
+        ("llama", "tokenizer.json"),
+        ("deepseek_v3", "tokenizer.json"),
+        ("gemma3", "tokenizer_config.json"),
+        ("llama", "tokenizer_config.json"),
+        ("qwen2", "generation_config.json"),
+        ("gpt_oss", "config.json"),
+        ("gemma3", "config.json"),
+        ("deepseek_v3", "config.json"),
+    ],
+)
+def test_values_of_other_kinds_are_refused_or_left_out(family: str, name: str) -> None:
+    """Whatever a file says, what comes of it can be written, or is refused as a problem of that file."""
+    files, config = files_of(DATA / family), read_config(DATA / family)
+    content = config if name == "config.json" else json.loads(files[name])
+    refused = 0
+    for path in places(content):
+        for wrong in WRONG:
+            changed = replaced(content, path, wrong)
+            given = (config, {**files, name: json.dumps(changed).encode()})
+            if name == "config.json":
+                given = (changed if isinstance(changed, dict) else {}, files)
+            try:
+                found = metadata(*given, ARCHITECTURES[config["model_type"]], facts_of(family))
+            except ReshardError as error:
+                refused += 1
+                assert all(each.file for each in error.problems), error
+                continue
+            plain(found.values)
+    assert refused > 0

@@ -98,7 +98,7 @@ def logits_of_transformers(folder: Path, ids: NDArray) -> NDArray:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    if model.config.model_type == "gemma3_text":
+    if model.config.model_type.startswith("gemma"):
         for layer in model.model.layers:
             layer.mlp.act_fn = HalfGelu()
     with torch.inference_mode():
@@ -143,6 +143,12 @@ def test_a_converted_model_is_the_file_of_the_converter(family: str, peer: Peer,
     run(*jobs)
     assert json.loads((tmp_path / "ours.json").read_text()) == peer.metadata(family)
     assert_same_logits(np.load(tmp_path / "ours.npy"), peer, family)
+
+
+def test_llama_cpp_loads_a_model_without_a_tokenizer(peer: Peer, tmp_path: Path) -> None:
+    reshard.convert(peer.model("qwen3"), tmp_path / "ours.gguf", no_tokenizer=True)
+    run(["logits", tmp_path / "ours.gguf", peer.folder / "ids.npy", tmp_path / "ours.npy"])
+    assert_same_logits(np.load(tmp_path / "ours.npy"), peer, "qwen3")
 
 
 TEXTS = [

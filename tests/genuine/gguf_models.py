@@ -253,7 +253,13 @@ datasets: HuggingFaceH4/ultrachat_200k
     ),
     "gemma": Family(
         "gemma",
-        {"head_dim": 32, "hidden_act": "gelu", "tie_word_embeddings": True, "bos_token_id": 2},
+        {
+            "head_dim": 32,
+            "hidden_act": "gelu",
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+        },
         GEMMA,
     ),
     "gemma2": Family(
@@ -261,6 +267,7 @@ datasets: HuggingFaceH4/ultrachat_200k
         {
             "head_dim": 32,
             "query_pre_attn_scalar": 32,
+            "rope_theta": 10000.0,
             "sliding_window": 64,
             "tie_word_embeddings": True,
             "bos_token_id": 2,

@@ -163,7 +163,8 @@ COMMON = (
     Fact("attention.value_length", Type.UINT32, ("value_length", "head_dim")),
 )
 ROPELESS = {"gemma", "gemma2"}
-"""Architectures whose rotary embedding llama.cpp knows, so that files do not describe it."""
+"""Architectures whose rotary embedding llama.cpp's converter does not describe: it has the base `PLAIN_THETA`."""
+PLAIN_THETA = 10000.0
 EXPERT_LENGTH = Fact(
     "expert_feed_forward_length", Type.UINT32, ("moe_intermediate_size", "intermediate_size")
 )
@@ -225,7 +226,7 @@ def ropes(config: Config) -> tuple[Config, Config]:
     if any(isinstance(each, Mapping) for each in rope.values()):
         return rope.get(GLOBAL) or {}, rope.get(LOCAL) or {}
     if ARCHITECTURES.get(str(config.get("model_type"))) != "gemma3":
-        return {"rope_theta": 10000.0, **rope}, {}
+        return {"rope_theta": PLAIN_THETA, **rope}, {}
     local = config.get("rope_local_base_freq") or THETAS[LOCAL]
     return {"rope_theta": THETAS[GLOBAL], **rope}, {"rope_theta": local}
 
@@ -289,7 +290,8 @@ def hyperparameters(config: Config, arch: str, keys: Keys) -> None:
         "gate": GATES.get(str(whole.get("scoring_func"))),
         **(_DERIVED[arch](whole) if arch in _DERIVED else {}),
     }
-    common = [fact for fact in COMMON if arch not in ROPELESS or not fact.key.startswith("rope.")]
+    is_known = arch in ROPELESS and rope.get("rope_theta") == PLAIN_THETA and "scaling.type" not in found
+    common = [fact for fact in COMMON if not (is_known and fact.key.startswith("rope."))]
     for fact in (*common, *OWN.get(arch, ())):
         name = next((name for name in fact.names if found.get(name) is not None), None)
         if name is not None:

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.plain import json_of
+from reshard.base.plain import json_of, kind_of
 from reshard.formats.gguf import sentencepiece
 from reshard.formats.gguf.keys import Keys
 from reshard.formats.gguf.pretokenizers import ASSUMED, named_by_splits
@@ -56,14 +56,17 @@ class Vocabulary(NamedTuple):
     scores: list[float] | None = None
 
 
-def read(files: Files, name: str) -> Any:
+def read(files: Files, name: str) -> Json | None:
     """The content of a JSON file, or None without it. Raises ReshardError."""
     if name not in files:
         return None
     try:
-        return json_of(files[name])
+        found = json_of(files[name])
     except ValueError as error:
         raise unreadable(name, f"invalid JSON: {error}") from error
+    if not isinstance(found, Mapping):
+        raise unreadable(name, kind_of(found))
+    return found
 
 
 def unreadable(name: str, found: str) -> ReshardError:
@@ -132,7 +135,9 @@ def _texts(files: Files, tokenizer: Json) -> dict[int, str]:
     model = tokenizer.get("model")
     words = model.get("vocab") if isinstance(model, Mapping) else read(files, VOCABULARY)
     if not isinstance(words, Mapping) or not all(isinstance(number, int) for number in words.values()):
-        raise unreadable(TOKENIZER if tokenizer else VOCABULARY, "it does not list tokens with their ids")
+        raise unreadable(
+            TOKENIZER if TOKENIZER in files else VOCABULARY, "it does not list tokens with their ids"
+        )
     return {number: text for text, number in words.items()}
 
 
@@ -226,7 +231,7 @@ def _scores(tokenizer: Json, rows: int) -> Iterator[float]:
 
 def merged_pieces(files: Files, rows: int) -> Vocabulary:
     """The tokens of SentencePiece as BPE in a tokenizer.json, which has merges instead of scores."""
-    tokenizer, settings = read(files, TOKENIZER), read(files, SETTINGS) or {}
+    tokenizer, settings = read(files, TOKENIZER) or {}, read(files, SETTINGS) or {}
     texts, added = _texts(files, tokenizer), _added(tokenizer, settings, {})
     specials = set(_named_specials(settings))
     tokens: list[str | bytes] = []
@@ -265,7 +270,7 @@ def _kind(files: Files, tokenizer: Json, arch: str) -> str:
         return "pieces"
     if tokenizer and arch in ("llama", *GEMMAS) and is_pieces_as_merges(tokenizer):
         return "merged pieces"
-    if tokenizer or VOCABULARY in files:
+    if TOKENIZER in files or VOCABULARY in files:
         return "byte-level"
     raise ReshardError(
         "gguf-tokenizer-unknown",
