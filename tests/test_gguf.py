@@ -528,3 +528,18 @@ def test_nan_is_no_number_in_blocks(model: Model, tmp_path: Path) -> None:
     (problem,) = problems("convert", folder, tmp_path / "out.gguf", "--quantize", "q8_0")
     assert (problem["code"], problem["tensor"]) == ("quantized-source-not-finite", "blk.2.ffn_up.weight")
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma3_text", "deepseek_v3_mtp"])
+@pytest.mark.parametrize("kind", [None, "q8_0"])
+def test_the_proof_balances(variant: str, kind: str | None, model: Model, tmp_path: Path) -> None:
+    """What has no place in the file is dropped by a rule, which the proof counts."""
+    source = model(variant)
+    result = reshard.convert(source, tmp_path / "out", to="gguf", quantize=kind)
+    assert command("verify", source, tmp_path / "out", "--proof").code == 0
+    dropped = sum(
+        each.nbytes
+        for name, each in load_file(source / "model.safetensors").items()
+        if f"model.layers.{LAYERS}." in name and not name.endswith(("embed_tokens.weight", "head.weight"))
+    )
+    assert result.plan.dropped.get("layers for multi-token prediction", 0) == dropped

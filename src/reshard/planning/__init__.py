@@ -349,6 +349,7 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
         tensors=len(request.tensors),
         parameters=content.parameters,
         dropped=content.dropped,
+        left_out=content.left_out,
         replicas=content.replicas,
         notes=[*dict.fromkeys([*told, *target.notes(request), *content.notes])],
         warnings=[*(model.warnings if model else ()), *target.warnings(request)],
@@ -365,7 +366,10 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
 
 
 class _Content(NamedTuple):
-    """A request with its tensors, their parameters, dropped bytes by rule, replicas, notes, and the memory needed."""
+    """A request with its tensors, their parameters, dropped bytes by rule, replicas, notes, and the memory needed.
+
+    `left_out` are the rules for tensors that have no place in the output.
+    """
 
     request: Request
     parameters: int
@@ -373,6 +377,7 @@ class _Content(NamedTuple):
     replicas: list[Replica]
     notes: list[str]
     need: Need
+    left_out: frozenset[str] = frozenset()
 
 
 def _adapter(source: Resolved, request: Request) -> _Content:
@@ -399,8 +404,8 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
     request = replace(request, model=sized)
     logical = logical_tensors(replace(source, checkpoint=checkpoint, model=model))
     names = names_of(format, request, logical, target.leaves_out)
-    for name, rule in names.left.items():
-        dropped[rule] += logical.tensors[name].nbytes
+    left = names.dropped(logical)
+    dropped += left
     states, notes = {}, []
     if options.with_optimizer:
         states = optimizer.logical_states(logical)
@@ -421,4 +426,4 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
         notes, need = [*notes, *told], need.beside(more)
     held = names.states({state: states[state] for state in states if state in target.states})
     request = replace(request, tensors=tensors, states=held, quantization=settings)
-    return _Content(request, parameters, dropped, logical.replicas, notes, need)
+    return _Content(request, parameters, dropped, logical.replicas, notes, need, frozenset(left))

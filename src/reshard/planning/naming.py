@@ -107,6 +107,16 @@ class Names:
     live: Live | None = None
     left: Mapping[str, str] = field(default_factory=dict)
 
+    def dropped(self, logical: LogicalTensors) -> Counter[str]:
+        """The bytes of tensors that have no place, by rule. Second copies of others are no bytes of their own."""
+        copies = {replica.tensor for replica in logical.replicas}
+        found: Counter[str] = Counter()
+        for name, rule in self.left.items():
+            tensor = logical.tensors[name]
+            if name not in copies and not (tensor.bound and tensor.bound.template.copy):
+                found[rule] += tensor.nbytes
+        return found
+
     def tensors(self, logical: LogicalTensors, types: Types, typed: Typed | None = None) -> list[Planned]:
         """All tensors of the target, whose dtypes are those of `typed`, if given.
 

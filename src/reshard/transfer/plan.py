@@ -140,6 +140,8 @@ class Plan:
         All files that were read for the plan, and those of the tensors.
     outputs : sequence of Planned
         All tensors of the output.
+    left_out : frozenset of str
+        Those of the rules in `dropped` that drop complete tensors, because the output has no place for them.
     suffix : str
         The suffix of a destination that is the only file of the plan; "" if there must be a folder.
     """
@@ -159,6 +161,7 @@ class Plan:
     need: Need = field(default_factory=Need)
     sources: Sources = field(default_factory=Sources)
     outputs: Sequence[Planned] = ()
+    left_out: frozenset[str] = frozenset()
     suffix: str = ""
 
     def __repr__(self) -> str:
