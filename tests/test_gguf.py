@@ -382,6 +382,15 @@ def test_a_file_replaces_only_a_file_of_its_kind(model: Model, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
+def test_a_file_is_all_that_is_planned(model: Model, tmp_path: Path) -> None:
+    file = tmp_path / "mine.gguf"
+    planned = command("convert", model("llama"), file, "--dry-run").out
+    assert "mine.gguf" in planned and "in 1 file\n" in planned and "reshard.json" not in planned
+    told = command("convert", model("llama"), file, "--json").json
+    assert told["files"] == [{"path": "mine.gguf", "bytes": file.stat().st_size}]
+    assert told["bytes"] == file.stat().st_size
+
+
 def test_a_folder_with_the_name_of_a_file_stays_a_folder(model: Model, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").mkdir()
     assert command("convert", model("llama"), tmp_path / "model.gguf").code == 0

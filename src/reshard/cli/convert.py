@@ -268,15 +268,20 @@ def _print_plan(result: Conversion) -> None:
     console.print(
         f"{plan.source} → {plan.target}: {count(plan.parameters)} parameters in {plan.tensors} tensors"
     )
-    for file in plan.files[:40]:
-        console.print(f"  {size(file.size):>10}  {escape(file.path)}")
-    if len(plan.files) > 40:
-        console.print(f"  … and {len(plan.files) - 40} more files (--json lists all)")
-    console.print(f"  {size(plan.nbytes):>10}  in {len(plan.files)} files")
+    files = result.files
+    for path, nbytes in files[:40]:
+        console.print(f"  {size(nbytes):>10}  {escape(path)}")
+    if len(files) > 40:
+        console.print(f"  … and {len(files) - 40} more files (--json lists all)")
+    console.print(f"  {size(sum(nbytes for _, nbytes in files)):>10}  in {_counted(len(files))}")
     console.print(f"buffers: at most {size(share.threads * share.each)} in {share.threads} threads")
     for rule, nbytes in plan.dropped.items():
         console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
     console.print("unmatched: none")
+
+
+def _counted(files: int) -> str:
+    return "1 file" if files == 1 else f"{files} files"
 
 
 def _print_result(result: Conversion, dst: Path, seconds: float) -> None:
