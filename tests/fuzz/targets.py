@@ -80,6 +80,7 @@ TARGETS: dict[str, Target] = {
             pickled,
         ),
     ),
+    "gguf": _bytes(lambda: files("foreign/*.gguf"), alone("model.gguf", reshard.inspect)),
     "safetensors": _bytes(seeds.safetensors, alone("model.safetensors", calls.safetensors_as_its_library)),
     # Hugging Face folders, and what reshard leaves in its own.
     "config": _json(lambda: files("**/config.json"), file_of(MISTRAL, "config.json", calls.to_megatron)),
