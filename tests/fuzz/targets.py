@@ -93,7 +93,7 @@ TARGETS: dict[str, Target] = {
     "journal": _text(lambda: encoded(seeds.JOURNAL), calls.journal),
     "adapter-config": _made(calls.adapter, "adapter_config.json", calls.merged),
     # GGUF.
-    "gguf": Target(
+    "gguf-as-source": Target(
         mutate.of_bytes,
         lambda folder: calls.content_of(calls.as_gguf, "model.gguf", folder),
         in_copy(calls.as_gguf, "model.gguf", calls.to_hub),
