@@ -13,6 +13,7 @@ from reshard.base.plain import json_of
 from reshard.base.plain_yaml import yaml_of
 from reshard.containers.torchfiles.pickles import loads
 from reshard.containers.torchfiles.read import read_torch_file
+from reshard.formats.gguf.sentencepiece import pieces
 from reshard.transfer.sources import Sources
 from tests.fuzz import calls, mutate, seeds
 from tests.fuzz.calls import alone, directly, file_of, in_copy, pickled
@@ -91,6 +92,20 @@ TARGETS: dict[str, Target] = {
     "record": _made(calls.sharded, "reshard.json", calls.replaced),
     "journal": _text(lambda: encoded(seeds.JOURNAL), calls.journal),
     "adapter-config": _made(calls.adapter, "adapter_config.json", calls.merged),
+    # GGUF.
+    "gguf-as-source": Target(
+        mutate.of_bytes,
+        lambda folder: calls.content_of(calls.as_gguf, "model.gguf", folder),
+        in_copy(calls.as_gguf, "model.gguf", calls.to_hub),
+    ),
+    "gguf-tokenizer": _json(
+        lambda: files("gguf/*/tokenizer.json"), file_of(MISTRAL, "tokenizer.json", calls.to_gguf)
+    ),
+    "gguf-tokenizer-config": _json(
+        lambda: files("gguf/*/tokenizer_config.json"),
+        file_of(MISTRAL, "tokenizer_config.json", calls.to_gguf),
+    ),
+    "gguf-pieces": _bytes(lambda: files("gguf/*/tokenizer.model"), directly(pieces), errors=(ValueError,)),
     # Megatron.
     "dcp-metadata": _pickle(
         lambda: files("torchtitan/*/checkpoint/*/.metadata"),

@@ -207,6 +207,12 @@ def is_pieces_as_merges(tokenizer: Json) -> bool:
     )
 
 
+def _is_bpe(tokenizer: Json) -> bool:
+    """Whether a tokenizer.json merges tokens; others are Unigram, WordPiece and WordLevel."""
+    model = tokenizer.get("model")
+    return not isinstance(model, Mapping) or model.get("type", "BPE") == "BPE"
+
+
 def _named_specials(settings: Json) -> Iterator[str]:
     """The texts of the tokens that tokenizer_config.json gives a role, or lists as further special tokens."""
     for key, value in settings.items():
@@ -270,12 +276,12 @@ def _kind(files: Files, tokenizer: Json, arch: str) -> str:
         return "pieces"
     if tokenizer and arch in ("llama", *GEMMAS) and is_pieces_as_merges(tokenizer):
         return "merged pieces"
-    if TOKENIZER in files or VOCABULARY in files:
+    if (TOKENIZER in files and _is_bpe(tokenizer)) or (TOKENIZER not in files and VOCABULARY in files):
         return "byte-level"
     raise ReshardError(
         "gguf-tokenizer-unknown",
         "llama.cpp's tokenizers cannot be made of the files of this one",
-        expected=f"{TOKENIZER}, {PIECES}, or {VOCABULARY} with {MERGES}",
+        expected=f"{TOKENIZER} of type BPE, {PIECES}, or {VOCABULARY} with {MERGES}",
         found=", ".join(sorted(files)) or "none of them",
         remedy="save the tokenizer with transformers, and pass its folder: --base DIR; or pass --no-tokenizer",
     )
