@@ -183,6 +183,7 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
       reshard convert model ckpt --to megatron --tp 4     Hugging Face to Megatron
       reshard convert ckpt ckpt2 --to megatron --pp 2     Megatron to another layout
       reshard convert lora merged --merge --base model    a LoRA adapter into its base
+      reshard convert ckpt model.gguf --quantize q8_0     any checkpoint to llama.cpp
     """
     shown(
         lambda **hooks: api.convert(src, dst, **options, **hooks),
