@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import reshard
 from reshard.cli import COMMANDS
+from reshard.families.dialect import HUB
 from tests.commandline import reshard as command
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -291,7 +292,7 @@ def test_a_notebook_shows_what_inspect_prints(place: Path) -> None:
 def test_foreign_text_is_no_markup_in_a_notebook() -> None:
     problem = reshard.Problem("x-y", "<script>alert(1)</script>", found="\x1b[31m")
     found = reshard.commands.inspection.Inspection(
-        reshard.Checkpoint(Path("<b>"), "huggingface", "hf", {}, Path()), None, [problem], [], ""
+        reshard.Checkpoint(Path("<b>"), "huggingface", HUB, {}, Path()), None, [problem], [], ""
     )
     assert "<script>" not in found._repr_html_() and "<b>" not in found._repr_html_()
     assert "\x1b" not in found._repr_html_() + str(found)
