@@ -437,6 +437,7 @@ WRONG = {
     "quantized-output-unsupported": ("llama", "out", "--to", "dcp", "--quantize", "q8_0"),
     "format-without-layout": ("llama", "out.gguf", "--tp", "2"),
     "gguf-dtype-and-quantize": ("llama", "out.gguf", "--dtype", "float32", "--quantize", "q8_0"),
+    "gguf-mxfp4-without-experts": ("llama", "out.gguf", "--quantize", "mxfp4"),
     "gguf-model-unsupported": ("seed_oss", "out.gguf"),
     "family-not-for-engine": ("phi3", "out.gguf"),
     "destination-must-be-folder": ("llama", "out.gguf", "--max-shard-size", "100KB"),

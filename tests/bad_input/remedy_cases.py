@@ -172,6 +172,7 @@ CASES: dict[str, list[Case]] = {
     "destination-must-be-folder": [
         Case(SRC, "convert src dst.gguf --max-shard-size 100KB", {"--max-shard-size": "1GB"})
     ],
+    "gguf-mxfp4-without-experts": [Case(SRC, "convert src dst.gguf --quantize mxfp4")],
     "gguf-tokenizer-unreadable": [
         Case(
             BOTH,

@@ -121,7 +121,15 @@ def fit(request: Request) -> Request:
             found=f"--dtype {request.options.dtype} --quantize {request.options.quantize}",
             remedy="pass one of them",
         )
-    if request.options.quantize and written(request.options.quantize) not in DTYPES:
+    kind = written(request.options.quantize) if request.options.quantize else F32
+    if kind == MXFP4 and not request.declared.dims.experts:
+        raise ReshardError(
+            "gguf-mxfp4-without-experts",
+            "only experts are stored in MXFP4, and the model has none",
+            found=f"--quantize {request.options.quantize}, model_type {model_type}",
+            remedy="pass --quantize q8_0",
+        )
+    if kind not in DTYPES:
         check_package()
     return replace(request, model=replace(request.declared, carried={}))
 
