@@ -15,7 +15,7 @@ from reshard.algebra.tensors import Computed, Read, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
 from reshard.base.installing import install_command
-from reshard.formats.gguf.values import MXFP4, Kind
+from reshard.formats.gguf.values import MXFP4, READ, Kind
 
 FLOAT32, UINT8 = dtype("float32"), dtype("uint8")
 Array = np.ndarray[Any, Any]
@@ -28,18 +28,25 @@ EACH = 48
 
 @lru_cache(maxsize=1)
 def _package() -> Any:
-    """The modules of the package gguf. Raises ReshardError if it is not installed."""
+    """The modules of the package gguf. Raises ReshardError if it is not installed, or has not all types."""
     try:
         from gguf import constants, quants
     except ImportError as error:
-        raise ReshardError(
-            "gguf-package-missing",
-            "the package gguf is not installed",
-            rule="it computes the blocks of quantized GGUF tensors",
-            found=str(error),
-            remedy=f"install it: {install_command('gguf')}",
-        ) from None
+        raise _no_package(str(error)) from None
+    known = constants.GGMLQuantizationType.__members__
+    if lacking := [kind.name for kind in READ if kind.name not in known]:
+        raise _no_package(f"an older one, without {', '.join(lacking)}")
     return constants, quants
+
+
+def _no_package(found: str) -> ReshardError:
+    return ReshardError(
+        "gguf-package-missing",
+        "the package gguf is not installed, or too old",
+        rule="it computes the blocks of quantized GGUF tensors",
+        found=found,
+        remedy=f"install it: {install_command('gguf')}",
+    )
 
 
 def check_package() -> None:
