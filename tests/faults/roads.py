@@ -74,6 +74,8 @@ ROADS: dict[str, Road] = {
     "fp8 to bfloat16": Road(
         converted(MISTRAL, to="huggingface", quantize="fp8"), ("--to", "megatron", "--dtype", "bfloat16")
     ),
+    "safetensors to gguf": Road(copied(MISTRAL), ("--to", "gguf")),
+    "gguf to safetensors": Road(converted(MISTRAL, to="gguf", no_tokenizer=True), ("--to", "huggingface")),
     "quantized": Road(copied(MISTRAL), ("--to", "huggingface", "--quantize", "fp8")),
     "continued": Road(copied(MISTRAL), ("--to", "megatron", "--tp", "2"), interrupted=True),
     "replaced": Road(copied(MISTRAL), ("--to", "megatron", "--overwrite"), overwrite=True),

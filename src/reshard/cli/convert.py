@@ -29,8 +29,7 @@ from reshard.cli.options import OUTPUT, POSITIVE, SOURCE, iteration_option, memo
 from reshard.cli.usage import Command
 from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
-from reshard.formats import writable, written
-from reshard.model.quantizer import STORAGES
+from reshard.formats import quantizations, writable, written
 from reshard.transfer.plan import Plan
 
 
@@ -97,15 +96,15 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option(
     "--quantize",
-    type=click.Choice(list(STORAGES)),
-    help="Quantize the linear layers of a Hugging Face output; mxfp4 is for gpt-oss only.",
+    type=click.Choice(quantizations()),
+    metavar="KIND",
+    help="Quantize the linear layers of a Hugging Face output (fp8, fp8-ue8m0; mxfp4 is for gpt-oss only), "
+    "or choose the type of a GGUF output (f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, tq1_0, tq2_0, mxfp4).",
 )
 @click.option(
     "--max-shard-size",
-    default="5GB",
-    show_default=True,
     metavar="SIZE",
-    help="Maximum size of a weights file.",
+    help="Maximum size of a weights file. [default: 5GB; GGUF: one file]",
 )
 @click.option(
     "--vocab-divisible-by",
@@ -184,6 +183,7 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
       reshard convert model ckpt --to megatron --tp 4     Hugging Face to Megatron
       reshard convert ckpt ckpt2 --to megatron --pp 2     Megatron to another layout
       reshard convert lora merged --merge --base model    a LoRA adapter into its base
+      reshard convert ckpt model.gguf --quantize q8_0     any checkpoint to llama.cpp
     """
     shown(
         lambda **hooks: conversion.convert(src, dst, **options, **hooks),
@@ -269,15 +269,20 @@ def _print_plan(result: Conversion) -> None:
     console.print(
         f"{plan.source} → {plan.target}: {count(plan.parameters)} parameters in {plan.tensors} tensors"
     )
-    for file in plan.files[:40]:
-        console.print(f"  {size(file.size):>10}  {escape(file.path)}")
-    if len(plan.files) > 40:
-        console.print(f"  … and {len(plan.files) - 40} more files (--json lists all)")
-    console.print(f"  {size(plan.nbytes):>10}  in {len(plan.files)} files")
+    files = result.files
+    for path, nbytes in files[:40]:
+        console.print(f"  {size(nbytes):>10}  {escape(path)}")
+    if len(files) > 40:
+        console.print(f"  … and {len(files) - 40} more files (--json lists all)")
+    console.print(f"  {size(sum(nbytes for _, nbytes in files)):>10}  in {_counted(len(files))}")
     console.print(f"buffers: at most {size(share.threads * share.each)} in {share.threads} threads")
     for rule, nbytes in plan.dropped.items():
         console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
     console.print("unmatched: none")
+
+
+def _counted(files: int) -> str:
+    return "1 file" if files == 1 else f"{files} files"
 
 
 def _print_result(result: Conversion, dst: Path, seconds: float) -> None:
@@ -293,3 +298,5 @@ def _print_result(result: Conversion, dst: Path, seconds: float) -> None:
         f"{escape(str(dst))}: {plan.target}, {count(plan.parameters)} parameters in {plan.tensors} tensors, "
         f"{size(plan.nbytes)} in {seconds:.1f} s ({size(plan.nbytes / seconds)}/s)"
     )
+    for command in plan.afterwards:
+        stderr().print(f"[bold]{escape(command.purpose)}:[/] {escape(command.typed(dst, result.single))}")

@@ -326,7 +326,7 @@ class _Held:
                 else:
                     found.unused[rule] = found.unused.get(rule, 0) + self._elements(storage, nbytes)
         found.elsewhere = sum(usage.used(each).numel for each in self._unknown())
-        rules = [rule for rule in LOCATED if rule in plan.dropped]
+        rules = [rule for rule in (*LOCATED, *sorted(plan.left_out)) if rule in plan.dropped]
         told, left = sum(plan.dropped[rule] for rule in rules), unused.total() - unused[COPY]
         if told != left and not self.faults:
             self.faults.append(
@@ -367,7 +367,8 @@ class _Held:
             if view is not None:
                 yield _part(rule or PADDING, view, storage)
         yield from self._copies.get(storage, ())
-        rules = " or ".join(rule for rule in WHOLE if rule in self._plan.dropped)
+        whole = (*WHOLE, *sorted(self._plan.left_out))
+        rules = " or ".join(rule for rule in whole if rule in self._plan.dropped)
         for tensor in there.values() if rules else ():
             if not any(map(self._counts, storages_of(tensor.view))):
                 yield _part(rules, tensor.view, storage)

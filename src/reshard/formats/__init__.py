@@ -20,6 +20,7 @@ from reshard.formats import (
     deepspeed,
     foreign,
     fsdp_ranks,
+    gguf,
     huggingface,
     internlm,
     megatron,
@@ -47,6 +48,7 @@ FORMATS = Registry(
         peft.FORMAT,
         internlm.FORMAT,
         huggingface.FORMAT,
+        gguf.FORMAT,
     ),
     names=lambda each: each.all_names,
 )
@@ -74,6 +76,17 @@ names.declare(_file_names)
 def written() -> dict[str, Target]:
     """The targets that can be written, by format name."""
     return {each.name: each.target for each in FORMATS.values() if each.target}
+
+
+def named_by(path: Path) -> str | None:
+    """The format of which a file with this name is a complete output; None if there is none."""
+    suffixes = {target.suffix: name for name, target in written().items() if target.suffix}
+    return suffixes.get(path.suffix)
+
+
+def quantizations() -> list[str]:
+    """The values of `--quantize`, of all targets."""
+    return list(dict.fromkeys(how for target in written().values() for how in target.quantizes))
 
 
 def writable(name: str) -> Format:
@@ -113,7 +126,8 @@ def _is_part(file: Path) -> bool:
     if wrappers.NO_WEIGHTS.search(file.stem):
         return True
     above = [*file.absolute().parents][: not_found.ABOVE]
-    engines = (each for each in FORMATS.values() if each.name != huggingface.NAME)
+    apart = (huggingface.NAME, gguf.FORMAT.name)
+    engines = (each for each in FORMATS.values() if each.name not in apart)
     return any(_holds(folder, each) for each in engines for folder in above)
 
 
@@ -155,7 +169,12 @@ def open_checkpoint(
     if folder is None or name is None:
         if iteration is not None:
             raise not_found.no_iteration(path, iteration)
-        raise not_found.no_checkpoint(path, FORMATS, lambda place: detect(place) is not None)
+        raise not_found.no_checkpoint(
+            path,
+            FORMATS,
+            lambda place: detect(place) is not None,
+            lambda place: detect(place) not in (None, gguf.FORMAT.name),
+        )
     if name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
         raise ReshardError(of_tool)
     with understood(folder):

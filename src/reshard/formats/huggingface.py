@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -249,9 +250,9 @@ def _index_mismatches(
 def lay_out(request: Request) -> list[OutputFile]:
     """The weight files of a folder; several shards get an index."""
     shards: list[list[Planned]] = [[]]
-    size = 0
+    size, most = 0, request.options.max_shard_size or math.inf
     for tensor in request.tensors:
-        if shards[-1] and size + tensor.nbytes > request.options.max_shard_size:
+        if shards[-1] and size + tensor.nbytes > most:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
@@ -272,6 +273,8 @@ def lay_out(request: Request) -> list[OutputFile]:
     return files
 
 
+QUANTIZED = ("fp8", "fp8-ue8m0", "mxfp4")
+"""The values of `--quantize`: `model/quantizer.py` computes them."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 """Suffixes of files of weights on the Hub."""
 OTHER = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.onnx_data")
@@ -291,7 +294,7 @@ FORMAT = Format(
     "safetensors in one file or in shards; pytorch_model*.bin is read",
     detect,
     open_checkpoint,
-    Target(lay_out, quantized=True),
+    Target(lay_out, quantized=True, quantizes=QUANTIZED),
     aliases=("hf", "transformers", "safetensors"),
     parts=("*.index.json",),
     files=tuple(f"{stem}.{suffix}" for stem, suffix in KINDS),
