@@ -78,6 +78,16 @@ ENVIRONMENTS = {
         ("autoawq==0.2.9", "auto-round==0.16.1", "torchao==0.18.0"),
         on=TESTS,
     ),
+    "llm-compressor": Environment(
+        ("compressed-tensors==0.20.0", "loguru", "requests"),
+        ("llmcompressor==0.14.0.1", "auto-round==0.16.1"),
+        on=TESTS,
+    ),
+    "modelopt": Environment(
+        ("omegaconf", "pulp<4", "scipy", "pydantic", "nvidia-ml-py", "regex"),
+        ("nvidia-modelopt==0.47.0",),
+        on=TESTS,
+    ),
     "compressed-tensors-0.12": Environment(("compressed-tensors==0.12.2",), on=TESTS),
     "bitsandbytes": Environment((), ("bitsandbytes==0.50.2",), on=TESTS),
     "release": Environment(

@@ -17,7 +17,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import reshard
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
-from reshard.model.dequantization import _FP8, _POWERS
+from reshard.model.dequantization import _POWERS
+from reshard.model.kinds import _FP8
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.genuine import quantized

@@ -230,7 +230,7 @@ def test_as_bitsandbytes_dequantizes(kind: str, hf_model: Models, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["W4A16_ASYM", "W3A16", "NVFP4A16"])
+@pytest.mark.parametrize("kind", ["W4A16_ASYM", "W3A16"])
 def test_what_is_not_computed_is_refused(kind: str, hf_model: Models, tmp_path: Path) -> None:
     source = tmp_path / "source"
     make = [python("quantizers"), "-m", "tests.genuine.make_quantized"]

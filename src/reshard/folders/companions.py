@@ -41,7 +41,8 @@ TOKENIZER = (
     "*.model",  # SentencePiece: tokenizer.model, spiece.model …
     "*.tiktoken",
 )
-QUANTIZATION = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+OF_MODELOPT = "hf_quant_config.json"
+QUANTIZATION = ("quantize_config.json", "quant_config.json", OF_MODELOPT)
 """Quantization settings that AutoGPTQ, AutoAWQ and ModelOpt store outside the config; TensorRT-LLM reads the last."""
 
 BESIDES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -216,13 +217,27 @@ def refuse_unfinished(path: Path, sources: Sources) -> None:
 
 
 def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The config of a checkpoint, if it is readable; its errors are reported by the code that needs it."""
-    try:
-        path = checkpoint.root / companions.CONFIG
-        there = path.is_file() and belongs(path, checkpoint.root, checkpoint.sources)
-        return companions.read_object(path, checkpoint.sources) if there else checkpoint.config
-    except ReshardError:
-        return checkpoint.config
+    """The config of a checkpoint, if it is readable."""
+    return _object_beside(checkpoint, companions.CONFIG) or checkpoint.config
+
+
+def _object_beside(checkpoint: Checkpoint, name: str) -> Mapping[str, Any] | None:
+    """The object in a file beside the weights, if it is readable; errors are reported by the code that needs it."""
+    with suppress(ReshardError):
+        path = checkpoint.root / name
+        if path.is_file() and belongs(path, checkpoint.root, checkpoint.sources):
+            return companions.read_object(path, checkpoint.sources)
+    return None
+
+
+def _with_settings_of_modelopt(
+    config: Mapping[str, Any] | None, checkpoint: Checkpoint
+) -> Mapping[str, Any] | None:
+    """A config with the quantization settings that ModelOpt may store in a file of its own only."""
+    if quantization.settings_of(config):
+        return config
+    content = _object_beside(checkpoint, companions.OF_MODELOPT)
+    return {**(config or {}), "quantization_config": quantization.of_modelopt(content)} if content else config
 
 
 def _without_links(
@@ -253,6 +268,7 @@ def _recognized(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     tool = foreign.quantized_by_mlx(folder, config)
     if tool := tool or foreign.with_names_of_a_tool(folder, checkpoint.tensors, config):
         raise ReshardError(tool)
+    config = _with_settings_of_modelopt(config, checkpoint)
     found, lacking = quantization.find(checkpoint.tensors, config, str(folder))
     return replace(checkpoint, quantization=found, problems=[*checkpoint.problems, *lacking])
 

@@ -2,7 +2,7 @@
 
 A quantized weight is a tensor of small numbers, often several packed in an item, with separate scales. Nothing here
 reads or changes them. Sources: transformers 5.23 (`quantizers/`, `integrations/`), compressed-tensors 0.20, AutoAWQ
-0.2.9, auto-round 0.16, bitsandbytes 0.50, ModelOpt and Quark as vLLM reads them, and what the first five wrote in the
+0.2.9, auto-round 0.16, bitsandbytes 0.50, ModelOpt 0.47, Quark as vLLM reads it, and what all but the last wrote in the
 tests.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed, one_for_all
+from reshard.formats.told import MODELOPT
 
 Shape = tuple[int, ...]
 Wide = Callable[[int], int]
@@ -62,6 +63,8 @@ class Scheme(NamedTuple):
 
 
 _OFFSETS = ("{}_zero_point", "{}_g_idx")
+_FOLDED = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
+"""What ModelOpt stores beside a weight that is not complete without it: factors of its columns, and a low-rank part."""
 _NESTED = ("{}.nested_absmax", "{}.nested_quant_map")
 _STATES = ("{}.quant_state.bitsandbytes__nf4", "{}.quant_state.bitsandbytes__fp4")
 SCHEMES = (
@@ -71,10 +74,10 @@ SCHEMES = (
     Scheme("FP8", "{}", ("scale",), FP8, 8),
     Scheme("FP4", "{}", ("scale",), FP4, 4),
     # compressed-tensors, FBGEMM, ModelOpt, Quark
-    Scheme("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4, 4),
-    Scheme("FP8", "{}", ("{}_scale",), FP8, 8, more=_OFFSETS),
-    Scheme("int8", "{}", ("{}_scale",), ("int8",), 8, more=_OFFSETS),
-    Scheme("FP4", "{}", ("{}_scale",), FP4, 4),
+    Scheme("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4, 4, more=_FOLDED),
+    Scheme("FP8", "{}", ("{}_scale",), FP8, 8, more=(*_OFFSETS, *_FOLDED)),
+    Scheme("int8", "{}", ("{}_scale",), ("int8",), 8, more=(*_OFFSETS, *_FOLDED)),
+    Scheme("FP4", "{}", ("{}_scale",), FP4, 4, more=_FOLDED),
     Scheme("rounded", "{}", ("{}_scale",), PLAIN[:4], 0, more=_OFFSETS),  # but not compressed
     Scheme("packed int", "{}_packed", ("{}_scale", "{}_shape"), ("int32",), more=_OFFSETS),
     Scheme("NVFP4", "{}_packed", ("{}_scale", "{}_global_scale"), BYTES, 4, more=_OFFSETS),
@@ -108,7 +111,7 @@ OF_ACTIVATIONS = (
 )
 """Scales that belong to no weight."""
 
-ALONE = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"})
+ALONE = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"}, *({role} for role in _FOLDED))
 """Roles whose names plain models may have, too: alone they do not indicate a quantized weight."""
 
 _MODULES = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
@@ -214,10 +217,12 @@ class Quantization:
 
 def _details(settings: Mapping[str, Any]) -> Iterator[str]:
     """The settings of common tools, as text."""
-    yield from (str(settings[key]) for key in ("format", "fmt") if settings.get(key))
+    yield from (str(settings[key]) for key in ("format", "fmt", "quant_algo") if settings.get(key))
     blocks = settings.get("weight_block_size")
     if isinstance(blocks, list):
         yield f"blocks of {' × '.join(map(str, blocks))}"
+    if "mixed" in str(settings.get("format") or settings.get("quant_algo")).lower():
+        return
     if bits := _told_bits(settings):
         yield f"{bits} bits"
     group = (
@@ -259,8 +264,22 @@ def settings_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     for part in (config, config.get("text_config")):
         for key in _SETTINGS:
             if isinstance(part, Mapping) and isinstance(part.get(key), Mapping):
-                return dict(part[key])
+                return _flat(part[key])
     return {}
+
+
+def of_modelopt(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings in ModelOpt's own file, `hf_quant_config.json`, as they are in a config.json."""
+    return _flat({**content, "quant_method": MODELOPT})
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of which ModelOpt may nest a part."""
+    inner = settings.get("quantization")
+    if settings.get("quant_method") != MODELOPT or not isinstance(inner, Mapping):
+        return dict(settings)
+    outer = {key: value for key, value in settings.items() if key != "quantization"}
+    return {"ignore": inner.get("exclude_modules") or [], **inner, **outer}
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 An element is `dtype(float32(value) · float32(scale of its block))`, rounded once. That is what transformers 5.23 does
 (`Fp8Dequantize` in integrations/finegrained_fp8.py, `convert_moe_packed_tensors` in integrations/mxfp4.py) and what
 DeepSeek publishes (inference/kernel.py of DeepSeek-V3), and `dequantize` of compressed-tensors 0.20 if scales have
-the requested dtype.
+the requested dtype. The scale of a block of NVFP4 is itself computed in float32: `scale · weight_scale_2` as in
+`NVFP4QTensor` of ModelOpt 0.47, or `scale / weight_global_scale` as in compressed-tensors. FP8 of ModelOpt has its
+scale rounded to the dtype first, as in `FP8QTensor`.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from reshard.formats.quantization import (
     part_of,
     refusal,
 )
+from reshard.formats.told import Settings, Told
 from reshard.model import bitsandbytes
 from reshard.model.blocks import Blocks, Floats, small_floats
 from reshard.model.groups import grouped, no_such_group, packing_of
+from reshard.model.kinds import MULTIPLIED, Kind, disagreements, is_outer, kind_of, module_of
 from reshard.transfer.elements import CAST, RAW, as_float, castable
 
 FLOAT32 = dtype("float32")
@@ -46,43 +50,15 @@ UNUSED = "quantization data"
 """The rule for dropping scales of activations and similar tensors."""
 
 
-_FP8 = {
-    "float8_e4m3fn": small_floats(4, 3, 7, "fn").reshape(256, 1),
-    "float8_e5m2": small_floats(5, 2, 15, "ieee").reshape(256, 1),
-    "float8_e4m3fnuz": small_floats(4, 3, 8, "fnuz").reshape(256, 1),
-    "float8_e5m2fnuz": small_floats(5, 2, 16, "fnuz").reshape(256, 1),
-}
-
-
-def _halves(values: Floats) -> Floats:
-    """The two values [256, 2] in each byte, out of the 16 possible 4-bit values; the low half of a byte comes first."""
-    return np.stack([np.tile(values, 16), np.repeat(values, 16)], 1)
-
-
-_VALUES: dict[str, Mapping[str, Floats]] = {
-    "FP8": _FP8,
-    "MXFP4": {"uint8": _halves(small_floats(2, 1, 1))},
-    "packed int": {"int32": _halves(np.arange(-8, 8, dtype=np.float32))},
-    "int8": {"int8": np.arange(256).astype(np.int8).astype(np.float32).reshape(256, 1)},
-}
-"""The values of each byte, [256, values in a byte], by the name of a scheme and the dtype of its items."""
-
-_SCALES: dict[str | None, tuple[str, ...]] = {
-    "fp8": ("{}_scale_inv", "scale", "{}_scale"),
-    "mxfp4": ("{}_scales",),
-    "compressed-tensors": ("{}_scale",),
-    None: ("{}_scale_inv", "{}_scales"),
-}
-"""The names of scales for each `quant_method` with known arithmetic; None: no config names a method."""
-
 G_IDX = "{}_g_idx"
 """The groups of columns in compressed-tensors, if `actorder` is "group"."""
 
-_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
-"""The formats of compressed-tensors whose weights are values times scales."""
+_GROUPS = {"W4A8_NVFP4_FP8": {16, 32}}
+"""The sizes of groups that ModelOpt does not tell in config.json, by `quant_algo`; 16 for all others."""
 
 _POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)  # powers of two, from 2^-126 to infinity
 _POWERS[0] = 2.0**-127
+_E4M3 = small_floats(4, 3, 7, "fn")
 """Scales stored as exponents: 2^(s - 127)."""
 
 
@@ -92,17 +68,24 @@ class _Arithmetic:
 
     `shape` is [..., rows, columns], with a scale for each of its `blocks`. A row has `items` items of packed values;
     `table` maps each byte to its values. `packed`, `scales` and `dtype` are the dtypes of values, scales and weights.
-    If the weights are `reordered`, another input names the group of each column.
+    If the weights are `reordered`, another input names the group of each column; `kind` may require another scale.
     """
 
     shape: Shape
     blocks: Blocks
     items: int
-    table: Floats
+    kind: Kind
     packed: DType
     scales: DType
     dtype: DType
     reordered: bool = False
+
+    @cached_property
+    def table(self) -> Floats:
+        """The values of each byte, as one item."""
+        table = self.kind.table
+        items: Floats = table.view(f"u{4 * table.shape[1]}")[:, 0]
+        return items
 
     def room(self, count: int) -> int:
         """Bytes needed to compute `count` elements."""
@@ -113,7 +96,7 @@ class _Arithmetic:
         """Bytes needed to compute parts of some rows, without the result."""
         blocks = self.blocks
         read = rows * (columns * self.items // blocks.columns + 1) * self.packed.itemsize
-        read += blocks.scales_of(rows) * blocks.across * (self.scales.itemsize + 12)
+        read += blocks.scales_of(rows) * blocks.across * (self.scales.itemsize + 20)
         step = max(BLOCK, columns) * (8 + CAST)
         if self.reordered:
             step += max(BLOCK, columns) * 8 + blocks.columns * 20
@@ -128,13 +111,14 @@ class _Arithmetic:
 class Dequantized(Computed):
     """A weight [..., rows, columns] of `packed` values, each times the scale of its block.
 
-    `groups` [columns] are the groups of columns, if these are not in order.
+    `more` are the groups of columns [columns], if these are not in order, and the scale of the complete weight, if
+    there is one.
     """
 
     def __init__(
-        self, packed: Tensor, scales: Tensor, arithmetic: _Arithmetic, groups: Tensor | None = None
+        self, packed: Tensor, scales: Tensor, arithmetic: _Arithmetic, more: Sequence[Tensor] = ()
     ) -> None:
-        self.inputs = (packed, scales, *([groups] if groups else []))
+        self.inputs = (packed, scales, *more)
         self.dtype = arithmetic.dtype
         self._arithmetic = arithmetic
 
@@ -213,7 +197,7 @@ class Dequantized(Computed):
 
     def _groups(self, columns: slice, read: Read) -> Floats | None:
         """The group of each of these columns; None if columns are in order, which -1 says, too."""
-        if len(self.inputs) < 3:
+        if not self._arithmetic.reordered:
             return None
         raw = read(self.inputs[2], 0, self._blocks.columns)
         groups: Floats = raw.view(f"i{raw.itemsize}").astype(np.int64)
@@ -225,8 +209,16 @@ class Dequantized(Computed):
 
     def _scales(self, first: int, last: int, read: Read) -> Floats:
         """The rows of scales `first` to `last`."""
-        tensor, across = self.inputs[1], self._blocks.across
-        return _floats(read(tensor, first * across, last * across), tensor.dtype).reshape(-1, across)
+        tensor, across, kind = self.inputs[1], self._blocks.across, self._arithmetic.kind
+        scales = _floats(read(tensor, first * across, last * across), tensor.dtype).reshape(-1, across)
+        if kind.outer:
+            outer = _floats(read(self.inputs[-1], 0, 1), self.inputs[-1].dtype)
+            with np.errstate(all="ignore"):  # reported by name as NaN or Inf
+                return scales * outer if kind.outer == MULTIPLIED else scales / outer
+        if kind.rounded:
+            raw = read.cast(np.ascontiguousarray(scales).view(np.uint32), FLOAT32, self.dtype)
+            return as_float(raw, self.dtype).astype(np.float32, copy=False)
+        return scales
 
 
 def _floats(raw: Floats, stored: DType) -> Floats:
@@ -234,6 +226,8 @@ def _floats(raw: Floats, stored: DType) -> Floats:
     if stored.name in ("uint8", "float8_e8m0fnu"):
         powers = np.take(_POWERS, raw)
         return np.where(raw == 0xFF, np.float32(np.nan), powers) if stored.name != "uint8" else powers
+    if stored.name == "float8_e4m3fn":
+        return np.take(_E4M3, raw)
     return as_float(raw, stored).astype(np.float32, copy=False)
 
 
@@ -250,11 +244,12 @@ def dequantized(
     found = checkpoint.quantization
     if found is None:
         return checkpoint
-    kinds = {(each.scheme, checkpoint.tensors[each.values].dtype): each for each in found.weights.values()}
-    if not kinds or not all(_is_known(each, found, checkpoint.tensors) for each in kinds.values()):
+    plainly = _Plainly(found, checkpoint.tensors, wanted or BFLOAT16)
+    if problems := disagreements(found, checkpoint.tensors):
+        raise ReshardError(one_for_all(problems, found.weights, str(checkpoint.path)))
+    if not found.weights or not all(plainly.knows(*each) for each in found.weights.items()):
         raise refused(found, checkpoint.path)
-    wanted = wanted or _dtype_of_scales(checkpoint)
-    plainly = _Plainly(found, checkpoint.tensors, wanted)
+    plainly.wanted = wanted = wanted or _dtype_of_scales(checkpoint)
     made = {name: plainly.plain(name, weight) for name, weight in found.weights.items()}
     weights = {name: tensor for name, tensor in made.items() if isinstance(tensor, Tensor)}
     if problems := [problem for problem in made.values() if isinstance(problem, Problem)]:
@@ -291,49 +286,40 @@ def _used(weight: Weight) -> tuple[str, ...]:
         return (*weight.scheme.more, *roles[::-1])
     if weight.scheme.name == "packed int":
         return (G_IDX, *roles[:1])
+    if weight.scheme.name == "NVFP4":
+        return roles[::-1]
     return ("g_idx", "qzeros", "scales") if "qzeros" in roles else roles[:1]
 
 
-def _is_known(weight: Weight, found: Quantization, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the arithmetic of a weight is known."""
-    if found.settings.get("quant_method") == "bitsandbytes":
-        return True
-    if "qzeros" in weight.scheme.beside:
-        return packing_of(found.settings) is not None
-    return _table(weight, found, tensors) is not None
-
-
-def _is_int4(settings: Mapping[str, Any]) -> bool:
-    """Whether settings of compressed-tensors describe 4-bit integers from -8 on, for all weights."""
-    groups = settings.get("config_groups")
-    told = [of_first_group(settings, key) for key in ("num_bits", "type", "symmetric")]
-    return isinstance(groups, dict) and len(groups) == 1 and told == [4, "int", True]
-
-
-def _table(weight: Weight, found: Quantization, tensors: Mapping[str, Tensor]) -> Floats | None:
-    """The table from bytes to values; None if it is not known."""
-    told = found.settings.get("quant_method")
-    method = str(told) if told else None
-    known = weight.scheme.beside[0] in _SCALES.get(method, ())
-    if method == "compressed-tensors":
-        known = known and found.settings.get("format") in _FORMATS
-    if not known or (weight.scheme.name == "packed int" and not _is_int4(found.settings)):
-        return None
-    return _VALUES.get(weight.scheme.name, {}).get(tensors[weight.values].dtype.name)
-
-
 class _Plainly:
-    """Makes plain weights of dtype `wanted`. The arithmetic that layers share is determined once."""
+    """Makes plain weights of dtype `wanted`. What layers share is determined once."""
 
     def __init__(self, found: Quantization, tensors: Mapping[str, Tensor], wanted: DType) -> None:
-        self._found, self._tensors, self._wanted = found, tensors, wanted
+        self.wanted = wanted
+        self._found, self._tensors, self._settings = found, tensors, Settings(found.settings)
         self._packing = packing_of(found.settings)
         self._is_bitsandbytes = found.settings.get("quant_method") == "bitsandbytes"
-        self._known: dict[Any, _Arithmetic | None] = {}
+        self._kinds: dict[tuple[Any, ...], Kind | None] = {}
+        self._known: dict[tuple[Any, ...], _Arithmetic | None] = {}
+
+    def knows(self, name: str, weight: Weight) -> bool:
+        """Whether the arithmetic of a weight is known."""
+        if self._is_bitsandbytes:
+            return True
+        if "qzeros" in weight.scheme.beside:
+            return self._packing is not None
+        return self._kind(name, weight)[1] is not None
+
+    def _kind(self, name: str, weight: Weight) -> tuple[Told, Kind | None]:
+        told = self._settings.of(module_of(name))
+        key = (weight.scheme, self._tensors[weight.values].dtype, told)
+        if key not in self._kinds:
+            self._kinds[key] = kind_of(weight, told, self._found, self._tensors)
+        return told, self._kinds[key]
 
     def plain(self, name: str, weight: Weight) -> Tensor | Problem:
         """One plain weight, or a problem if its scales do not match it."""
-        found, tensors, wanted = self._found, self._tensors, self._wanted
+        found, tensors, wanted = self._found, self._tensors, self.wanted
         packed, scales = tensors[weight.values], tensors[part_of(name, _used(weight)[-1])]
         if self._is_bitsandbytes:
             return bitsandbytes.plain(name, weight, tensors, wanted) or _misfit(name, packed, scales, found)
@@ -342,14 +328,18 @@ class _Plainly:
             plain = grouped(packing, packed, qzeros, scales, g_idx, wanted)
             return plain or _misfit(name, packed, scales, found)
         extra = [role for role in weight.scheme.more if part_of(name, role) in tensors]
-        groups = tensors[part_of(name, G_IDX)] if extra == [G_IDX] and G_IDX in _used(weight) else None
-        key = (weight.scheme, packed.dtype, packed.shape, scales.dtype, scales.shape, groups and groups.shape)
+        used = [role for role in _used(weight)[:-1] if part_of(name, role) in tensors]
+        told, kind = self._kind(name, weight)
+        assert kind is not None  # others were refused before
+        more = [tensors[part_of(name, role)] for role in used]
+        shapes = tuple((tensor.dtype, tensor.shape) for tensor in (packed, scales, *more))
+        key = (weight.scheme, told, shapes)
         if key not in self._known:
-            self._known[key] = self._arithmetic(name, weight, packed, scales, groups)
+            self._known[key] = self._arithmetic(name, weight, told, kind, [packed, scales, *more])
         arithmetic = self._known[key]
-        if arithmetic is None or (extra and groups is None):
+        if arithmetic is None or not {*extra} <= {*used}:
             return _misfit(name, packed, scales, found, extra)
-        source = Dequantized(packed, scales, arithmetic, groups)
+        source = Dequantized(packed, scales, arithmetic, more)
         view = View.of(source, *arithmetic.shape)
         if weight.scheme.name != "MXFP4":
             return Tensor(wanted, view)
@@ -358,43 +348,44 @@ class _Plainly:
         return Tensor(wanted, view.permute(0, 2, 1))
 
     def _arithmetic(
-        self, name: str, weight: Weight, packed: Tensor, scales: Tensor, groups: Tensor | None
+        self, name: str, weight: Weight, told: Told, kind: Kind, inputs: Sequence[Tensor]
     ) -> _Arithmetic | None:
-        """How to compute a weight from values and scales; None if it cannot be determined."""
-        found = self._found
-        table = _table(weight, found, self._tensors)
-        assert table is not None  # other schemes were refused before
+        """How to compute a weight from its inputs; None if it cannot be determined."""
+        found, (packed, scales, *more) = self._found, inputs
         # Experts of MXFP4 are stored as [expert, out, block, items of a block]; the weight is [expert, in, out].
         axes = 2 if weight.scheme.name == "MXFP4" else len(packed.shape) - 1
-        each = packed.dtype.itemsize * table.shape[1]
+        each = packed.dtype.itemsize * kind.table.shape[1]
         shape = (*packed.shape[:axes], prod(packed.shape[axes:]) * each)
         blocks = _blocks(shape, scales.shape, found) if len(shape) > 1 and all(shape) else None
-        if weight.scheme.name == "packed int" and blocks != self._blocks_of_ints(name, shape):
+        if kind.rounded and scales.shape == shape[:-1]:
+            blocks = 1, shape[-1]
+        if weight.scheme.name == "packed int" and blocks != self._blocks_of_ints(name, told, shape):
             blocks = None  # a row may end in a partly filled item
-        if blocks is None or not _is_scale(scales.dtype):
+        if blocks is None or not _is_scale(scales.dtype) or not _fits(kind, blocks, told, scales):
             return None
+        if kind.outer and not is_outer(more[-1]):
+            return None
+        groups = more[0] if more and not kind.outer else None
         if groups and (groups.shape != shape[-1:] or groups.dtype.name not in ("int32", "int64")):
             return None
         rows = prod(shape[:-1])
         height = rows if scales.view.numel == 1 else shape[-2]
-        values = table.view(f"u{4 * table.shape[1]}")[:, 0]
         return _Arithmetic(
             shape,
             Blocks(height, shape[-1], *blocks),
             packed.view.numel // rows,
-            values,
+            kind,
             packed.dtype,
             scales.dtype,
-            self._wanted,
+            self.wanted,
             groups is not None,
         )
 
-    def _blocks_of_ints(self, name: str, shape: Shape) -> tuple[int, int] | None:
+    def _blocks_of_ints(self, name: str, told: Told, shape: Shape) -> tuple[int, int] | None:
         """How many rows and columns of packed integers share a scale; None if rows end in partly filled items."""
-        settings = self._found.settings
         if bitsandbytes.stored_values(self._tensors[part_of(name, "{}_shape")]).tolist() != list(shape):
             return None
-        match of_first_group(settings, "strategy"), of_first_group(settings, "group_size"):
+        match told.args.get("strategy"), told.args.get("group_size"):
             case "tensor", _:
                 return prod(shape[:-1]), shape[-1]
             case "channel", _:
@@ -404,8 +395,17 @@ class _Plainly:
         return None
 
 
+def _fits(kind: Kind, blocks: tuple[int, int], told: Told, scales: Tensor) -> bool:
+    """Whether scales of NVFP4 are stored in FP8, and of blocks as large as the settings say; of others, neither."""
+    if not kind.outer:
+        return scales.dtype.name != "float8_e4m3fn"
+    size = told.args.get("group_size") or of_first_group(told.args, "group_size")
+    wide = {size} if isinstance(size, int) else _GROUPS.get(told.how, {16})
+    return blocks[0] == 1 and blocks[1] in wide and scales.dtype.name == "float8_e4m3fn"
+
+
 def _is_scale(stored: DType) -> bool:
-    return castable(stored) or stored.name in ("uint8", "float8_e8m0fnu")
+    return castable(stored) or stored.name in ("uint8", "float8_e8m0fnu", "float8_e4m3fn")
 
 
 def _blocks(shape: Shape, scales: Shape, found: Quantization) -> tuple[int, int] | None:

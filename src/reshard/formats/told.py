@@ -1,0 +1,168 @@
+"""What the settings of ModelOpt and compressed-tensors say of each module: how its weight is quantized, if at all.
+
+Sources: `utils/match.py` and `quantization/lifecycle/apply.py` of compressed-tensors 0.20, `export/quant_utils.py` of
+ModelOpt 0.47. What is stored decides how a weight is computed; it is compared with what is told here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import translate
+from functools import cached_property
+from typing import Any
+
+MODELOPT, COMPRESSED_TENSORS = "modelopt", "compressed-tensors"
+
+_FLOATS: dict[tuple[Any, Any], str] = {(8, None): "FP8", (4, 16): "NVFP4", (4, 32): "MX"}
+"""The schemes of floats in compressed-tensors, by bits and by the size of groups, if that tells them apart."""
+
+_ALGORITHMS = {
+    **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "MXFP8"), "FP8"),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ", "NVFP4_SVD"), "NVFP4"),
+    **dict.fromkeys(("W8A16", "W8A8_SQ_PER_CHANNEL"), "int8"),
+}
+"""The schemes behind each `quant_algo` of ModelOpt."""
+
+_EXCLUDED = ("ignore", "exclude_modules")
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """How settings describe the weight of a module.
+
+    `schemes` are the names of the schemes by which it can be stored; empty if nothing is told. `args` are the settings
+    of its values and scales, `format` and `how` name them.
+    """
+
+    schemes: frozenset[str] = frozenset()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    format: str | None = None
+    how: str = ""
+
+
+NOTHING = Told()
+PLAIN = Told(frozenset({"plain"}), how="not quantized")
+
+
+class Settings:
+    """The settings of a checkpoint, by module."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._method = settings.get("quant_method")
+        self._excluded = _Names(
+            [each for key in _EXCLUDED for each in _strings(settings.get(key))],
+            wildcards=self._method == MODELOPT,
+        )
+
+    def of(self, module: str) -> Told:
+        """What is told of the weight of a module."""
+        if self._method not in (MODELOPT, COMPRESSED_TENSORS):
+            return NOTHING
+        named = self._by_name(module)
+        if named is None and self._excluded.has(module):
+            return PLAIN
+        return named or self._for_all
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The modules that are named one by one as quantized."""
+        return frozenset(self._layers if self._method == MODELOPT else self._groups[0])
+
+    def _by_name(self, module: str) -> Told | None:
+        if self._method == MODELOPT:  # fused experts are one module there
+            while module and module not in self._layers:
+                module = module.rpartition(".")[0]
+            return self._layers.get(module)
+        exact, patterns, _ = self._groups
+        if self._excluded.has(module):
+            return None
+        return exact.get(module) or next((told for names, told in patterns if names.has(module)), None)
+
+    @cached_property
+    def _layers(self) -> dict[str, Told]:
+        layers = self._settings.get("quantized_layers")
+        kinds: dict[str, Told] = {}
+        found = {}
+        for name, each in layers.items() if isinstance(layers, Mapping) else ():
+            key = repr(each)
+            found[name] = kinds.setdefault(key, _of_modelopt(each if isinstance(each, Mapping) else {}))
+        return found
+
+    @cached_property
+    def _groups(self) -> tuple[dict[str, Told], list[tuple[_Names, Told]], list[tuple[str, Told]]]:
+        """The groups of compressed-tensors by names of modules, by patterns, and by classes."""
+        exact, patterns, classes = {}, [], []
+        groups = self._settings.get("config_groups")
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            told = _of_group(group, self._settings.get("format"))
+            for target in _strings(group.get("targets")) if isinstance(group, Mapping) else ():
+                if target.startswith("re:"):
+                    patterns.append((target, told))
+                elif target.isidentifier():
+                    classes.append((target, told))
+                else:
+                    exact[target] = told
+        patterns.sort(key=lambda each: each[0])
+        return exact, [(_Names([target]), told) for target, told in patterns], classes
+
+    @cached_property
+    def _for_all(self) -> Told:
+        """What is told of modules that are not named; nothing if that depends on their classes."""
+        if self._method == MODELOPT:
+            return NOTHING if self._layers else _of_modelopt(self._settings)
+        classes = [told for _, told in self._groups[2]]
+        return classes[0] if len(classes) == 1 else NOTHING
+
+
+def _strings(value: Any) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
+def _of_modelopt(settings: Mapping[str, Any]) -> Told:
+    algorithm = str(settings.get("quant_algo"))
+    scheme = _ALGORITHMS.get(algorithm)
+    return Told(frozenset({scheme} if scheme else ()), settings, None, algorithm)
+
+
+def _of_group(group: Any, kind: Any) -> Told:
+    """What one of the groups of compressed-tensors describes; `kind` is the format of all groups."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return NOTHING
+    kind = group.get("format") or (None if kind == "mixed-precision" else kind)
+    bits, size = weights.get("num_bits"), weights.get("group_size")
+    if weights.get("type") == "float":
+        names = {_FLOATS.get((bits, size)), _FLOATS.get((bits, None))}
+    else:
+        names = {"packed int"} if kind == "pack-quantized" else {"int8", "packed int"}
+    known = frozenset(name for name in names if name)
+    how = ", ".join(str(each) for each in (kind, f"{bits} bits", weights.get("type")) if each)
+    return Told(known | {"rounded"} if known else known, weights, kind, how)
+
+
+class _Names:
+    """Names and patterns of modules: `re:` and a regular expression, or `wildcards` as in shells."""
+
+    def __init__(self, patterns: Iterable[str], *, wildcards: bool = False) -> None:
+        self._names = frozenset(patterns)
+        sources = [each.removeprefix("re:") for each in self._names if each.startswith("re:")]
+        self._patterns = [compiled for each in sources if (compiled := _compiled(each))]
+        if wildcards:  # these are translated so that they take little time on any name
+            self._patterns += [re.compile(translate(each)) for each in self._names if "*" in each]
+
+    def has(self, name: str) -> bool:
+        return name in self._names or any(each.match(name) for each in self._patterns)
+
+
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    """A regular expression that is fast on every name; None for others, and for what is none."""
+    repeats = re.findall(r"(?<!\\)[*+{]", pattern)
+    if len(pattern) > 400 or len(repeats) > 6 or re.search(r"\)[*+{]", pattern):
+        return None
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return None

@@ -1,0 +1,78 @@
+"""Folders that llm-compressor quantizes with compressed-tensors, and the weights as the latter decompresses them.
+
+    python -m tests.genuine.make_nvfp4 KIND PLAIN OUT EXPECTED
+    python -m tests.genuine.make_nvfp4 plain FOLDER EXPECTED
+
+quantizes the folder PLAIN on a CPU, and writes the folder OUT, and the weights that it stands for to the file EXPECTED.
+KIND is "NVFP4A16", or "mixed": attention in FP8 per channel, everything else in NVFP4. "plain" only does the latter.
+Runs in "llm-compressor".
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils import match_name
+from safetensors.torch import load_file, save_file
+
+IGNORED = ["lm_head", "re:.*mlp.gate$", "re:.*visual.*"]
+ATTENTION = ["re:.*self_attn.*_proj$"]
+
+
+def quantize(kind: str, plain: Path, out: Path) -> None:
+    """Quantize a folder without data."""
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+    if kind == "mixed":
+        presets = {"FP8_DYNAMIC": ATTENTION, "NVFP4A16": [r"re:.*mlp.*_proj$"]}
+        recipe = QuantizationModifier(scheme=presets, ignore=IGNORED)
+    else:
+        recipe = QuantizationModifier(targets="Linear", scheme=kind, ignore=IGNORED)
+    oneshot(model=model, recipe=recipe)
+    model.save_pretrained(out, save_compressed=True)
+    for file in plain.glob("*token*"):
+        shutil.copy(file, out)
+
+
+def decompressed(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights of a folder, each as the compressor of its group decompresses it."""
+    stored = {name: part for file in folder.glob("*.safetensors") for name, part in load_file(file).items()}
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(settings)
+    made, scales = {}, [name for name in stored if name.endswith(".weight_scale")]
+    for module in (name.removesuffix(".weight_scale") for name in scales):
+        parts = {
+            name.rpartition(".")[2]: stored.pop(name)
+            for name in [each for each in stored if each.rpartition(".")[0] == module]
+        }
+        scheme = _scheme_of(module, config)
+        compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)
+        made[f"{module}.weight"] = compressor.decompress(parts, scheme)["weight"].contiguous()
+    return stored | made
+
+
+def _scheme_of(module: str, config: QuantizationConfig) -> QuantizationScheme:
+    schemes = config.config_groups.values()
+    named = [each for each in schemes if any(match_name(module, target) for target in each.targets)]
+    return (named or [each for each in schemes if "Linear" in each.targets])[0]
+
+
+def main() -> None:
+    """Quantize a folder, and decompress it."""
+    kind, *paths = sys.argv[1], *map(Path, sys.argv[2:])
+    if kind != "plain":
+        quantize(kind, *paths[:2])
+    save_file(decompressed(paths[-2]), paths[-1])
+
+
+if __name__ == "__main__":
+    main()
