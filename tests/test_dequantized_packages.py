@@ -50,8 +50,8 @@ def test_as_compressed_tensors_unpacks_four_bits(kind: str, hf_model: Models, tm
     assert reshard.verify(tmp_path / "source", tmp_path / "native").equal
 
 
-def four_bits(plain: Path, out: Path, method: str) -> Tensors:
-    """A folder whose projections are random 4-bit values, packed as by `method`, and the corresponding weights."""
+def four_bits(plain: Path, out: Path, method: str, bits: int = 4) -> Tensors:
+    """A folder whose projections are random values of `bits`, packed as by `method`, and the corresponding weights."""
     draw = torch.Generator().manual_seed(0)
     stored: Tensors = {}
     weights: Tensors = {}
@@ -61,9 +61,9 @@ def four_bits(plain: Path, out: Path, method: str) -> Tensors:
             continue
         columns, rows = tensor.shape
         module, groups = name.removesuffix("weight"), rows // 16
-        values = torch.randint(0, 16, (rows, columns), generator=draw)
-        less = int(method == "gptq")  # which takes 1 off a zero point
-        zeros = torch.randint(less, 16 + less, (groups, columns), generator=draw)
+        values = torch.randint(0, 1 << bits, (rows, columns), generator=draw)
+        less = int(method in ("gptq", "auto_round:auto_gptq"))  # which takes 1 off a zero point
+        zeros = torch.randint(less, (1 << bits) + less, (groups, columns), generator=draw)
         scales = (torch.rand(groups, columns, generator=draw) / 100).half()
         g_idx = torch.arange(rows) // 16
         if method == "awq":
@@ -71,24 +71,29 @@ def four_bits(plain: Path, out: Path, method: str) -> Tensors:
             packed, points = packed_along(values, 1, order), packed_along(zeros, 1, order)
         else:
             g_idx = g_idx[torch.randperm(rows, generator=draw)]
-            packed, points = packed_along(values, 0), packed_along(zeros - less, 1)
+            packed, points = packed_along(values, 0, None, bits), packed_along(zeros - less, 1, None, bits)
             stored[f"{module}g_idx"] = g_idx.int()
             stored[f"{module}bias"] = torch.zeros(columns, dtype=torch.float16)
         stored |= {f"{module}qweight": packed, f"{module}qzeros": points, f"{module}scales": scales}
         weights[name] = ((values - zeros[g_idx]) * scales[g_idx]).T.contiguous()
-    told = {"quant_method": method, "bits": 4, "group_size": 16}
+    told = {"quant_method": method, "bits": bits, "group_size": 16}
+    if method.startswith("auto_round"):
+        told |= {"quant_method": "auto-round", "packing_format": method}
     if method == "gptq_v2":
         told |= {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
     quantized.with_tensors(plain, out, stored, told)
     return weights
 
 
-def packed_along(values: torch.Tensor, axis: int, order: torch.Tensor | None = None) -> torch.Tensor:
-    """Eight 4-bit values in a 32-bit item, the first in its lowest bits unless `order` differs."""
-    eights = (values & 15).unflatten(axis, (-1, 8)).movedim(axis + 1, -1)
-    eights = eights if order is None else eights[..., order]
-    items = (eights << torch.arange(0, 32, 4)).sum(-1)
-    return torch.where(items >= 1 << 31, items - (1 << 32), items).int()
+def packed_along(
+    values: torch.Tensor, axis: int, order: torch.Tensor | None = None, bits: int = 4
+) -> torch.Tensor:
+    """Values of some bits in 32-bit items, the first in the lowest bits unless `order` differs, without gaps."""
+    parts = values.movedim(axis, -1) & ((1 << bits) - 1)
+    parts = parts if order is None else parts.unflatten(-1, (-1, 8))[..., order].flatten(-2)
+    stream = (parts[..., None] >> torch.arange(bits) & 1).flatten(-2).unflatten(-1, (-1, 32))
+    items = (stream << torch.arange(32)).sum(-1)
+    return torch.where(items >= 1 << 31, items - (1 << 32), items).int().movedim(-1, axis).contiguous()
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq_v2", "gptq"])
@@ -99,6 +104,34 @@ def test_four_bits_with_zero_points(method: str, hf_model: Models, tmp_path: Pat
     reshard.convert(tmp_path / "native", tmp_path / "out")
     assert_same_tensors(tensors_of(tmp_path / "out"), expected)
     assert reshard.verify(source, tmp_path / "out").equal
+
+
+@pytest.mark.parametrize("memory", [None, "24MiB"])
+@pytest.mark.parametrize("bits", [2, 3, 5, 8])
+@pytest.mark.parametrize("method", ["gptq", "auto_round:auto_gptq", "auto_round"])
+def test_other_bits_with_zero_points(
+    method: str, bits: int, memory: str | None, hf_model: Models, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    expected = four_bits(hf_model("qwen3", dtype="float16"), source, method, bits)
+    limit = {"memory": memory} if memory else {}
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2, **limit)
+    reshard.convert(tmp_path / "native", tmp_path / "out")
+    assert_same_tensors(tensors_of(tmp_path / "out"), expected)
+    assert reshard.verify(source, tmp_path / "out").equal
+
+
+def test_bits_that_are_not_those_of_the_config(hf_model: Models, tmp_path: Path) -> None:
+    source, told = tmp_path / "source", tmp_path / "source" / "config.json"
+    four_bits(hf_model("qwen3", dtype="float16"), source, "auto_round", 3)
+    config = json.loads(told.read_text())
+    own = {"model.layers.1.mlp.up_proj": {"bits": 2}}
+    for settings, count in (({"bits": 8}, 7), ({"extra_config": own}, 1)):
+        changed = {**config, "quantization_config": {**config["quantization_config"], **settings}}
+        told.write_text(json.dumps(changed))
+        with pytest.raises(ReshardError, match="not stored as its quantization_config says") as raised:
+            reshard.convert(source, tmp_path / "out", to="megatron")
+        assert len(raised.value.problems) == count
 
 
 def test_biases_that_gptq_adds_must_be_zeros(hf_model: Models, tmp_path: Path) -> None:
@@ -212,6 +245,31 @@ def test_as_their_packages_unpack_four_bits(kind: str, hf_model: Models, tmp_pat
     reshard.convert(source, tmp_path / "native", to="megatron", tp=2)
     reshard.convert(tmp_path / "native", tmp_path / "out")
     assert_same_tensors(tensors_of(tmp_path / "out"), expected)
+    assert reshard.verify(source, tmp_path / "native").equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *[(f"auto_round-{bits}", "qwen3") for bits in (2, 3, 8)],
+        *[(f"auto_round-{bits}-asym", "qwen3_tied") for bits in (2, 3, 8)],
+        *[(f"auto_gptq-{bits}", "qwen3") for bits in (2, 3, 8)],
+        ("auto_round-3", "qwen3_moe"),
+    ],
+)
+def test_as_auto_round_unpacks_other_bits(kind: str, name: str, hf_model: Models, tmp_path: Path) -> None:
+    """What auto-round itself saves, and the weights that its layers multiply with, in float16."""
+    plain, source = hf_model(name, dtype="bfloat16"), tmp_path / "source"
+    make = [python("quantizers"), "-m", "tests.genuine.make_quantized"]
+    subprocess.run([*make, kind, plain, source], check=True)
+    subprocess.run([*make, "gptq-plain", source, tmp_path / "expected.safetensors"], check=True)
+    expected = load_file(tmp_path / "expected.safetensors")
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2)
+    reshard.convert(tmp_path / "native", tmp_path / "out", dtype="float16")
+    assert_same_tensors(
+        tensors_of(tmp_path / "out"), {each: tensor.to(torch.float16) for each, tensor in expected.items()}
+    )
     assert reshard.verify(source, tmp_path / "native").equal
 
 

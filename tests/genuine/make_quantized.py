@@ -4,6 +4,7 @@ python -m tests.genuine.make_quantized KIND PLAIN OUT      quantize the folder P
 python -m tests.genuine.make_quantized logits FOLDER FILE  what transformers computes from a folder
 python -m tests.genuine.make_quantized plain FOLDER FILE   the weights as compressed-tensors decompresses them
 python -m tests.genuine.make_quantized KIND-plain FOLDER FILE, of awq, gptq, nf4, fp4, int8: as their packages do
+python -m tests.genuine.make_quantized FORMAT-BITS[-asym] PLAIN OUT   what auto-round itself saves; gptq-plain reads it
 """
 
 from __future__ import annotations
@@ -105,6 +106,23 @@ def gptq(plain: Path, out: Path) -> None:
     _packed(plain, out, pack, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False})
 
 
+def auto_round(how: str, bits: int, *, symmetric: bool) -> Callable[[Path, Path], None]:
+    """A model that auto-round rounds to the nearest on a CPU, and saves in one of its formats."""
+
+    def make(plain: Path, out: Path) -> None:
+        from auto_round import AutoRound
+        from transformers import AutoTokenizer
+
+        settings = {"bits": bits, "group_size": 32, "sym": symmetric, "iters": 0, "disable_opt_rtn": True}
+        tokenizer = AutoTokenizer.from_pretrained(plain)
+        rounding = AutoRound(_load(plain), tokenizer, device_map="cpu", **settings)
+        rounding.quantize_and_save(str(out) + ".all", format=how)
+        (made,) = [file.parent for file in Path(f"{out}.all").rglob("config.json")]
+        made.rename(out)
+
+    return make
+
+
 def _packed(plain: Path, out: Path, pack: Callable[..., torch.nn.Module], settings: dict[str, Any]) -> None:
     model = _load(plain).to(torch.float16)
     for name, linear in list(model.named_modules()):
@@ -151,27 +169,29 @@ def awq_plain(folder: Path, out: Path) -> None:
 
 def gptq_plain(folder: Path, out: Path) -> None:
     """The weights that auto-round's layer multiplies with: its output for the rows of an identity."""
-    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(folder / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    bits, group = settings["bits"], settings["group_size"]
+    is_raw = settings.get("packing_format") == "auto_round"
+    kind = (qlinear_torch if is_raw else qlinear_torch_zp).QuantLinear
+    tensors = {name: part for file in folder.glob("*.safetensors") for name, part in load_file(file).items()}
     for name in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
-        parts = {
-            part: tensors.pop(f"{name}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx", "bias")
-        }
-        rows, columns = parts["g_idx"].numel(), parts["bias"].numel()
+        parts = {part: tensors.pop(f"{name}.{part}") for part in ("qweight", "qzeros", "scales")}
+        g_idx, bias = tensors.pop(f"{name}.g_idx", None), tensors.pop(f"{name}.bias", None)
+        rows, columns = parts["qweight"].shape[0] * 32 // bits, parts["scales"].shape[1]
         pieces = []
         for at in range(0, columns, 32):  # with g_idx, it multiplies with no more columns than there are rows
-            layer = QuantLinear(4, GROUP, rows, 32, False, g_idx=True)
-            layer.g_idx, layer.qweight = parts["g_idx"], parts["qweight"][:, at : at + 32]
-            layer.scales, layer.qzeros = (
-                parts["scales"][:, at : at + 32],
-                parts["qzeros"][:, at // 8 : at // 8 + 4],
-            )
+            layer = kind(bits, group, rows, 32, False, g_idx=g_idx is not None)
+            if g_idx is not None:
+                layer.g_idx = g_idx
+            layer.qweight, layer.scales = parts["qweight"][:, at : at + 32], parts["scales"][:, at : at + 32]
+            layer.qzeros = parts["qzeros"][:, at * bits // 32 : (at + 32) * bits // 32]
             pieces.append(layer(torch.eye(rows, dtype=torch.float16)).T)
         tensors[f"{name}.weight"] = torch.cat(pieces)
-        if parts["bias"].any():
-            tensors[f"{name}.bias"] = parts["bias"]
+        if bias is not None and bias.any():
+            tensors[f"{name}.bias"] = bias
     save_file(tensors, out)
 
 
@@ -201,6 +221,12 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
     "nf4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
     "fp4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage="bfloat16"),
     "int8": bitsandbytes(load_in_8bit=True),
+    **{
+        f"{how}-{bits}{'' if symmetric else '-asym'}": auto_round(how, bits, symmetric=symmetric)
+        for how in ("auto_round", "auto_gptq")
+        for bits in (2, 3, 8)
+        for symmetric in (True, False)
+    },
     "awq": awq,
     "gptq": gptq,
     "logits": logits,

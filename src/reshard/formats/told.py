@@ -25,6 +25,8 @@ _ALGORITHMS = {
 }
 """The schemes behind each `quant_algo` of ModelOpt."""
 
+_PLAIN_NAME = re.compile(r"[\w.]+")
+
 _EXCLUDED = ("ignore", "exclude_modules")
 
 
@@ -65,6 +67,17 @@ class Settings:
         if named is None and self._excluded.has(module):
             return PLAIN
         return named or self._for_all
+
+    def bits_of(self, module: str) -> int | None:
+        """The bits of a module's values in GPTQ, AWQ and auto-round; None if a pattern may change them."""
+        each = self._settings.get("extra_config")
+        each = each if isinstance(each, Mapping) else {}
+        if self._settings.get("dynamic") or any(not _PLAIN_NAME.fullmatch(str(name)) for name in each):
+            return None
+        own = each.get(module)
+        bits = own.get("bits") if isinstance(own, Mapping) else None
+        bits = bits or self._settings.get("bits") or self._settings.get("w_bit")
+        return bits if isinstance(bits, int) else None
 
     @property
     def named(self) -> frozenset[str]:

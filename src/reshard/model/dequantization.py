@@ -325,7 +325,7 @@ class _Plainly:
             return bitsandbytes.plain(name, weight, tensors, wanted) or _misfit(name, packed, scales, found)
         if packing := self._packing:
             qzeros, g_idx = tensors[part_of(name, "qzeros")], tensors.get(part_of(name, "g_idx"))
-            plain = grouped(packing, packed, qzeros, scales, g_idx, wanted)
+            plain = grouped(packing, weight.bits, packed, qzeros, scales, g_idx, wanted)
             return plain or _misfit(name, packed, scales, found)
         extra = [role for role in weight.scheme.more if part_of(name, role) in tensors]
         used = [role for role in _used(weight)[:-1] if part_of(name, role) in tensors]

@@ -1,4 +1,4 @@
-"""4-bit weights in groups, each with a scale and a zero point, as AutoAWQ and AutoGPTQ pack them.
+"""Weights of 2 to 8 bits in groups, each with a scale and a zero point, as AutoAWQ, AutoGPTQ and auto-round pack them.
 
 An element is `dtype(float32(value - zero) · float32(scale))`, which in float16 is what `dequantize_gemm` of AutoAWQ
 0.2.9 and the layers of auto-round 0.16 compute.
@@ -19,50 +19,86 @@ from reshard.model.blocks import Floats
 from reshard.transfer.elements import CAST, RAW, as_float, castable
 
 FLOAT32 = dtype("float32")
-EACH = 8
-"""Values in a 32-bit item."""
-
-_IN_ORDER = np.arange(0, 32, 4, dtype=np.uint32)
-_INTERLEAVED = _IN_ORDER[[0, 4, 1, 5, 2, 6, 3, 7]]
-"""The shift in bits of each of eight neighbours: in order, and interleaved as AutoAWQ's kernels need it."""
+_INTERLEAVED = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32)
+"""The places of eight neighbours in an item, as AutoAWQ's kernels need them."""
 
 
 class Packing(NamedTuple):
     """How `qweight` [in, out] packs its values.
 
-    With `by_rows`, an item has eight values of a column, otherwise eight of a row, shifted by `shifts`. Zero points are
-    packed along rows, and stored minus `less`.
+    With `by_rows`, an item has values of a column, otherwise of a row. Zero points are packed along rows, and stored
+    minus `less`. Values are in order, or eight of 4 bits each are `interleaved`.
     """
 
     by_rows: bool
-    shifts: Floats
     less: int
+    interleaved: bool = False
 
 
 _PACKINGS = {
-    ("awq", "gemm"): Packing(False, _INTERLEAVED, 0),
-    ("gptq", "gptq"): Packing(True, _IN_ORDER, 1),
-    ("gptq", "gptq_v2"): Packing(True, _IN_ORDER, 0),
+    ("awq", "gemm"): Packing(by_rows=False, less=0, interleaved=True),
+    ("gptq", "gptq"): Packing(by_rows=True, less=1),
+    ("gptq", "gptq_v2"): Packing(by_rows=True, less=0),
+    ("auto-round", "auto_round:auto_gptq"): Packing(by_rows=True, less=1),
+    ("auto-round", "auto_round"): Packing(by_rows=True, less=0),
+    ("auto-round", "auto_round:gptqmodel"): Packing(by_rows=True, less=0),
+    ("auto-round", "auto_round:auto_awq"): Packing(by_rows=False, less=0, interleaved=True),
 }
 """Packings by `quant_method` and the layout version in `quantization_config`."""
 
+_VERSIONS = {
+    "awq": ("version", "gemm"),
+    "gptq": ("checkpoint_format", "gptq"),
+    "auto-round": ("packing_format", ""),
+}
+"""The setting that names the version, and its default."""
+
+_BITS = range(2, 9)
+
 
 def packing_of(settings: Mapping[str, Any]) -> Packing | None:
-    """How weights with these settings are packed; None unless it is a known packing of eight 4-bit values."""
-    method = settings.get("quant_method")
-    version = (
-        settings.get("version", "gemm") if method == "awq" else settings.get("checkpoint_format", "gptq")
-    )
+    """How weights with these settings are packed; None unless it is known."""
+    method = str(settings.get("quant_method"))
+    key, default = _VERSIONS.get(method, ("", ""))
+    packing = _PACKINGS.get((method, str(settings.get(key, default)).lower()))
     bits = settings.get("bits") or settings.get("w_bit")
-    return _PACKINGS.get((str(method), str(version).lower())) if bits == 4 else None
+    return packing if bits in ((4,) if packing and packing.interleaved else _BITS) else None
+
+
+class Bits(NamedTuple):
+    """Values of some bits each in items of 32: `each` values are in `items` items, beginning at the lowest bit."""
+
+    bits: int
+    interleaved: bool = False
+
+    @property
+    def items(self) -> int:
+        return self.bits if 32 % self.bits else 1
+
+    @property
+    def each(self) -> int:
+        return 32 * self.items // self.bits
+
+    def values(self, raw: Floats) -> Floats:
+        """The values [..., each] in items [..., items]."""
+        at = np.arange(0, 32 * self.items, self.bits, dtype=np.uint32)
+        at = at[_INTERLEAVED] if self.interleaved else at
+        if self.items > 1:  # a value may begin in one item and end in the next
+            pairs = raw.astype(np.uint64)
+            pairs[..., :-1] |= pairs[..., 1:] << np.uint64(32)
+            raw = pairs[..., at // 32]
+        found: Floats = (raw >> (at % 32).astype(raw.dtype) & ((1 << self.bits) - 1)).astype(np.uint32)
+        return found
 
 
 class Grouped(Computed):
-    """A 4-bit weight [in, out]. `inputs` are values, zero points, scales and, optionally, the group of each row."""
+    """A weight [in, out]. `inputs` are values, zero points, scales and, optionally, the group of each row."""
 
-    def __init__(self, packing: Packing, size: int, inputs: tuple[Tensor, ...], wanted: DType) -> None:
+    def __init__(
+        self, packing: Packing, bits: Bits, size: int, inputs: tuple[Tensor, ...], wanted: DType
+    ) -> None:
         self.dtype, self.inputs = wanted, inputs
-        self._packing, self._size = packing, size
+        self._packing, self._bits, self._size = packing, bits, size
         self._columns = inputs[2].shape[1]
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
@@ -72,38 +108,43 @@ class Grouped(Computed):
 
     @property
     def few(self) -> int:
-        return max(FEW, EACH * self._columns)
+        return max(FEW, self._bits.each * self._columns)
 
     def room(self, count: int) -> int:
         return self._room(count // self._columns + 2, self._columns)
 
     def room_of_runs(self, count: int, step: int, length: int) -> int:
-        if step != self._columns or length + 2 * EACH > step:
+        each = self._bits.each
+        if step != self._columns or length + 2 * each > step:
             return super().room_of_runs(count, step, length)
-        return self._room(count, length + 2 * EACH) + count * length * self.dtype.itemsize
+        return self._room(count, length + 2 * each) + count * length * self.dtype.itemsize
 
     def _room(self, rows: int, columns: int) -> int:
-        groups, rows = self.inputs[2].shape[0], rows + 2 * EACH * self._packing.by_rows
+        groups, rows = self.inputs[2].shape[0], rows + 2 * self._bits.each * self._packing.by_rows
         used = groups if len(self.inputs) > 3 else min(groups, rows // self._size + 2)
-        return rows * (columns * (12 + CAST) + 24) + used * columns * 32
+        wide = 16 if self._bits.items > 1 else 0
+        return rows * (columns * (12 + wide + CAST) + 24) + used * columns * (32 + wide)
 
     def runs(self, begin: int, count: int, step: int, length: int, read: Read) -> Floats:
         first, low = divmod(begin, self._columns)
         if step != self._columns or low + length > step:
             return super().runs(begin, count, step, length, read)
-        start, stop = low // EACH * EACH, -(-(low + length) // EACH) * EACH
+        each = self._bits.each
+        start, stop = low // each * each, -(-(low + length) // each) * each
         out = self._computed(first, first + count, start, stop, read)
         return out[:, low - start : low - start + length].flatten()
 
     def _computed(self, first: int, last: int, start: int, stop: int, read: Read) -> Floats:
         """Raw elements of rows `first` to `last`, in columns `start` to `stop`, which are multiples of an item."""
         qweight, qzeros, scales = self.inputs[:3]
-        items = slice(start // EACH, stop // EACH)
+        each, count = self._bits.each, self._bits.items
+        items = slice(start // each * count, stop // each * count)
         if self._packing.by_rows:
-            rows = slice(first // EACH, -(-last // EACH))
-            raw = _read(qweight, rows, slice(start, stop), read)
-            values = (raw[:, None] >> self._packing.shifts[:, None] & 15).reshape(-1, stop - start)
-            values = values[first - rows.start * EACH : last - rows.start * EACH]
+            rows = slice(first // each, -(-last // each))
+            raw = _read(qweight, slice(rows.start * count, rows.stop * count), slice(start, stop), read)
+            units = raw.reshape(-1, count, stop - start).transpose(0, 2, 1)
+            values = self._bits.values(units).transpose(0, 2, 1).reshape(-1, stop - start)
+            values = values[first - rows.start * each : last - rows.start * each]
         else:
             values = self._along_rows(_read(qweight, slice(first, last), items, read))
         groups = self._groups(first, last, read)
@@ -118,8 +159,7 @@ class Grouped(Computed):
         )
 
     def _along_rows(self, raw: Floats) -> Floats:
-        values: Floats = (raw[:, :, None] >> self._packing.shifts & 15).reshape(len(raw), -1)
-        return values
+        return self._bits.values(raw.reshape(len(raw), -1, self._bits.items)).reshape(len(raw), -1)
 
     def _groups(self, first: int, last: int, read: Read) -> Floats:
         """The group of each row."""
@@ -149,6 +189,7 @@ def _read(tensor: Tensor, rows: slice, columns: slice, read: Read) -> Floats:
 
 def grouped(
     packing: Packing,
+    bits: int,
     qweight: Tensor,
     qzeros: Tensor,
     scales: Tensor,
@@ -158,14 +199,17 @@ def grouped(
     """The weight [out, in] of a linear layer; None if its parts do not match each other."""
     if not len(qweight.shape) == len(qzeros.shape) == len(scales.shape) == 2 or not castable(scales.dtype):
         return None
-    groups, columns = scales.shape
-    rows = qweight.shape[0] * EACH if packing.by_rows else qweight.shape[0]
-    width = columns if packing.by_rows else columns // EACH
-    fits = groups and rows % groups == 0 and columns % EACH == 0
-    if not fits or qweight.shape[1] != width or qzeros.shape != (groups, columns // EACH):
+    if bits not in ((4,) if packing.interleaved else _BITS):
+        return None
+    (groups, columns), how = scales.shape, Bits(bits, packing.interleaved)
+    each, items, width = how.each, how.items, columns // how.each * how.items
+    rows = qweight.shape[0] // items * each if packing.by_rows else qweight.shape[0]
+    along = (rows // each * items, columns) if packing.by_rows else (rows, width)
+    fits = groups and rows % groups == 0 and columns % each == 0
+    if not fits or qweight.shape != along or qzeros.shape != (groups, width):
         return None
     if g_idx and (g_idx.shape != (rows,) or g_idx.dtype.name != "int32"):
         return None
     inputs = (qweight, qzeros, scales, *([g_idx] if g_idx else []))
-    source = Grouped(packing, rows // groups, inputs, wanted)
+    source = Grouped(packing, how, rows // groups, inputs, wanted)
     return Tensor(wanted, View.of(source, rows, columns).permute(1, 0))

@@ -111,12 +111,17 @@ def disagreements(found: Quantization, tensors: Mapping[str, Tensor]) -> list[Pr
     for name, weight in found.weights.items():
         told = settings.of(module_of(name))
         if told.schemes and weight.scheme.name not in told.schemes:
-            problems.append(_disagreement(name, told, weight.scheme.name, weight.values, tensors))
+            problems.append(_disagreement(name, told.how, weight.scheme.name, weight.values, tensors))
+        bits = settings.bits_of(module_of(name)) if "qzeros" in weight.scheme.beside else None
+        if bits and bits != weight.bits:
+            problems.append(
+                _disagreement(name, f"{bits} bits", f"{weight.bits} bits", weight.values, tensors)
+            )
     for module in sorted(settings.named):
         name = f"{module}.weight"
         told = settings.of(module)
         if name in tensors and name not in found.weights and told.schemes and told is not PLAIN:
-            problems.append(_disagreement(name, told, str(tensors[name].dtype), name, tensors))
+            problems.append(_disagreement(name, told.how, "not quantized", name, tensors))
     return problems
 
 
@@ -125,14 +130,14 @@ def module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _disagreement(name: str, told: Told, stored: str, values: str, tensors: Mapping[str, Tensor]) -> Problem:
+def _disagreement(name: str, told: str, stored: str, values: str, tensors: Mapping[str, Tensor]) -> Problem:
     return Problem(
         "quantization-config-differs",
         "a weight is not stored as its quantization_config says",
         tensor=name,
         file=tensors[values].file,
         rule="quantization_config says how the weight of each module is quantized, and its tensors must agree",
-        expected=told.how,
+        expected=told,
         found=f"{stored}: {tensors[values].dtype} {list(tensors[values].shape)}",
         remedy="pass the config.json (and hf_quant_config.json) that was saved with these weights",
     )
