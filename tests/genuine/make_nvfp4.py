@@ -2,10 +2,11 @@
 
     python -m tests.genuine.make_nvfp4 KIND PLAIN OUT EXPECTED
     python -m tests.genuine.make_nvfp4 plain FOLDER EXPECTED
+    python -m tests.genuine.make_nvfp4 compress FILE EXPECTED
 
 quantizes the folder PLAIN on a CPU, and writes the folder OUT, and the weights that it stands for to the file EXPECTED.
 KIND is "NVFP4A16", or "mixed": attention in FP8 per channel, everything else in NVFP4. "plain" only does the latter.
-Runs in "llm-compressor".
+"compress" compresses each weight of a file on its own, whatever it contains. Runs in "llm-compressor".
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from compressed_tensors.utils import match_name
 from safetensors.torch import load_file, save_file
 
@@ -60,6 +62,22 @@ def decompressed(folder: Path) -> dict[str, torch.Tensor]:
     return stored | made
 
 
+def compressed(file: Path) -> dict[str, torch.Tensor]:
+    """Each weight of a file as compressed-tensors compresses it, with the scales that it computes."""
+    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    made = {}
+    for name, weight in load_file(file).items():
+        groups = weight.unflatten(-1, (-1, 16))
+        low, high = groups.amin(-1), groups.amax(-1)
+        outer = generate_gparam(low.amin(), high.amax())
+        scale, _ = calculate_qparams(low, high, scheme.weights, outer)
+        parts = {"weight": weight, "weight_scale": scale.to(weight.dtype), "weight_global_scale": outer}
+        for role, part in compressor.compress(parts, scheme).items():
+            made[name.removesuffix("weight") + role] = part.contiguous()
+    return made
+
+
 def _scheme_of(module: str, config: QuantizationConfig) -> QuantizationScheme:
     schemes = config.config_groups.values()
     named = [each for each in schemes if any(match_name(module, target) for target in each.targets)]
@@ -69,6 +87,9 @@ def _scheme_of(module: str, config: QuantizationConfig) -> QuantizationScheme:
 def main() -> None:
     """Quantize a folder, and decompress it."""
     kind, *paths = sys.argv[1], *map(Path, sys.argv[2:])
+    if kind == "compress":
+        save_file(compressed(paths[0]), paths[1])
+        return
     if kind != "plain":
         quantize(kind, *paths[:2])
     save_file(decompressed(paths[-2]), paths[-1])

@@ -2,6 +2,7 @@
 
 FP8 as `Fp8Quantize` of transformers 5.23 makes it (integrations/finegrained_fp8.py), in the blocks of 128 × 128 that
 DeepSeek publishes; MXFP4 as `downcast_to_mxfp_torch` of triton_kernels 3.5, with which transformers quantizes gpt-oss.
+NVFP4 is in `nvfp4.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import blocks_told, part_of
+from reshard.model import nvfp4
 from reshard.model.blocks import STEP, Blocks, Floats, codes_of, nearest_codes, small_floats
+from reshard.model.nvfp4 import Nvfp4
 from reshard.transfer.elements import as_float, castable
 from reshard.transfer.memory import Need, most
 from reshard.transfer.plan import Planned
@@ -239,14 +242,20 @@ class Storage(NamedTuple):
                 f"{tensor.name}{self.names[index]}", part.dtype, part.shape, self._compiler(tensor, index)
             )
 
+    def all_planned(self, tensors: Iterable[Planned], chosen: frozenset[str]) -> Iterator[Planned]:
+        """All tensors of a folder, with those stored instead of the `chosen`."""
+        for tensor in tensors:
+            yield from self.planned(tensor) if tensor.name in chosen else (tensor,)
+
     def _compiler(self, tensor: Planned, index: int) -> Callable[[], View]:
         return lambda: self.parts(tensor.name, Tensor(tensor.dtype, tensor.source()))[index].view
 
 
-STORAGES = {
+STORAGES: dict[str, Storage | Nvfp4] = {
     "fp8": Storage(FP8, ("", "_scale_inv"), (128, 128)),
     "fp8-ue8m0": Storage(UE8M0, ("", "_scale_inv"), (128, 128)),
-    "mxfp4": Storage(MXFP4, ("_blocks", "_scales"), (1, 32)),
+    "mxfp4": (_MXFP4 := Storage(MXFP4, ("_blocks", "_scales"), (1, 32))),
+    "nvfp4": Nvfp4(),
 }
 """The values of `--quantize`."""
 
@@ -274,11 +283,12 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, Stored]:
 def _storage(settings: Mapping[str, Any], scheme: str) -> Storage | None:
     """The storage that `settings` describe, if `--quantize` has it."""
     if scheme == "MXFP4":
-        return STORAGES["mxfp4"]
+        return _MXFP4
     blocks = blocks_told(settings)
     if scheme != "FP8" or settings.get("quant_method") != "fp8" or not blocks:
         return None
-    return STORAGES["fp8-ue8m0" if settings.get("scale_fmt") == "ue8m0" else "fp8"]._replace(blocks=blocks)
+    method = UE8M0 if settings.get("scale_fmt") == "ue8m0" else FP8
+    return Storage(method, ("", "_scale_inv"), blocks)
 
 
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|llm|thinker|mtp)\.)*layers\.\d+\.(.+)")
@@ -291,6 +301,12 @@ _KEPT = {
 """Modules of a layer that DeepSeek, Qwen, MiniMax and Zhipu leave unquantized in their FP8 folders."""
 
 _STACKED = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def _inner(name: str) -> str | None:
+    """The name of a tensor within its decoder layer."""
+    match = _LAYER.fullmatch(name)
+    return match[1] if match else None
 
 
 def _is_linear(tensor: Planned) -> bool:
@@ -327,14 +343,21 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
         raise _not_of_this_model(how, config)
     stacked = {t.name for t in tensors if _is_stacked(t)}
     odd = [t for t in tensors if t.name in stacked and (how != "mxfp4" or t.shape[1] % storage.blocks[1])]
-    chosen = stacked if how == "mxfp4" else {t.name for t in tensors if _is_linear(t)}
+    chosen = frozenset(stacked if how == "mxfp4" else (t.name for t in tensors if _is_linear(t)))
+    if how == "nvfp4":
+        odd += [t for t in tensors if t.name in chosen and t.shape[-1] % storage.blocks[1]]
     if odd or not chosen:
         raise _nothing_fits(how, odd)
-    stored = [part for t in tensors for part in (storage.planned(t) if t.name in chosen else (t,))]
-    settings = _settings(how, storage, [t for t in tensors if t.name not in chosen])
+    stored = [*storage.all_planned(tensors, chosen)]
+    others = [t for t in tensors if t.name not in chosen]
+    settings = (
+        nvfp4.settings_of(others, chosen, _inner)
+        if how == "nvfp4"
+        else _settings(how, storage.blocks, others)
+    )
     weights = [t for t in tensors if t.name in chosen]
     need = storage.need({(t.dtype, t.shape): t.name for t in weights})
-    return Quantized(stored, settings, _notes(how, storage, weights), need)
+    return Quantized(stored, settings, _notes(how, storage.blocks, weights), need)
 
 
 def _is_cut(size: int, block: int) -> bool:
@@ -342,9 +365,9 @@ def _is_cut(size: int, block: int) -> bool:
     return size > block and size % block > 0
 
 
-def _notes(how: str, storage: Storage, chosen: list[Planned]) -> list[str]:
+def _notes(how: str, blocks: tuple[int, int], chosen: list[Planned]) -> list[str]:
     notes = [f"{len(chosen)} weights are quantized to {how}"]
-    tall, wide = storage.blocks
+    tall, wide = blocks
     if edges := [t.name for t in chosen if _is_cut(t.shape[-2], tall) or _is_cut(t.shape[-1], wide)]:
         notes.append(
             f"{listed(edges, 1)}: the last block is smaller than {tall} × {wide}, as in DeepSeek's own folders; "
@@ -353,7 +376,7 @@ def _notes(how: str, storage: Storage, chosen: list[Planned]) -> list[str]:
     return notes
 
 
-def _settings(how: str, storage: Storage, others: Iterable[Planned]) -> dict[str, Any]:
+def _settings(how: str, blocks: tuple[int, int], others: Iterable[Planned]) -> dict[str, Any]:
     """`quantization_config` for config.json; `others` are the tensors that stay unquantized."""
     if how == "mxfp4":  # in OpenAI's words
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
@@ -367,12 +390,12 @@ def _settings(how: str, storage: Storage, others: Iterable[Planned]) -> dict[str
         "modules_to_not_convert": list(dict.fromkeys([*matrices, "lm_head"])),
         "quant_method": "fp8",
         **({"scale_fmt": "ue8m0"} if how == "fp8-ue8m0" else {}),
-        "weight_block_size": list(storage.blocks),
+        "weight_block_size": list(blocks),
     }
 
 
 def _not_of_this_model(how: str, config: Mapping[str, Any]) -> ReshardError:
-    rule = "transformers loads gpt-oss in MXFP4 (experts only) and other models in FP8"
+    rule = "transformers loads gpt-oss in MXFP4 (experts only), and other models in FP8 or NVFP4"
     return ReshardError(
         "quantization-method-differs",
         "this model is not stored in this format",
@@ -383,21 +406,22 @@ def _not_of_this_model(how: str, config: Mapping[str, Any]) -> ReshardError:
 
 
 def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
-    if odd and how != "mxfp4":
+    stacked = [tensor for tensor in odd if len(tensor.shape) > 2]
+    if stacked and how != "mxfp4":
         return ReshardError(
             "stacked-experts-fp8-unsupported",
-            "experts that are stacked in one tensor cannot be quantized to FP8",
-            tensor=listed([tensor.name for tensor in odd], 1),
+            f"experts that are stacked in one tensor cannot be quantized to {how}",
+            tensor=listed([tensor.name for tensor in stacked], 1),
             rule="transformers 5.23 only loads FP8 experts that are separate tensors, and misreads the scales of "
-            "others",
+            "others; compressed-tensors stores NVFP4 of two-dimensional weights only",
             remedy="leave out --quantize",
         )
     if odd:
         return ReshardError(
             "weight-not-divisible-into-blocks",
             "the rows of a weight are not divisible into blocks",
-            tensor=odd[0].name,
-            rule="MXFP4 has one scale for 32 consecutive elements of a row",
+            tensor=listed([tensor.name for tensor in odd], 1),
+            rule="MXFP4 has one scale for 32 consecutive elements of a row, and NVFP4 one for 16",
             found=str(list(odd[0].shape)),
             remedy="leave out --quantize",
         )
