@@ -8,6 +8,7 @@ from reshard.families import FAMILIES
 from reshard.families.family import ENGINES, JUDGES
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.formats import FORMATS
+from reshard.model.tested import KINDS
 
 
 def support() -> dict[str, list[dict[str, Any]]]:
@@ -16,8 +17,8 @@ def support() -> dict[str, list[dict[str, Any]]]:
     Returns
     -------
     dict
-        "formats", "families" and "undeclared" (known models that are not converted to Megatron-Core). Each is a list
-        of rows, as in `reshard support --json`.
+        "formats", "families", "quantizations" and "undeclared" (known models that are not converted to Megatron-Core).
+        Each is a list of rows, as in `reshard support --json`.
 
     Examples
     --------
@@ -49,5 +50,6 @@ def support() -> dict[str, list[dict[str, Any]]]:
     return {
         "formats": formats,
         "families": families,
+        "quantizations": [{**each._asdict(), "judged": [*each.judged]} for each in KINDS],
         "undeclared": [{"name": name, "why": why} for name, why in undeclared],
     }

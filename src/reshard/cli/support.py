@@ -14,7 +14,7 @@ from reshard.cli.usage import Command
 @common_options
 @handles_errors
 def command(json_output: bool) -> None:
-    """List the formats and model families that are read and written."""
+    """List the formats, model families and quantized weights that are read and written."""
     content = support()
     if json_output:
         print_json(content)
@@ -42,6 +42,12 @@ def command(json_output: bool) -> None:
     print_table(console, ("format", "what it is", "read", "written", "also named"), formats)
     console.print()
     print_table(console, ("family", "architecture", "computed by", "tested against", "also named"), families)
+    console.print()
+    quantized = [
+        (each["tool"], each["what"], each["written"] or "", ", ".join(each["judged"]) or NOT_TESTED)
+        for each in content["quantizations"]
+    ]
+    print_table(console, ("quantized by", "what", "--quantize", "tested against"), quantized)
     console.print()
     undeclared = [(each["name"], each["why"]) for each in content["undeclared"]]
     print_table(console, ("not converted to Megatron-Core", "why"), undeclared)
