@@ -26,6 +26,7 @@ from reshard.base.errors import listed
 from reshard.cli import cli
 from reshard.families import FAMILIES
 from reshard.formats import FORMATS, written
+from reshard.model.quantizer import STORAGES
 from tests.commandline import in_terminal, reshard
 from tools import man_pages
 from tools.site import commands
@@ -630,3 +631,6 @@ def test_support(model: Path) -> None:
     assert {row["name"]: row["architecture"] for row in found["families"]} == {
         name: family.architecture for name, family in FAMILIES.items()
     }
+    values = {each for row in found["quantizations"] for each in (row["written"] or "").split(", ") if each}
+    assert values == set(STORAGES)
+    assert "not tested" in result.out
