@@ -12,13 +12,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 import reshard
+from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
-from reshard.model.quantizer import STORAGES
+from reshard.formats.told import Settings
+from reshard.model.nvfp4 import settings_of
+from reshard.model.quantizer import STORAGES, _inner
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.plan import Planned
 from tests.environments import python
 from tests.genuine import quantized
 from tests.judges import assert_same_tensors, tensors_of
@@ -52,6 +57,35 @@ def test_nvfp4_is_what_llm_compressor_writes(name: str, hf_model: Models, tmp_pa
     assert_same_bytes(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "theirs.safetensors"))
     reshard.convert(out, tmp_path / "plain", dtype="bfloat16")
     quantized.assert_holds(tmp_path / "plain", load_file(tmp_path / "expected.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_model_with_a_tower(tmp_path: Path) -> None:
+    """Its tower stays plain, and transformers loads the rest with compressed-tensors."""
+    text = {
+        "vocab_size": 99,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+    seen = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    vision = {**seen, "patch_size": 4, "deepstack_visual_indexes": [0]}
+    config = Qwen3VLConfig(text_config={**text, "rope_scaling": rope}, vision_config=vision)
+    model = Qwen3VLForConditionalGeneration(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "source")
+    reshard.convert(tmp_path / "source", tmp_path / "out", quantize="nvfp4", no_tokenizer=True)
+    load = [python("quantizers"), "-m", "tests.genuine.make_quantized", "plain"]
+    subprocess.run([*load, tmp_path / "out", tmp_path / "expected.safetensors"], check=True)
+    reshard.convert(tmp_path / "out", tmp_path / "plain", dtype="bfloat16", no_tokenizer=True)
+    found, expected = tensors_of(tmp_path / "plain"), load_file(tmp_path / "expected.safetensors")
+    assert_same_bytes(found, {name: expected[name] for name in found})
+    assert sum("visual" in name for name in found) > 10
+    before = tensors_of(tmp_path / "source")
+    changed = {name for name, tensor in before.items() if not torch.equal(found[name], tensor)}
+    assert len(changed) == 14 and all(".layers." in name for name in changed)
 
 
 def odd_weights() -> Tensors:
@@ -149,8 +183,28 @@ def test_other_dtypes_are_quantized_in_themselves(hf_model: Models, tmp_path: Pa
 def test_what_stays_plain_is_ignored_by_loaders(hf_model: Models, tmp_path: Path) -> None:
     reshard.convert(hf_model("qwen3_moe", dtype="bfloat16"), tmp_path / "out", quantize="nvfp4")
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert settings["ignore"] == ["lm_head", "model.embed_tokens", r"re:.*\.mlp\.gate$"]
+    assert settings["ignore"] == ["lm_head", "re:.*embed_tokens$", r"re:.*\.mlp\.gate$"]
     assert settings["format"] == "nvfp4-pack-quantized"
+
+
+def test_towers_are_ignored_whatever_is_before_their_names() -> None:
+    matrix = {"dtype": dtype("bfloat16"), "shape": (16, 16), "source": lambda: None}
+    kept = [
+        "visual.blocks.0.attn.qkv",
+        "model.visual.merger.fc",
+        "model.layers.0.mlp.gate",
+        "mtp.fc",
+        "lm_head",
+    ]
+    chosen = ["model.layers.0.mlp.up_proj.weight", "mtp.layers.0.mlp.up_proj.weight"]
+    others = [Planned(name=f"{name}.weight", **matrix) for name in kept]
+    ignored = settings_of(others, chosen, _inner)["ignore"]
+    assert ignored == ["lm_head", r"re:.*visual\..*", r"re:.*\.mlp\.gate$", r"re:.*mtp\.fc$"]
+    settings = Settings({"quant_method": "compressed-tensors", "ignore": ignored})
+    for name in (*kept, "model.visual.blocks.0.attn.qkv", "model.language_model.layers.0.mlp.gate"):
+        assert settings.of(name).schemes == {"plain"}, name
+    for name in chosen:
+        assert not settings.of(name.removesuffix(".weight")).schemes
 
 
 # ------------------------------------------------------------------------------------------------ refused

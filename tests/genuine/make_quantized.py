@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import (
     QuantizationConfig,
@@ -150,9 +151,11 @@ def plain(folder: Path, out: Path) -> None:
     """The weights of a folder as compressed-tensors decompresses them, by name, in one file."""
     from safetensors.torch import save_file
 
+    kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
     settings = CompressedTensorsConfig(run_compressed=False)
-    model = _load(folder, quantization_config=settings, device_map="cpu")
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, out)
+    model = kind.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=settings, device_map="cpu")
+    # Copies, because a tied head is the same tensor.
+    save_file({name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}, out)
 
 
 def awq_plain(folder: Path, out: Path) -> None:

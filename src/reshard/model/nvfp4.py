@@ -7,7 +7,8 @@ latter, as in `FUSED_LAYER_NAMES` of llm-compressor: vLLM uses one for all of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -266,13 +267,10 @@ def settings_of(
     `inner` returns the rest of a name within its decoder layer. Names in config.json are those of modules in memory,
     which may have other prefixes, so that modules are named by their ends.
     """
+    chosen = frozenset(chosen)
     ends = {inner(name) for name in chosen}
-    ignored = {"lm_head": None}
-    for tensor in others:
-        if len(tensor.shape) > 1 and tensor.name.endswith(".weight"):
-            module, rest = tensor.name.removesuffix(".weight"), inner(tensor.name)
-            part = rest.removesuffix(".weight").replace(".", r"\.") if rest and rest not in ends else None
-            ignored |= {module: None} if part is None else {rf"re:.*\.{part}$": None}
+    matrices = [t.name for t in others if len(t.shape) > 1 and t.name.endswith(".weight")]
+    ignored = dict.fromkeys(["lm_head", *(_pattern(name, inner(name), ends, chosen) for name in matrices)])
     weights = {
         "dynamic": False,
         "group_size": WIDE,
@@ -291,3 +289,20 @@ def settings_of(
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
     }
+
+
+_OUTER = ("model", "language_model", "text_model", "llm", "thinker")
+"""Prefixes that differ between the Hub and memory."""
+
+
+def _pattern(name: str, rest: str | None, ends: Container[str | None], chosen: Iterable[str]) -> str:
+    """What names the module of a weight in memory, and no chosen one: its end in a layer, or its tower."""
+    module = name.removesuffix(".weight")
+    if rest and rest not in ends:
+        return rf"re:.*\.{re.escape(rest.removesuffix('.weight'))}$"
+    parts = module.split(".")
+    while parts[0] in _OUTER and len(parts) > 1:
+        parts.pop(0)
+    if len(parts) > 1 and not any(f".{parts[0]}." in f".{each}" for each in chosen):
+        return rf"re:.*{re.escape(parts[0])}\..*"
+    return module if parts == ["lm_head"] else rf"re:.*{re.escape('.'.join(parts))}$"
