@@ -73,10 +73,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"blocks.0.attention.w_q.weight": torch.ones(4, 4), "embeddings.weight": torch.ones(8, 4)}
     }
     dcp.save(blocks, checkpoint_id=folder / "step100/model_and_optim", no_dist=True)
-    zarr = folder / "zarr/weights"
-    (zarr / "module.embedding.word_embeddings.weight").mkdir(parents=True)
-    (zarr / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
-    torch.save({"iteration": 1}, zarr / "common.pt")
     torch.save(linear, folder / "module.pt")
     torch.jit.save(torch.jit.script(linear), str(folder / "script.pt"))
     nemo(folder / "model.nemo", "w", {"./model_weights/metadata.json": b"{}"})
@@ -100,7 +96,6 @@ KINDS = {
     "tensorrt": "foreign-tensorrt-llm",
     "mistral": "foreign-mistral",
     "step100": "foreign-olmo-core",
-    "zarr": "foreign-zarr",
     "consolidated.00.pth": "foreign-meta",
     "old.pth": "foreign-torch-legacy",
     "module.pt": "foreign-torch-module",

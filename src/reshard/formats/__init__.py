@@ -40,6 +40,7 @@ FORMATS = Registry(
     Format,
     lambda: (
         megatron.TORCH_DIST,
+        megatron.ZARR,
         megatron.LEGACY,
         dcp.FORMAT,
         fsdp_ranks.FORMAT,

@@ -13,8 +13,6 @@ magic, and ordinary files of torch and of safetensors (`NAMES`). Where neither t
 - numpy's `.npz`: a zip archive whose first member ends in `.npy`.
 - ONNX: a protobuf message without a magic, whose first field is `ir_version` (onnx/onnx.proto): byte 08.
 - Orbax: a folder with `_CHECKPOINT_METADATA`, or `_METADATA` next to `manifest.ocdbt` (orbax.checkpoint 0.12).
-- zarr of Megatron-Core and NeMo: a folder whose `metadata.json` has the `sharded_backend` zarr (megatron-core's
-  dist_checkpointing 0.4 to 0.8).
 - MLX: safetensors whose metadata have `"format": "mlx"` and whose config has `quantization` (mlx_lm/utils.py). Without
   the latter they are ordinary Hugging Face weights.
 """
@@ -96,11 +94,6 @@ NEMO_RANK = Kind(
     "these weights have the names of NeMo 1, in the files of ranks that older versions saved",
     "convert them where NeMo 1 runs, with its scripts/checkpoint_converters; reshard reads NeMo's distributed "
     "checkpoints (a folder with .metadata)",
-)
-ZARR = Kind(
-    "foreign-zarr",
-    "this is a distributed checkpoint in zarr, which older versions of Megatron-LM and NeMo saved",
-    "load it where it was trained, and save it with --dist-ckpt-format torch_dist (NeMo: save_ckpt_format)",
 )
 LIGHTNING = Kind("foreign-lightning", "this is a checkpoint of PyTorch Lightning", _LINK)
 TORCH = Kind(
@@ -220,11 +213,10 @@ FILES = (
 """The first that fits counts; `(?s).` fits all but empty files. Meta's code saves a file for each model-parallel rank
 (llama/generation.py)."""
 FOLDERS = (
-    (("_CHECKPOINT_METADATA",), b"", ORBAX),
-    (("_METADATA", "manifest.ocdbt"), b"", ORBAX),
-    (("metadata.json",), b'"zarr"', ZARR),
+    (("_CHECKPOINT_METADATA",), ORBAX),
+    (("_METADATA", "manifest.ocdbt"), ORBAX),
 )
-"""Files that are all in a folder, and what the first of them contains."""
+"""Files that are all in a folder."""
 TENSORS = (
     (
         re.compile(
@@ -249,7 +241,6 @@ CODES = {
         GGUF,
         NEMO,
         NEMO_RANK,
-        ZARR,
         LIGHTNING,
         TORCH,
         OLD_TORCH,
@@ -351,11 +342,7 @@ def _end(path: Path) -> bytes:
 
 
 def _kind_of_folder(folder: Path) -> Kind | None:
-    found = (
-        kind
-        for names, content, kind in FOLDERS
-        if all((folder / name).is_file() for name in names) and content in _begin(folder / names[0])
-    )
+    found = (kind for names, kind in FOLDERS if all((folder / name).is_file() for name in names))
     return next(found, None)
 
 

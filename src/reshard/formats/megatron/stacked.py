@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,6 @@ from reshard.formats.megatron.optimizer import (
     read_optimizer,
     split_key,
 )
-from reshard.formats.megatron.seeds import exchanged
 from reshard.formats.megatron.writers import engine_of, recorded_args
 from reshard.formats.wrappers import prefix_of, split_front
 from reshard.transfer.sources import Sources
@@ -61,7 +60,8 @@ NOT_WEIGHTS = (
 class Saved:
     """The content of an iteration folder: tensors under Megatron-Core's keys, objects, and what is common to all ranks.
 
-    `kind` tells apart the variants of a format; `numbered` says that optimizer states have numbers instead of names.
+    `swapped` finds files of other ranks by what they contain beside weights. `kind` tells apart the variants of a
+    format; `numbered` says that optimizer states have numbers instead of names.
     """
 
     format: str
@@ -69,6 +69,7 @@ class Saved:
     objects: Mapping[str, DcpChunk]
     common: Mapping[str, Any]
     reading: Reading
+    swapped: Callable[[], Iterable[Problem]] = tuple
     kind: str = ""
     numbered: bool = False
 
@@ -96,7 +97,7 @@ def checkpoint_of(folder: Path, step: Iteration | None, saved: Saved, sources: S
         states=States({state: partial(_read_state, found, saved.reading) for state, found in states.items()}),
         optimizer=optimizer,
         dropped=dropped,
-        problems=reader.copies.problems() or [*exchanged(saved.objects, sources)],
+        problems=reader.copies.problems() or [*saved.swapped()],
         notes=[*iterations.belied(folder, saved.common.get("iteration")), *unread],
         variant=saved.kind or ("one key for each layer" if reader.per_layer else "stacked"),
     )

@@ -52,6 +52,7 @@ from reshard.formats.megatron.optimizer import (
     torch_file,
 )
 from reshard.formats.megatron.request import arguments, below, iteration_of, optimizer_of, run_config
+from reshard.formats.megatron.seeds import exchanged
 from reshard.formats.megatron.stacked import ReadChunk, Saved, checkpoint_of, unprefixed
 from reshard.formats.sharding import shard_boxes
 from reshard.formats.target import Request
@@ -93,6 +94,7 @@ def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
         metadata.objects,
         read_common(folder, sources, metadata),
         partial(_reading, sources),
+        partial(exchanged, metadata.objects, sources),
         "torch_dcp" if torch_dcp else "",
         numbered=torch_dcp,
     )
