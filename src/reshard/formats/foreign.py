@@ -5,8 +5,7 @@ magic, and ordinary files of torch and of safetensors (`NAMES`). Where neither t
 (`TENSORS`):
 
 - GGUF: the magic `GGUF` (ggml/docs/gguf.md).
-- NeMo 1: a tar archive, plain or gzipped, whose members are `model_config.yaml` and weights
-  (nemo/core/connectors/save_restore_connector.py).
+- NeMo 1: a tar archive, gzipped before NeMo 1.7 (nemo/core/connectors/save_restore_connector.py). Plain ones are read.
 - torch.save: a zip archive whose first member is `…/data.pkl`; the dict of a Lightning checkpoint has the key
   `pytorch-lightning_version` before its weights (lightning/pytorch/trainer/connectors/checkpoint_connector.py), and
   TorchScript has members below `code/`. Before torch 1.6 the file was a sequence of pickles.
@@ -32,7 +31,8 @@ from typing import Any, NamedTuple
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.in_memory import renamings
 from reshard.folders.places import can_list
-from reshard.stores import open_file
+from reshard.stores import entered, is_remote, open_file
+from reshard.stores.tar import is_tar
 
 BEGIN = 1 << 16
 """Bytes read from either end of a file."""
@@ -85,9 +85,13 @@ GGUF = Kind(
 )
 NEMO = Kind(
     "foreign-nemo",
-    "this is a .nemo archive of NeMo, which reshard does not read as such",
-    "unpack it: mkdir {folder} && tar -xf {file} -C {folder}, then run: reshard inspect {folder}; if that cannot "
-    "read it (older archives), convert it where NeMo runs, with its scripts/checkpoint_converters",
+    "this is a .nemo archive of NeMo",
+    "pass the archive itself: reshard inspect {file}; one in a store must be downloaded first",
+)
+COMPRESSED_NEMO = Kind(
+    "foreign-nemo-compressed",
+    "this is a compressed .nemo archive, whose files cannot be read where they are",
+    "decompress it: gzip -dc {file} > {folder}-plain.nemo, then run: reshard inspect {folder}-plain.nemo",
 )
 NEMO_RANK = Kind(
     "foreign-nemo-weights",
@@ -193,6 +197,7 @@ NAMES = (
     (re.compile(r"rank\d+\.safetensors"), TENSORRT),
 )
 """Files of safetensors with the names that a tool gives them, beside a model's own (`model*.safetensors`)."""
+ARCHIVE = r"(?s).+\.nemo"
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"/data.pkl"
 FILES = (
@@ -208,7 +213,8 @@ FILES = (
     Sign(OLD_TORCH, begin=re.escape(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.")),
     Sign(ONNX, name=r"(?s).+\.onnx", begin=rb"\x08"),
     Sign(FLAX, name=r"flax_model\.msgpack", begin=rb"(?!PK\x03\x04)"),
-    Sign(NEMO, name=r"(?s).+\.nemo", begin=rb"(?!PK\x03\x04)", tar=True),
+    Sign(COMPRESSED_NEMO, name=ARCHIVE, begin=rb"\x1f\x8b", tar=True),
+    Sign(NEMO, name=ARCHIVE, begin=rb"(?!PK\x03\x04)", tar=True),
 )
 """The first that fits counts; `(?s).` fits all but empty files. Meta's code saves a file for each model-parallel rank
 (llama/generation.py)."""
@@ -240,6 +246,7 @@ CODES = {
     for each in (
         GGUF,
         NEMO,
+        COMPRESSED_NEMO,
         NEMO_RANK,
         LIGHTNING,
         TORCH,
@@ -273,6 +280,12 @@ def recognized(path: Path) -> Problem | None:
             return problem(kind, folder)
     found = ((kind, child) for child in children if child.is_file() and (kind := _kind_of(child)))
     return next((problem(kind, child) for kind, child in found), None)
+
+
+def in_archive(path: Path) -> Path:
+    """The contents of a `.nemo` archive on a disk that is not compressed, as a folder; any other path as it is."""
+    is_archive = not is_remote(path) and re.fullmatch(ARCHIVE, path.name) and path.is_file()
+    return entered(path) if is_archive and is_tar(_begin(path)) else path
 
 
 def is_state_dict(path: Path) -> bool:
@@ -370,4 +383,4 @@ def _is_tar(begin: bytes) -> bool:
     if begin.startswith(b"\x1f\x8b"):
         with suppress(EOFError, zlib.error, gzip.BadGzipFile):
             begin = zlib.decompressobj(wbits=31).decompress(begin, tarfile.BLOCKSIZE)
-    return begin[257:262] == b"ustar"
+    return is_tar(begin)
