@@ -42,6 +42,7 @@ FORMATS = Registry(
         megatron.TORCH_DIST,
         megatron.ZARR,
         megatron.LEGACY,
+        megatron.NEMO,
         dcp.FORMAT,
         fsdp_ranks.FORMAT,
         deepspeed.FORMAT,

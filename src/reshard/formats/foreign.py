@@ -95,9 +95,9 @@ COMPRESSED_NEMO = Kind(
 )
 NEMO_RANK = Kind(
     "foreign-nemo-weights",
-    "these weights have the names of NeMo 1, in the files of ranks that older versions saved",
-    "convert them where NeMo 1 runs, with its scripts/checkpoint_converters; reshard reads NeMo's distributed "
-    "checkpoints (a folder with .metadata)",
+    "these weights have the names of NeMo 1, in a file that it does not call so",
+    "give it NeMo's name for such a file: mkdir {folder} && ln -s {absolute} {folder}/model_weights.ckpt, "
+    "then run: reshard inspect {folder}",
 )
 LIGHTNING = Kind("foreign-lightning", "this is a checkpoint of PyTorch Lightning", _LINK)
 TORCH = Kind(

@@ -38,11 +38,16 @@ def is_tar(begin: bytes) -> bool:
 
 
 def members(file: File, name: str) -> Iterator[Member]:
-    """All files in an archive called `name`, in their order. Raises ReshardError if it is damaged or cut short."""
+    """All files in an archive called `name`, in their order; empty blocks are its end.
+
+    Raises ReshardError if it is damaged or cut short.
+    """
     at, end = 0, file.size
     attributes: dict[str, str] = {}
-    while at < end:
+    while True:
         header = file.read(at, BLOCK)
+        if len(header) < BLOCK:
+            raise _cut_short(name, at + 2 * BLOCK, end)
         if not header.strip(b"\0"):
             return
         kind, size = header[156:157], _size(header, at, name)

@@ -7,7 +7,7 @@ from pathlib import Path
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.megatron import legacy, torch_dist, zarr
+from reshard.formats.megatron import legacy, nemo_ranks, torch_dist, zarr
 from reshard.formats.megatron.request import complete, fit, load_with, notes
 from reshard.formats.target import MASTERS, MOMENTS, Format, Kind, Target
 from reshard.transfer.sources import Sources
@@ -71,4 +71,13 @@ LEGACY = Format(
     Target(legacy.lay_out, names=("mcore",), sharded=True, fit=fit, notes=notes, load_with=load_with),
     aliases=("legacy", "mcore-legacy"),
     parts=(*_OF_RUN, "distrib_optim.pt", "model_optim_rng.pt"),
+)
+NEMO = Format(
+    nemo_ranks.NAME,
+    "NeMo 1's files of ranks, in a .nemo archive or unpacked (model_weights.ckpt)",
+    nemo_ranks.detect,
+    nemo_ranks.open_checkpoint,
+    instead=torch_dist.NAME,
+    parts=("model_config.yaml",),
+    seen={"NeMo": r"\.nemo$"},
 )

@@ -27,7 +27,7 @@ from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, States
 from reshard.formats.copies import CopyFinder
-from reshard.formats.megatron import nemo
+from reshard.formats.megatron import nemo, nemo_1
 from reshard.formats.megatron.common import READ
 from reshard.formats.megatron.mcore import BELOW, Place, is_carried, layout_of, name_of, unfused
 from reshard.formats.megatron.optimizer import (
@@ -89,7 +89,7 @@ def checkpoint_of(folder: Path, step: Iteration | None, saved: Saved, sources: S
         dialect=MEGATRON,
         tensors=tensors,
         root=iterations.described_in(folder),
-        beside=tuple(each for each in (folder / "tokenizer", nemo.tokenizer_of(folder)) if each.is_dir()),
+        beside=tuple(_beside(folder)),
         layout=layout_of(args or {}),
         iteration=step,
         args=args,
@@ -101,6 +101,13 @@ def checkpoint_of(folder: Path, step: Iteration | None, saved: Saved, sources: S
         notes=[*iterations.belied(folder, saved.common.get("iteration")), *unread],
         variant=saved.kind or ("one key for each layer" if reader.per_layer else "stacked"),
     )
+
+
+def _beside(folder: Path) -> Iterator[Path]:
+    """The folders with the tokenizer of an iteration: Megatron-Bridge's, NeMo 2's, and NeMo 1's own folder."""
+    yield from (each for each in (folder / "tokenizer", nemo.tokenizer_of(folder)) if each.is_dir())
+    if (folder.parent / nemo_1.FILE).is_file():
+        yield folder.parent
 
 
 def _read_state(found: Mapping[str, DcpTensor], reading: Reading) -> dict[str, Tensor]:
