@@ -25,11 +25,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
+
 from reshard.algebra.layout import Layout
-from tests.environments import python
+from tests.environments import CACHE, python
 from tests.genuine import make_zarr
 from tests.genuine.make_zarr import MEGATRON
 from tests.genuine.megatron import REPOSITORY, mcore_site
+from tests.genuine.nemo_adapters import ALPHA, DIM
 
 CORE = "core/connectors/save_restore_connector.py"
 NLP = "collections/nlp/parts/nlp_overrides.py"
@@ -42,11 +45,13 @@ def make(
 ) -> Path:
     """The archive `out` with the weights of an iteration folder of torch_dist, saved by the ranks of `layout`.
 
-    `how` is "ranks", "torch_dist" or "zarr" (the model's own weights), or the names of linears, for adapters of these.
+    `how` is "ranks", "torch_dist" or "zarr"; or, for adapters and no weights, one of `ADAPTED`.
     `config` is the content of `model_config.yaml`, and `beside` are artifacts: the files of a tokenizer.
     """
     paths = [mcore_site(MEGATRON), REPOSITORY / "src", REPOSITORY]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    if how in ADAPTED:
+        python("nemo-2")
     told = [checkpoint, out, json.dumps([layout.tp, layout.pp]), how, json.dumps(config), *beside]
     command = [python("nemo"), "-m", "tests.genuine.make_nemo_1", *map(str, told)]
     done = subprocess.run(
@@ -79,12 +84,24 @@ CONFIG: dict[str, Any] = {
 }
 """The keys of NeMo's `megatron_llama_config.yaml` for the model `VARIANTS[SOURCE]`."""
 SOURCE = "plain-grouped-tp2"
+ADAPTED = ("nemo-1", "nemo-2")
+"""The releases as which adapters are saved."""
 KEPT = {
     "ranks-tp2-pp2.nemo": (Layout(tp=2, pp=2), "ranks"),
     "torch_dist-tp2.nemo": (Layout(tp=2), "torch_dist"),
     "zarr-tp2-pp2.nemo": (Layout(tp=2, pp=2), "zarr"),
 }
 """The archives in `tests/data/nemo`, beside the model that they contain."""
+LORA = {
+    "adapter_dim": DIM,
+    "alpha": ALPHA,
+    "adapter_dropout": 0.1,
+    "target_modules": ["all"],
+    "variant": "nemo",
+}
+LORA_2 = {"_target_": "nemo.collections.llm.peft.lora.LoRA", "dim": DIM, "alpha": ALPHA, "dropout": 0.1}
+KEPT_ADAPTERS = {"lora-1.nemo": "nemo-1", "lora-2": "nemo-2"}
+"""The same adapter of that model, beside the model into which NeMo's own modules merge it."""
 
 
 def make_kept(out: Path) -> None:
@@ -102,13 +119,22 @@ def make_kept(out: Path) -> None:
         for name, (layout, how) in KEPT.items():
             sizes = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
             make(kept, out / name, layout, how, {**CONFIG, **sizes}, vocabulary, merges)
+    peft = {"peft": {"peft_scheme": "lora", "lora_tuning": LORA}}
+    for name, how in KEPT_ADAPTERS.items():
+        make(kept, out / name, Layout(tp=2, pp=2), how, {**CONFIG, **peft})
+    shutil.rmtree(out / "lora-2-merged")  # the same as that of NeMo 1
+    (out / "lora-2/context").mkdir()
+    (out / "lora-2/context/model.yaml").write_text(yaml.safe_dump({"model_transform": LORA_2}))
+    (out / "lora-2/weights/adapter_metadata.json").write_text('{"model_ckpt_path": "/base/weights"}')
 
 
-def taken(file: str, names: Iterable[str], known: dict[str, Any]) -> dict[str, Any]:
-    """The classes and functions of these names in a file of NeMo, which find what else they use in `known`."""
-    from importlib.metadata import distribution
+def taken(file: str, names: Iterable[str], known: dict[str, Any], release: str = "nemo") -> dict[str, Any]:
+    """The classes and functions of these names in a file of NeMo, which find what else they use in `known`.
 
-    source = Path(str(distribution("nemo_toolkit").locate_file("nemo"))) / file
+    `release` names the environment that has it.
+    """
+    (package,) = (CACHE / release).glob("lib/python*/site-packages/nemo")
+    source = package / file
     tree = ast.parse(source.read_text())
     wanted = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef | ast.FunctionDef)}
     future = ast.parse("from __future__ import annotations").body
@@ -179,8 +205,6 @@ class Model:
         return self.chunk.sharded_state_dict(prefix="model.") if self._sharded else None
 
     def to_config_file(self, path2yaml_file: str) -> None:
-        import yaml
-
         Path(path2yaml_file).write_text(yaml.safe_dump({**self.config, "tokenizer": {"library": "megatron"}}))
 
     def named_nemo_modules(self) -> Any:
@@ -198,6 +222,13 @@ class Model:
         return []
 
 
+class Adapters(Model):
+    """The same with adapters, which alone are saved."""
+
+    def state_dict(self) -> Any:
+        return {key: value for key, value in super().state_dict().items() if ".adapter_layer." in key}
+
+
 def _save_rank(told: tuple[Path, Path, Layout, str, Mapping[str, Any], list[Path]]) -> None:
     import torch
     from megatron.core import parallel_state as ps
@@ -209,8 +240,9 @@ def _save_rank(told: tuple[Path, Path, Layout, str, Mapping[str, Any], list[Path
     checkpoint, out, layout, how, config, beside = told
     parallel.initialize(layout, seed=1)
     args = torch.load(checkpoint / "common.pt", weights_only=False)["args"]
-    (chunk,) = build_model(args, layout, dtype=torch.bfloat16)
-    load_weights([chunk.bfloat16()], checkpoint)
+    dtype = torch.float32 if how in ADAPTED else torch.bfloat16
+    (chunk,) = build_model(args, layout, dtype=dtype)
+    load_weights([chunk.to(dtype)], checkpoint)
     app_state = SimpleNamespace(
         model_parallel_size=layout.tp * layout.pp,
         data_parallel_rank=0,
@@ -220,9 +252,47 @@ def _save_rank(told: tuple[Path, Path, Layout, str, Mapping[str, Any], list[Path
         pipeline_model_parallel_rank=ps.get_pipeline_model_parallel_rank(),
         get_model_metadata_from_guid=lambda guid: SimpleNamespace(restoration_path=None),
     )
-    saved = chunk
-    model = Model(saved, config, beside, sharded=how in ("torch_dist", "zarr"))
+    if how in ADAPTED:
+        _save_adapters(chunk, args, layout, how, config, app_state, out)
+        return
+    model = Model(chunk, config, beside, sharded=how in ("torch_dist", "zarr"))
     connector(app_state, how if how == "zarr" else "torch_dist").save_to(model, str(out))
+
+
+def _save_adapters(
+    chunk: Any, args: Any, layout: Layout, how: str, config: Mapping[str, Any], app_state: Any, out: Path
+) -> None:
+    """Save adapters as NeMo 1 or 2 does, and the model into which they are merged beside them: `NAME-merged`."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    from tests.genuine import nemo_adapters
+
+    rank = torch.distributed.get_rank()
+    file = nemo_adapters.NEMO_1 if how == "nemo-1" else nemo_adapters.NEMO_2
+    found = nemo_adapters.adapters(chunk, layout, file, taken)
+    if how == "nemo-1":
+        remove = nemo_adapters.add_as_nemo_1(found)
+        connector(app_state, "torch_dist").save_to(Adapters(chunk, config, (), sharded=False), str(out))
+    else:
+        remove = nemo_adapters.add_as_nemo_2(found, taken)
+        state = {
+            key: each
+            for key, each in chunk.sharded_state_dict(prefix="module.").items()
+            if ".adapter." in key
+        }
+        if rank == 0:
+            (out / "weights").mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save({"sharded_state_dict": state, "global_step": 3}, str(out / "weights"))
+    remove()
+    nemo_adapters.merge(found, layout, app_state.tensor_model_parallel_rank)
+    args.params_dtype, args.bf16 = torch.float32, False
+    merged = out.with_name(f"{out.stem}-merged")
+    if rank == 0:
+        merged.mkdir()
+    torch.distributed.barrier()
+    dist_checkpointing.save({"model": chunk.sharded_state_dict(), "args": args, "iteration": 3}, str(merged))
 
 
 def _main() -> None:
