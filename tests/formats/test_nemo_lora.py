@@ -1,4 +1,4 @@
-"""Adapters that NeMo's own modules were, saved as NeMo 1 and NeMo 2 do: merged as those modules compute, and for PEFT."""
+"""Adapters of NeMo's own modules, saved as NeMo 1 and 2 do: merged as those modules compute, and for PEFT."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import reshard
+from reshard.algebra.layout import Layout
 from tests.commandline import reshard as command
-from tests.genuine.make_nemo_1 import KEPT_ADAPTERS
+from tests.genuine.make_nemo_1 import ADAPTED, CONFIG, KEPT_ADAPTERS, LORA, make
 from tests.genuine.nemo_adapters import ALPHA, DIM
 from tests.judges import assert_same_tensors, tensors_of
 
@@ -48,6 +49,23 @@ def test_merged_as_nemo_computes(
     assert_same_tensors(found, merged)
     changed = {tensor for tensor in found if not found[tensor].equal(before[tensor])}
     assert changed == {tensor for tensor in found if "proj" in tensor}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ADAPTED)
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(tp=2)])
+def test_every_variant_in_every_layout(how: str, layout: Layout, base: Path, tmp_path: Path) -> None:
+    config = {**CONFIG, "peft": {"peft_scheme": "lora", "lora_tuning": LORA}}
+    sizes = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
+    source = make(DATA / "iter_0000002", tmp_path / "a.nemo", layout, how, {**config, **sizes})
+    words = ("convert", source, tmp_path / "out", "--merge", "--lora-alpha", ALPHA, "--base", base)
+    done = command(*words, "--no-tokenizer", "--json")
+    if "canonical" in how and layout.tp > 1:
+        assert [each["code"] for each in done.json["problems"]] == ["nemo-canonical-adapter-sharded"]
+        return
+    assert done.code == 0, done.err
+    reshard.convert(tmp_path / "a-merged", tmp_path / "merged", base=base, no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "merged"))
 
 
 @pytest.mark.parametrize("name", KEPT_ADAPTERS)

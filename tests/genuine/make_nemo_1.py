@@ -84,8 +84,8 @@ CONFIG: dict[str, Any] = {
 }
 """The keys of NeMo's `megatron_llama_config.yaml` for the model `VARIANTS[SOURCE]`."""
 SOURCE = "plain-grouped-tp2"
-ADAPTED = ("nemo-1", "nemo-2")
-"""The releases as which adapters are saved."""
+ADAPTED = ("nemo-1", "nemo-1-canonical", "nemo-2")
+"""The releases and variants as which adapters are saved."""
 KEPT = {
     "ranks-tp2-pp2.nemo": (Layout(tp=2, pp=2), "ranks"),
     "torch_dist-tp2.nemo": (Layout(tp=2), "torch_dist"),
@@ -269,9 +269,11 @@ def _save_adapters(
     from tests.genuine import nemo_adapters
 
     rank = torch.distributed.get_rank()
-    file = nemo_adapters.NEMO_1 if how == "nemo-1" else nemo_adapters.NEMO_2
+    file = nemo_adapters.NEMO_2 if how == "nemo-2" else nemo_adapters.NEMO_1
     found = nemo_adapters.adapters(chunk, layout, file, taken)
-    if how == "nemo-1":
+    if how == "nemo-1-canonical":
+        found = nemo_adapters.canonical(found, taken)
+    if how != "nemo-2":
         remove = nemo_adapters.add_as_nemo_1(found)
         connector(app_state, "torch_dist").save_to(Adapters(chunk, config, (), sharded=False), str(out))
     else:
@@ -286,6 +288,8 @@ def _save_adapters(
         torch.distributed.barrier()
         dist_checkpointing.save({"sharded_state_dict": state, "global_step": 3}, str(out / "weights"))
     remove()
+    if how == "nemo-1-canonical" and layout.tp > 1:
+        return
     nemo_adapters.merge(found, layout, app_state.tensor_model_parallel_rank)
     args.params_dtype, args.bf16 = torch.float32, False
     merged = out.with_name(f"{out.stem}-merged")

@@ -105,6 +105,44 @@ def adapters(chunk: Any, layout: Layout, file: str, taken: Taken) -> list[tuple[
     return found
 
 
+def canonical(found: list[tuple[Linear, Any]], taken: Taken) -> list[tuple[Linear, Any]]:
+    """The same with an adapter for each projection, as NeMo 1's variant of this name has them."""
+    import torch
+
+    names = ["ParallelLinearAdapter", "LoraUnfusedKQVAdapter", "LoraUnfusedHto4HAdapter"]
+    kinds = taken(NEMO_1, names, known(), RELEASE)
+    told = {"activation": "identity", "norm_position": None, "norm_type": None, "gather_output": False}
+    of_projections = []
+    for linear, fused in found:
+        made = {**told, "alpha": ALPHA, "model_parallel_config": fused.config, "dim": DIM}
+        adapter, name = fused, linear.adapter
+        if linear.name == "linear_qkv":
+            c = linear.module.config
+            sizes = {"num_query_groups": c.num_query_groups, "kv_channels": c.kv_channels}
+            adapter = kinds["LoraUnfusedKQVAdapter"](linear.inputs, **sizes, **made)
+            name = "lora_unfused_kqv_adapter"
+        elif linear.name == "linear_fc1":
+            adapter = kinds["LoraUnfusedHto4HAdapter"](linear.inputs, linear.outputs, **made)
+            name = "lora_unfused_hto4h_adapter"
+        for parameter in adapter.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        of_projections.append((linear._replace(adapter=name), adapter))
+    return of_projections
+
+
+def _computed(linear: Linear, adapter: Any, unit: Any) -> Any:
+    """What an adapter adds for each unit vector: [out, in]."""
+    import torch
+
+    result = adapter(unit)
+    if not isinstance(result, tuple):
+        return result.squeeze(1).T
+    groups = linear.module.config.num_query_groups
+    parts = [part.squeeze(1).permute(1, 2, 0) for part in result]  # [heads, kv_channels, in]
+    grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    return torch.cat(grouped, 1).reshape(-1, unit.shape[0])
+
+
 def add_as_nemo_1(found: list[tuple[Linear, Any]]) -> Callable[[], None]:
     """Put adapters where NeMo 1's mixins have them. Returns a function that removes them."""
     import torch
@@ -134,7 +172,7 @@ def merge(found: list[tuple[Linear, Any]], layout: Layout, rank: int) -> None:
             share = linear.inputs // layout.tp if linear.input_is_parallel else linear.inputs
             unit = torch.eye(share).unsqueeze(1)
             if not linear.input_is_parallel:
-                linear.module.weight += adapter(unit).squeeze(1).T
+                linear.module.weight += _computed(linear, adapter, unit)
                 continue
             for turn in range(layout.tp):  # the ranks' inputs are parts of one
                 changed = adapter(unit if turn == rank else torch.zeros_like(unit)).squeeze(1).T

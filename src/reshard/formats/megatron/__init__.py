@@ -74,7 +74,7 @@ LEGACY = Format(
 )
 NEMO = Format(
     nemo_ranks.NAME,
-    "NeMo 1's files of ranks, in a .nemo archive or unpacked (model_weights.ckpt)",
+    "NeMo 1's files of ranks, in a .nemo archive or unpacked (model_weights.ckpt); not tested: mcore_gpt false",
     nemo_ranks.detect,
     nemo_ranks.open_checkpoint,
     instead=torch_dist.NAME,
