@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ from tests.judges import TOKENS, assert_agree, assert_same_tensors, tensors_of
 
 DATA = Path(__file__).parents[1] / "data" / "megatron_zarr"
 QKV, FINAL = "decoder.layers.self_attention.linear_qkv.weight", "decoder.final_layernorm.weight"
+
+
+NAMES = (
+    "qwen2-tied-pp2",
+    "qwen2-uneven",
+    "qwen2-distributed-optimizer",
+    "qwen3-pp2-vpp2",
+    "qwen3-moe-tp2-pp2-ep2-etp2",
+    "qwen3-moe-te-grouped",
+    "qwen3-moe-per-layer",
+)
 
 
 @pytest.fixture
@@ -42,17 +54,12 @@ def test_the_weights_are_those_of_torch_dist(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["0.12.3", "0.15.3"])
 @pytest.mark.parametrize(
-    "name",
+    "name, version",
     [
-        "qwen2-tied-pp2",
-        "qwen2-uneven",
-        "qwen2-distributed-optimizer",
-        "qwen3-pp2-vpp2",
-        "qwen3-moe-tp2-pp2-ep2-etp2",
-        "qwen3-moe-te-grouped",
-        "qwen3-moe-per-layer",
+        case
+        for case in product(NAMES, ("0.12.3", "0.15.3"))
+        if case != ("qwen2-distributed-optimizer", "0.15.3")  # which torch's own Adam makes impossible
     ],
 )
 def test_weights_and_states_of_every_layout(name: str, version: str, tmp_path: Path) -> None:

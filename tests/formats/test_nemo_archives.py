@@ -133,6 +133,40 @@ def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
     assert codes(tmp_path / RANKS) == {"archive-damaged"}
 
 
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    told = tarfile.TarInfo(name)
+    told.size, told.type = size, kind
+    return told.tobuf(tarfile.USTAR_FORMAT)
+
+
+@pytest.mark.parametrize("field", [b"99999999", b"\0" * 8, b"1" * 8, b"-1234567"])
+def test_a_checksum_that_is_no_number_is_an_error(field: bytes, tmp_path: Path) -> None:
+    content = bytearray(header("model_weights.ckpt", 0))
+    content[148:156] = field
+    (tmp_path / "a.nemo").write_bytes(bytes(content) + bytes(1024))
+    assert codes(tmp_path / "a.nemo") == {"archive-damaged"}
+
+
+@pytest.mark.parametrize(
+    "record", ["size=²", "size=" + "9" * 5000, "size=-1", "siz", "=", "9" * 5000, "path=../x"]
+)
+def test_attributes_of_a_member_that_say_nothing(record: str, tmp_path: Path) -> None:
+    """They are those of pax archives; a damaged length or size is none."""
+    attributes = f"{len(record.encode()) + 6:04d} {record}\n".encode()
+    padded = attributes + bytes(-len(attributes) % 512)
+    member = header("plain.txt", 5) + b"plain" + bytes(507)
+    content = header("attributes", len(attributes), tarfile.XHDTYPE) + padded + member
+    (tmp_path / "a.nemo").write_bytes(content + bytes(1024))
+    folder = entered(tmp_path / "a.nemo")
+    assert [path.name for path in folder.iterdir()] == ([] if "path" in record else ["plain.txt"])
+
+
+def test_attributes_that_are_too_long_are_an_error(tmp_path: Path) -> None:
+    content = header("attributes", 2 << 20, tarfile.XHDTYPE) + bytes((2 << 20) + 1024)
+    (tmp_path / "a.nemo").write_bytes(content)
+    assert codes(tmp_path / "a.nemo") == {"archive-damaged"}
+
+
 def rewritten(source: Path, out: Path, kept: Callable[[str], bool]) -> Path:
     """A copy of an archive with some of its members."""
     with tarfile.open(source) as old, tarfile.open(out, "w") as new:

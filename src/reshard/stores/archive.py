@@ -44,6 +44,10 @@ class ArchiveStore(Store):
         self._archive = _local(url)
         self._offsets: dict[str, int] = {}
 
+    def entry(self, url: str) -> Entry | None:
+        """The same; an archive without files is an empty folder."""
+        return super().entry(url) or (FOLDER if url == self.url else None)
+
     def _find(self, root: str, *, deep: bool) -> dict[str, Entry]:
         with LocalFile(self._archive) as file:
             modified = file.stamp().modified

@@ -7,6 +7,7 @@ Python's tarfile and GNU tar wrote.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ BLOCK = 512
 MAGIC = slice(257, 262), b"ustar"
 LONGEST = 1 << 20
 """Most bytes of a name, or of the attributes of a member."""
+
+_OCTAL, _DECIMAL = re.compile(rb"[0-7]{1,12}"), re.compile(rb"\d{1,18}")
 
 REGULAR, LONG_NAME, ATTRIBUTES = b"0\x007", b"L", b"x"
 LINK = b"1"
@@ -78,13 +81,13 @@ def _size(header: bytes, at: int, name: str) -> int:
     """The size of a member: octal digits, or, if the first bit is set, a number in base 256."""
     told = header[148:156].strip(b" \0")
     summed = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    if not told.isdigit() or int(told, 8) != summed:
+    if not _OCTAL.fullmatch(told) or int(told, 8) != summed:
         raise _damaged(name, f"byte {at:,}", "a header with its checksum", repr(header[:16]))
     field = header[124:136]
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b" \0")
-    if digits.strip(b"01234567"):
+    if digits and not _OCTAL.fullmatch(digits):
         raise _damaged(name, f"byte {at:,}", "a size in octal digits", repr(field))
     return int(digits or b"0", 8)
 
@@ -111,12 +114,12 @@ def _attributes(kind: bytes, content: bytes) -> dict[str, str]:
     found = {}
     while content:
         length, _, rest = content.partition(b" ")
-        if not length.isdigit() or not len(length) < int(length) <= len(content):
+        if not _DECIMAL.fullmatch(length) or not len(length) < int(length) <= len(content):
             break
         record, content = rest[: int(length) - len(length) - 2], content[int(length) :]
         key, _, value = record.partition(b"=")
         found[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
-    if not found.get("size", "0").isdigit():
+    if not _DECIMAL.fullmatch(found.get("size", "0").encode("utf-8", "replace")):
         del found["size"]
     return found
 
