@@ -90,6 +90,10 @@ ENVIRONMENTS = {
     ),
     "compressed-tensors-0.12": Environment(("compressed-tensors==0.12.2",), on=TESTS),
     "bitsandbytes": Environment((), ("bitsandbytes==0.50.2",), on=TESTS),
+    "zarr": Environment(("zarr==2.18.7", "tensorstore==0.1.76", "numpy==2.2.6"), on=TESTS),
+    # Its own requirements do not install beside current releases of their packages; its code is read, not imported.
+    "nemo": Environment(("omegaconf==2.3.0",), ("nemo_toolkit==1.23.0",), on="zarr"),
+    "nemo-2": Environment((), ("nemo_toolkit==2.3.0",), on="zarr"),
     "release": Environment(
         (
             *("build==1.6.1", "hatchling==1.33.0", "hatch-fancy-pypi-readme==25.1.0", "twine==7.0.0"),

@@ -145,12 +145,18 @@ def nemo(folder: Path, base: Path) -> None:
     nemo2(make_model("llama", base, dtype="bfloat16", head_dim=8), run)
 
 
+def archive(file: Path, base: Path) -> None:
+    file.parent.mkdir(parents=True)
+    shutil.copy(DATA / "nemo/ranks-tp2-pp2.nemo", file)
+
+
 BY_ROW: dict[str, Make] = {
     "any checkpoint": converted,
     "Megatron-LM": megatron_lm,
     "ms-swift": stored("peers/swift/qwen3/checkpoint-3"),
     "Megatron-Bridge": stored("peers/bridge/mistral", "peers/bridge/base-mistral/config.json"),
     "NeMo": nemo,
+    "archive": archive,
     "verl": stored("verl/fsdp1/global_step_3/actor"),
     "FSDP": fsdp,
     "torchtitan": stored("torchtitan/llama/checkpoint/step-1", "torchtitan/llama/config.json"),
@@ -210,7 +216,10 @@ class Place:
     def put(self, make: Make, path: str, base: str) -> None:
         """Put a checkpoint at a path, and its base at another one."""
         made = _made(make, self._cache / getattr(make, "__qualname__", "made") / str(id(make)))
-        shutil.copytree(made / "source", self._folder / path, dirs_exist_ok=True)
+        if (made / "source").is_file():
+            shutil.copy(made / "source", self._folder / path)
+        else:
+            shutil.copytree(made / "source", self._folder / path, dirs_exist_ok=True)
         if (made / "base").exists():
             shutil.copytree(made / "base", self._folder / base, dirs_exist_ok=True)
 

@@ -28,7 +28,7 @@ PATHS = {
     "run/global_step_3/actor": ("verl", "reshard convert"),
     "run/pytorch_model_fsdp_0": ("FSDP", "reshard convert"),
     "model-q4_k_m.gguf": ("GGUF", "reshard convert"),
-    "model.nemo": ("NeMo", "tar -xf"),
+    "model.nemo": ("NeMo", "reshard convert"),
     "last.ckpt": ("Lightning", "reshard inspect"),
 }
 

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import shutil
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,35 @@ def files(*patterns: str, below: Path = DATA, most: int = 40) -> list[bytes]:
         path.read_bytes() for pattern in patterns for path in sorted(below.glob(pattern)) if path.is_file()
     )
     return list(dict.fromkeys(content for content in found if len(content) <= MOST))[:most]
+
+
+def archive() -> bytes:
+    """A small `.nemo` archive: the files of one rank."""
+    out = io.BytesIO()
+    with tarfile.open(DATA / "nemo/lora-1.nemo") as old, tarfile.open(fileobj=out, mode="w") as new:
+        for member in old.getmembers():
+            if member.isfile() and "rank_01" not in member.name and "rank_001" not in member.name:
+                content = old.extractfile(member)
+                member.name = f"./{Path(member.name).name}"
+                new.addfile(member, content)
+    return out.getvalue()
+
+
+def unpacked(folder: Path) -> Path:
+    """The same archive, unpacked."""
+    with tarfile.open(fileobj=io.BytesIO(archive())) as found:
+        found.extractall(folder, filter="data")
+    return folder
+
+
+def nemo_configs() -> list[bytes]:
+    """The configs in NeMo's archives."""
+    found = []
+    for path in sorted(DATA.glob("nemo/*.nemo")):
+        with tarfile.open(path) as opened:
+            content = opened.extractfile("./model_config.yaml")
+            found.append(content.read() if content else b"")
+    return found
 
 
 def pickles(*patterns: str) -> list[bytes]:

@@ -119,6 +119,12 @@ TARGETS: dict[str, Target] = {
     "megatron-tracker": _bytes(
         lambda: encoded("3", "release"), file_of(SWIFT, "latest_checkpointed_iteration.txt")
     ),
+    "zarr-array": _json(
+        lambda: files("megatron_zarr/*/zarr/*/*.weight/.zarray"),
+        file_of("megatron_zarr/qwen2-tp2-pp2/zarr", "*/*.linear_qkv.weight/.zarray"),
+    ),
+    "nemo-archive": _bytes(lambda: [seeds.archive()], alone("a.nemo", reshard.inspect)),
+    "nemo-config": _text(seeds.nemo_configs, in_copy(seeds.unpacked, "model_config.yaml", reshard.inspect)),
     "run-config": _text(
         lambda: files("peers/bridge/**/run_config.yaml"), file_of("peers/bridge/mistral", "*/run_config.yaml")
     ),

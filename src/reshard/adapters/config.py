@@ -35,7 +35,7 @@ def adapter_config(adapter: Adapter, base: str | None = None) -> dict[str, Any]:
         "inference_mode": True,
         "r": rank,
         "lora_alpha": settings.config["lora_alpha"],
-        "lora_dropout": 0.0,
+        "lora_dropout": settings.dropout,
         "target_modules": target_modules(adapter),
         "modules_to_save": sorted({_module_of(name) for name in adapter.whole}) or None,
         "rank_pattern": other,

@@ -10,7 +10,7 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain import JSON_MOST, json_of
 from reshard.folders.companions import read_object
 from reshard.folders.places import belongs, is_here
-from reshard.folders.provenance import read_run_config
+from reshard.folders.provenance import RUN_CONFIG, read_yaml
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.megatron import nemo, nemo_1
 from reshard.formats.peft import CONFIG
 from reshard.transfer.sources import Sources
+
+Defaults = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 ABOVE = 3
 """Number of parent folders to search: `checkpoint-N/pytorch_model_fsdp_0` is two below the folder of its run."""
@@ -172,12 +175,52 @@ def _in(folder: Path, sources: Sources) -> Iterator[Settings]:
     for name, keys in NOTED.items():
         if (folder / name).is_file() and (content := _known(_object(folder / name, sources), keys)):
             yield Settings(content, str(folder / name))
-    content = _known((_run_config(folder, sources) or {}).get("peft"), BRIDGE)
-    if content:
-        yield Settings(content, str(folder / "run_config.yaml"))
+    for name, section, called, defaults in IN_YAML:
+        told: Any = _yaml(folder / name, sources)
+        for part in section:
+            told = told.get(part) if isinstance(told, Mapping) else None
+        if isinstance(told, Mapping) and (content := _known({**defaults(told), **_given(told)}, called)):
+            yield Settings(content, str(folder / name))
+
+
+def _given(told: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in told.items() if value is not None}
+
+
+def _nothing(told: Mapping[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+def _of_nemo_1(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What NeMo 1 uses as alpha if it is not set, as in all releases before 2.0."""
+    return {"alpha": told.get("adapter_dim")}
+
+
+def _of_nemo_2(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of NeMo 2's LoRA, which `model.yaml` leaves out."""
+    is_lora = str(told.get("_target_")).endswith((".LoRA", ".CanonicalLoRA"))
+    return {"dim": 32, "alpha": 32} if is_lora else {}
 
 
 BRIDGE = {"dim": "r", "alpha": "lora_alpha"}
+IN_YAML: tuple[tuple[str, tuple[str, ...], Mapping[str, str], Defaults], ...] = (
+    (RUN_CONFIG, ("peft",), BRIDGE, _nothing),
+    (
+        nemo_1.FILE,
+        ("peft", "lora_tuning"),
+        {"adapter_dim": "r", "alpha": "lora_alpha", "adapter_dropout": "lora_dropout"},
+        _of_nemo_1,
+    ),
+    (
+        f"{nemo.CONTEXT}/{nemo.MODEL}",
+        ("model_transform",),
+        {**BRIDGE, "dropout": "lora_dropout"},
+        _of_nemo_2,
+    ),
+)
+"""Files of Megatron-Bridge and NeMo, the section with the settings, the names of its keys in adapter_config.json, and
+what it leaves out. Sources: `nlp/parts/peft_config.py` and `llm/peft/lora.py` of NeMo 2.3.
+"""
 NOTED = {
     "lora_train_meta.json": {"r": "r", "lora_alpha": "lora_alpha", "task_type": "task_type"},
     "args.json": {
@@ -209,9 +252,9 @@ def _object(path: Path, sources: Sources) -> Any:
         return None  # an unreadable hint is ignored
 
 
-def _run_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
+def _yaml(path: Path, sources: Sources) -> dict[str, Any] | None:
     try:
-        return read_run_config(folder, sources)
+        return read_yaml(path, sources) if path.is_file() else None
     except ValueError:
         return None
 

@@ -75,6 +75,16 @@ USUAL = (
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.txt", "*.model", "*.tiktoken")
 BPE = ("vocab.json", "merges.txt")
 
+_ARTIFACTS = tuple(
+    (re.compile(rf"[0-9a-f]{{32}}_{pattern}"), name)
+    for pattern, name in (
+        (r".*\.model", "tokenizer.model"),
+        (r".*vocab.*\.json", "vocab.json"),
+        (r".*merges?.*\.txt", "merges.txt"),
+    )
+)
+"""Files of a tokenizer as NeMo 1 names them, whatever their names were, and the names that transformers reads."""
+
 
 @dataclass(frozen=True)
 class Companions:
@@ -153,7 +163,7 @@ def find_companions(sources: Sources, *folders: str | Path) -> Companions:
     left_out: list[Path] = []
     for folder in map(as_path, folders):
         for path in [*_plain_of(folder), *_code_of(folder, sources)]:
-            name = path.relative_to(folder).as_posix()
+            name = _artifact(path.name) or path.relative_to(folder).as_posix()
             if name in files or not path.is_file():
                 continue
             if not belongs(path, folder, sources):
@@ -268,8 +278,14 @@ def _matching(pattern: Path) -> list[Path]:
     return sorted(path for path in pattern.parent.iterdir() if fnmatchcase(path.name, pattern.name))
 
 
+def _artifact(name: str) -> str | None:
+    """The name that transformers has for a file of a tokenizer with this name, if NeMo 1 gave it."""
+    return next((ours for pattern, ours in _ARTIFACTS if pattern.fullmatch(name)), None)
+
+
 def _plain_of(folder: Path) -> Iterator[Path]:
     """Paths of possible companions; they may not exist."""
+    yield from (path for path in _matching(folder / "*_*") if _artifact(path.name))
     for pattern in (*BESIDES, *TOKENIZER):
         # Fixed names are not globbed: a glob treats a file that it cannot access as missing.
         yield from _matching(folder / pattern) if "*" in pattern else [folder / pattern]

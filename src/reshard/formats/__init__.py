@@ -42,7 +42,9 @@ FORMATS = Registry(
     Format,
     lambda: (
         megatron.TORCH_DIST,
+        megatron.ZARR,
         megatron.LEGACY,
+        megatron.NEMO,
         dcp.FORMAT,
         fsdp_ranks.FORMAT,
         deepspeed.FORMAT,
@@ -154,6 +156,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint of any format. Raises ReshardError if none is found, or if it is damaged.
 
+    The files in a `.nemo` archive are read where they are.
+
     If `path` itself is not a checkpoint, the folder below it where engines are known to save is opened. If the folder
     has both engine weights and Hugging Face weights, as ms-swift saves them, the engine weights are read: to read the
     others, users pass their file. `strip` lists wrapper prefixes to remove from tensor names. `sources`, which the
@@ -163,6 +167,7 @@ def open_checkpoint(
     if not path.exists():
         raise not_found.nothing_there(path)
     check_open(path)
+    path = foreign.in_archive(path)
     refuse_unfinished(path, sources)
     folder, was_step = descent.descend(path, lambda place: detect(place) is not None, iteration)
     iteration = None if was_step else iteration

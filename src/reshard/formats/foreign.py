@@ -4,16 +4,13 @@ They are recognized by their content (`FILES`, `FOLDERS`); by their names only F
 magic, and ordinary files of torch and of safetensors (`NAMES`). Where neither tells, the names of their tensors do
 (`TENSORS`):
 
-- NeMo 1: a tar archive, plain or gzipped, whose members are `model_config.yaml` and weights
-  (nemo/core/connectors/save_restore_connector.py).
+- NeMo 1: a tar archive, gzipped before NeMo 1.7 (nemo/core/connectors/save_restore_connector.py). Plain ones are read.
 - torch.save: a zip archive whose first member is `…/data.pkl`; the dict of a Lightning checkpoint has the key
   `pytorch-lightning_version` before its weights (lightning/pytorch/trainer/connectors/checkpoint_connector.py), and
   TorchScript has members below `code/`. Before torch 1.6 the file was a sequence of pickles.
 - numpy's `.npz`: a zip archive whose first member ends in `.npy`.
 - ONNX: a protobuf message without a magic, whose first field is `ir_version` (onnx/onnx.proto): byte 08.
 - Orbax: a folder with `_CHECKPOINT_METADATA`, or `_METADATA` next to `manifest.ocdbt` (orbax.checkpoint 0.12).
-- zarr of Megatron-Core and NeMo: a folder whose `metadata.json` has the `sharded_backend` zarr (megatron-core's
-  dist_checkpointing 0.4 to 0.8).
 - MLX: safetensors whose metadata have `"format": "mlx"` and whose config has `quantization` (mlx_lm/utils.py). Without
   the latter they are ordinary Hugging Face weights.
 """
@@ -33,7 +30,8 @@ from typing import Any, NamedTuple
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.in_memory import renamings
 from reshard.folders.places import can_list
-from reshard.stores import open_file
+from reshard.stores import entered, is_remote, open_file
+from reshard.stores.tar import is_tar
 
 BEGIN = 1 << 16
 """Bytes read from either end of a file."""
@@ -80,20 +78,19 @@ _LINK = (
 
 NEMO = Kind(
     "foreign-nemo",
-    "this is a .nemo archive of NeMo, which reshard does not read as such",
-    "unpack it: mkdir {folder} && tar -xf {file} -C {folder}, then run: reshard inspect {folder}; if that cannot "
-    "read it (older archives), convert it where NeMo runs, with its scripts/checkpoint_converters",
+    "this is a .nemo archive of NeMo",
+    "pass the archive itself: reshard inspect {file}; one in a store must be downloaded first",
+)
+COMPRESSED_NEMO = Kind(
+    "foreign-nemo-compressed",
+    "this is a compressed .nemo archive, whose files cannot be read where they are",
+    "decompress it: gzip -dc {file} > {folder}-plain.nemo, then run: reshard inspect {folder}-plain.nemo",
 )
 NEMO_RANK = Kind(
     "foreign-nemo-weights",
-    "these weights have the names of NeMo 1, in the files of ranks that older versions saved",
-    "convert them where NeMo 1 runs, with its scripts/checkpoint_converters; reshard reads NeMo's distributed "
-    "checkpoints (a folder with .metadata)",
-)
-ZARR = Kind(
-    "foreign-zarr",
-    "this is a distributed checkpoint in zarr, which older versions of Megatron-LM and NeMo saved",
-    "load it where it was trained, and save it with --dist-ckpt-format torch_dist (NeMo: save_ckpt_format)",
+    "these weights have the names of NeMo 1, in a file that it does not call so",
+    "give it NeMo's name for such a file: mkdir {folder} && ln -s {absolute} {folder}/model_weights.ckpt, "
+    "then run: reshard inspect {folder}",
 )
 LIGHTNING = Kind("foreign-lightning", "this is a checkpoint of PyTorch Lightning", _LINK)
 TORCH = Kind(
@@ -193,6 +190,7 @@ NAMES = (
     (re.compile(r"rank\d+\.safetensors"), TENSORRT),
 )
 """Files of safetensors with the names that a tool gives them, beside a model's own (`model*.safetensors`)."""
+ARCHIVE = r"(?s).+\.nemo"
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"/data.pkl"
 FILES = (
@@ -207,16 +205,16 @@ FILES = (
     Sign(OLD_TORCH, begin=re.escape(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.")),
     Sign(ONNX, name=r"(?s).+\.onnx", begin=rb"\x08"),
     Sign(FLAX, name=r"flax_model\.msgpack", begin=rb"(?!PK\x03\x04)"),
-    Sign(NEMO, name=r"(?s).+\.nemo", begin=rb"(?!PK\x03\x04)", tar=True),
+    Sign(COMPRESSED_NEMO, name=ARCHIVE, begin=rb"\x1f\x8b", tar=True),
+    Sign(NEMO, name=ARCHIVE, begin=rb"(?!PK\x03\x04)", tar=True),
 )
 """The first that fits counts; `(?s).` fits all but empty files. Meta's code saves a file for each model-parallel rank
 (llama/generation.py)."""
 FOLDERS = (
-    (("_CHECKPOINT_METADATA",), b"", ORBAX),
-    (("_METADATA", "manifest.ocdbt"), b"", ORBAX),
-    (("metadata.json",), b'"zarr"', ZARR),
+    (("_CHECKPOINT_METADATA",), ORBAX),
+    (("_METADATA", "manifest.ocdbt"), ORBAX),
 )
-"""Files that are all in a folder, and what the first of them contains."""
+"""Files that are all in a folder."""
 TENSORS = (
     (
         re.compile(
@@ -239,8 +237,8 @@ CODES = {
     each.code
     for each in (
         NEMO,
+        COMPRESSED_NEMO,
         NEMO_RANK,
-        ZARR,
         LIGHTNING,
         TORCH,
         OLD_TORCH,
@@ -273,6 +271,12 @@ def recognized(path: Path) -> Problem | None:
             return problem(kind, folder)
     found = ((kind, child) for child in children if child.is_file() and (kind := _kind_of(child)))
     return next((problem(kind, child) for kind, child in found), None)
+
+
+def in_archive(path: Path) -> Path:
+    """The contents of a `.nemo` archive on a disk that is not compressed, as a folder; any other path as it is."""
+    is_archive = not is_remote(path) and re.fullmatch(ARCHIVE, path.name) and path.is_file()
+    return entered(path) if is_archive and is_tar(_begin(path)) else path
 
 
 def is_state_dict(path: Path) -> bool:
@@ -342,11 +346,7 @@ def _end(path: Path) -> bytes:
 
 
 def _kind_of_folder(folder: Path) -> Kind | None:
-    found = (
-        kind
-        for names, content, kind in FOLDERS
-        if all((folder / name).is_file() for name in names) and content in _begin(folder / names[0])
-    )
+    found = (kind for names, kind in FOLDERS if all((folder / name).is_file() for name in names))
     return next(found, None)
 
 
@@ -374,4 +374,4 @@ def _is_tar(begin: bytes) -> bool:
     if begin.startswith(b"\x1f\x8b"):
         with suppress(EOFError, zlib.error, gzip.BadGzipFile):
             begin = zlib.decompressobj(wbits=31).decompress(begin, tarfile.BLOCKSIZE)
-    return begin[257:262] == b"ustar"
+    return is_tar(begin)

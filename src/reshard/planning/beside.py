@@ -179,7 +179,7 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the output was made from.
 
     `fingerprint` is a SHA-256 over what the headers of the source record: names, dtypes, shapes, places, and checksums
-    if there are any. `files` has each file with weights, and its size.
+    if there are any. `files` has each file with weights, by its path below the checkpoint, and its size.
     """
     digest = sha256()
     names: dict[str, str] = {}
@@ -188,8 +188,16 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
         for piece in tensor.view.pieces:
             for cells in cells_under(piece):
                 storage = cells.storage
-                file = names.get(storage.path) or names.setdefault(storage.path, Path(storage.path).name)
+                file = names.get(storage.path) or names.setdefault(
+                    storage.path, _below(checkpoint.path, storage.path)
+                )
                 told.append(f" {file} {storage.offset} {piece.start} {storage.crc32}")
         digest.update("".join(told).encode())
     files = {name: as_path(path).stat().st_size for path, name in sorted(names.items())}
     return {"fingerprint": digest.hexdigest(), "files": files}
+
+
+def _below(folder: Path, file: str) -> str:
+    """The path of a file below a folder; only its name if it is elsewhere, as weights of a base are."""
+    path = as_path(file)
+    return path.relative_to(folder).as_posix() if folder in path.parents else path.name

@@ -18,6 +18,7 @@ from pathlib import Path, PosixPath
 from typing import IO, Any
 
 from reshard.stores import hub, registry
+from reshard.stores.archive import inside
 from reshard.stores.entry import Entry
 from reshard.stores.files import File, LocalFile
 from reshard.stores.remote import RemoteFile
@@ -30,9 +31,11 @@ class StorePath(PosixPath):
         scheme, *rest = self.parts or ("",)
         return f"{scheme}//{'/'.join(rest)}" if scheme.endswith(":") else "/".join([scheme, *rest])
 
-    def opened(self) -> RemoteFile:
+    def opened(self) -> File:
         """The file, open for reading. Raises OSError if it does not exist."""
-        return RemoteFile(str(self), self._status(), registry.at(str(self)))
+        url, entry = str(self), self._status()
+        store = registry.at(url)
+        return store.opened(url, entry) or RemoteFile(url, entry, store)
 
     def _entry(self) -> Entry | None:
         return registry.at(str(self)).entry(str(self))
@@ -135,13 +138,13 @@ class StorePath(PosixPath):
 
     def _top(self) -> int:
         is_whole = self.parts[0].endswith(":")
-        return 1 + registry.kind_of(str(self)).depth if is_whole else 1
+        return 1 + registry.kind_of(str(self)).top(str(self)) if is_whole else 1
 
 
 class _Raw(io.RawIOBase):
-    """A remote file as Python's `io` reads it."""
+    """A file of a store as Python's `io` reads it."""
 
-    def __init__(self, file: RemoteFile) -> None:
+    def __init__(self, file: File) -> None:
         super().__init__()
         self._file, self._at = file, 0
 
@@ -195,6 +198,16 @@ def source_path(typed: str | PathLike[str]) -> Path:
     if isinstance(typed, str) and not registry.is_url(typed) and not typed_path(typed).exists():
         typed = f"hf://{typed}" if hub.may_have(typed) else typed
     return typed_path(typed)
+
+
+def contents_of(archive: Path) -> Path:
+    """The contents of a tar archive on a disk, as a folder."""
+    return StorePath(inside(archive))
+
+
+def entered(archive: Path) -> Path:
+    """The same; the next question about anything in it lists the archive again."""
+    return StorePath(registry.connect(inside(archive)))
 
 
 def as_path(kept: str | PathLike[str]) -> Path:

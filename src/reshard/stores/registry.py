@@ -8,13 +8,14 @@ from threading import RLock
 
 from reshard.base.errors import ReshardError
 from reshard.stores.address import Address
+from reshard.stores.archive import ArchiveStore
 from reshard.stores.hub import HubStore, url_of_page
 from reshard.stores.objects import AlibabaOss, AzureBlobs, GoogleCloud
 from reshard.stores.s3 import S3
 from reshard.stores.store import Store
 from reshard.stores.web import WebStore
 
-KINDS: tuple[type[Store], ...] = (S3, GoogleCloud, AlibabaOss, AzureBlobs, HubStore, WebStore)
+KINDS: tuple[type[Store], ...] = (S3, GoogleCloud, AlibabaOss, AzureBlobs, HubStore, WebStore, ArchiveStore)
 """All kinds of stores."""
 
 SCHEMES = {scheme: each for each in KINDS for scheme in each.kind.schemes}

@@ -14,6 +14,7 @@ from typing import ClassVar
 from reshard.stores.address import Address, Kind
 from reshard.stores.entry import FOLDER, Entry
 from reshard.stores.errors import translated
+from reshard.stores.files import File
 from reshard.stores.ranges import Wanted
 
 
@@ -32,6 +33,15 @@ class Store(ABC):
     def holding(cls, place: Address) -> Store:
         """The store that contains an address."""
         return cls("/".join(place.shown.split("/")[: 2 + cls.depth]))
+
+    @classmethod
+    def top(cls, url: str) -> int:
+        """The number of parts, after the scheme, of the URL of the store that contains `url`."""
+        return cls.depth
+
+    def opened(self, url: str, entry: Entry) -> File | None:
+        """The file at `url`, if it is not read in ranges by `fetch`."""
+        return None
 
     def translated(self, url: str) -> AbstractContextManager[None]:
         """Turns the errors of the package that opens the store into those of reshard; see `errors.translated`."""

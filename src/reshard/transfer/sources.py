@@ -20,7 +20,7 @@ from typing import Any
 from isal.isal_zlib import crc32
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.stores import File, Stamp, as_path, is_remote, open_file, realpath, refresh
+from reshard.stores import File, Stamp, as_path, contents_of, is_remote, open_file, realpath, refresh
 from reshard.transfer.ledger import Passed, Range, Ranges
 from reshard.transfer.memory import Meter
 
@@ -138,10 +138,12 @@ class Sources:
         read.
         """
         first = self.named[0].absolute() if self.named else None
+        homes = (first, contents_of(first)) if first else ()
         found = []
         for path, note in self._notes.items():
             full = as_path(path).absolute()
-            shown = full.relative_to(first).as_posix() if first and first in full.parents else full.name
+            home = next((home for home in homes if home in full.parents), full.parent)
+            shown = full.relative_to(home).as_posix()
             read = {} if passed is None else _as_read(note, passed.get(path, Ranges()))
             found.append({"path": shown, **note.stamp.as_dict(), **read})
         return sorted(found, key=lambda each: str(each["path"]))

@@ -18,7 +18,8 @@ from reshard.engines.megatron import te_names
 from reshard.engines.megatron.parallel import supported
 from reshard.engines.megatron.unpickle import inert_pickle
 
-Format = Literal["torch_dist", "torch"]
+Format = Literal["torch_dist", "zarr", "torch"]
+"""What `--ckpt-format` names; megatron-core wrote zarr until 0.15."""
 
 _SHARDING_BEFORE_0_15 = {
     "dp_reshardable": "dp_zero_gather_scatter",
@@ -72,20 +73,27 @@ def refuse_unloadable(folder: Path) -> None:
     """
     from megatron.core import __version__, dist_checkpointing
 
+    if any(folder.glob("*/.zarray")):
+        raise _unloadable(folder, "torch_dist", f"zarr, which megatron-core {__version__} does not read")
     if not is_torch_dist(folder) or (folder / "common.pt").is_file():
         return
     try:
         dist_checkpointing.load_common_state_dict(str(folder))
     except Exception as error:  # 0.16 raises an AttributeError
-        raise ReshardError(
-            "megatron-core-cannot-load",
-            "the installed megatron-core cannot load this checkpoint",
-            file=str(folder),
-            expected="a folder with common.pt",
-            found=f"none, which megatron-core {__version__} does not read",
-            remedy="leave out --logits: the weights are compared all the same; or convert it with reshard convert "
-            "--to megatron, which writes common.pt, and compare the output",
-        ) from error
+        found = f"none, which megatron-core {__version__} does not read"
+        raise _unloadable(folder, "a folder with common.pt", found) from error
+
+
+def _unloadable(folder: Path, expected: str, found: str) -> ReshardError:
+    return ReshardError(
+        "megatron-core-cannot-load",
+        "the installed megatron-core cannot load this checkpoint",
+        file=str(folder),
+        expected=expected,
+        found=found,
+        remedy="leave out --logits: the weights are compared all the same; or convert it with reshard convert "
+        "--to megatron, which writes torch_dist with common.pt, and compare the output",
+    )
 
 
 def rank_folder(folder: Path) -> Path:
@@ -325,7 +333,7 @@ def save_checkpoint(
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    if options.format == "torch_dist":
+    if options.format != "torch":
         write_torch_dist(folder, state, chunks, layout, optimizer, scheduler, options)
     else:
         _save_legacy(folder, state, chunks, optimizer, scheduler)
@@ -363,7 +371,7 @@ def write_torch_dist(
         state["opt_param_scheduler"] = scheduler.state_dict()
     state["rng_state"] = _sharded_random_state(layout)
     state["num_floating_point_operations_so_far"] = 0.0
-    strategy = get_default_save_sharded_strategy("torch_dist")
+    strategy = get_default_save_sharded_strategy(options.format)
     if options.fully_parallel:
         strategy = FullyParallelSaveStrategyWrapper(strategy, group, False)
     dist_checkpointing.save(

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-Core: `torch_dist.py` and `legacy.py` are two formats with the same names and shards."""
+"""Checkpoints of Megatron-Core: `torch_dist.py`, `zarr.py` and `legacy.py`, with the same names and shards."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from pathlib import Path
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.megatron import legacy, torch_dist
+from reshard.formats.megatron import legacy, nemo_ranks, torch_dist, zarr
 from reshard.formats.megatron.request import complete, fit, load_with, notes
 from reshard.formats.target import MASTERS, MOMENTS, Format, Kind, Target
 from reshard.transfer.sources import Sources
 
 
 def _open(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
-    """Open an iteration of a run, in whichever of the two formats it is: a run may have changed formats."""
+    """Open an iteration of a run, in whichever of the formats it is: a run may have changed formats."""
     step, _ = iterations.choose(path, iteration)
-    changed = legacy.detect(step) and not torch_dist.detect(step)
-    opened = legacy.open_checkpoint if changed else torch_dist.open_checkpoint
+    opened = next((opened for detect, opened in _READERS if detect(step)), torch_dist.open_checkpoint)
     return opened(path, sources, iteration)
+
+
+_READERS = (
+    (torch_dist.detect, torch_dist.open_checkpoint),
+    (zarr.detect, zarr.open_checkpoint),
+    (legacy.detect, legacy.open_checkpoint),
+)
 
 
 _OF_RUN = (
@@ -48,6 +54,15 @@ TORCH_DIST = Format(
     files=(".metadata", "metadata.json", "common.pt", iterations.TRACKER),
     seen={"Megatron": r"iter_\d{7}|mp_rank_\d\d(?:_\d{3})?/model_optim|latest_checkpointed_iteration"},
 )
+ZARR = Format(
+    zarr.NAME,
+    "Megatron-Core distributed checkpoint in zarr, which older versions and NeMo saved",
+    zarr.detect,
+    _open,
+    aliases=("zarr",),
+    instead=torch_dist.NAME,
+    parts=(*_OF_RUN, "metadata.json", "common.pt", ".zarray"),
+)
 LEGACY = Format(
     legacy.NAME,
     "Megatron legacy checkpoint, a file for each rank (mp_rank_*)",
@@ -56,4 +71,13 @@ LEGACY = Format(
     Target(legacy.lay_out, names=("mcore",), sharded=True, fit=fit, notes=notes, load_with=load_with),
     aliases=("legacy", "mcore-legacy"),
     parts=(*_OF_RUN, "distrib_optim.pt", "model_optim_rng.pt"),
+)
+NEMO = Format(
+    nemo_ranks.NAME,
+    "NeMo 1's files of ranks, in a .nemo archive or unpacked (model_weights.ckpt); not tested: mcore_gpt false",
+    nemo_ranks.detect,
+    nemo_ranks.open_checkpoint,
+    instead=torch_dist.NAME,
+    parts=("model_config.yaml",),
+    seen={"NeMo": r"\.nemo$"},
 )

@@ -28,9 +28,9 @@ from reshard.algebra.lines import Line
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import View, concat
 from reshard.base.errors import ReshardError
-from reshard.containers.dcp_metadata import DcpTensor, spans
-from reshard.containers.torchfiles.read import ChunkReader
+from reshard.containers.dcp_metadata import DcpTensor
 from reshard.formats.checkpoint import States
+from reshard.formats.megatron.common import Reading
 from reshard.formats.megatron.mcore import is_carried, is_gated, place_of, split_of, stages_of
 from reshard.formats.megatron.optimizer import rounding
 from reshard.formats.megatron.order import UnorderedError, exchangeable, position_of, spellings, ungrouped
@@ -39,7 +39,6 @@ from reshard.formats.sharding import Shard, TensorShards
 from reshard.stores import as_path
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import Planned
-from reshard.transfer.sources import Sources
 
 STATE_KEYS = {"fp32": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """The name of each state in the keys of buckets."""
@@ -127,14 +126,14 @@ def buckets_of(stored: Mapping[str, DcpTensor]) -> dict[str, _Buckets]:
 class OptimizerBuffers:
     """The `buckets` of a checkpoint by state, as the states of its `weights`.
 
-    `args` are Megatron-LM's, as far as they are recorded.
+    `args` are Megatron-LM's, as far as they are recorded; `reading` finds the elements of the buckets.
     """
 
     buckets: Mapping[str, _Buckets]
     weights: Mapping[str, Tensor]
     saved: SavedLayout
     args: Mapping[str, Any]
-    sources: Sources
+    reading: Reading
     _read: dict[str, _Lines] = field(default_factory=dict)
 
     def states(self) -> States:
@@ -281,10 +280,7 @@ class OptimizerBuffers:
         if state in self._read:
             return self._read[state]
         buckets, masters = self.buckets.get(state, {}), self._masters
-        chunks = ChunkReader(
-            self.sources, spans(each for held in buckets.values() for _, each in held.values())
-        )
-        lines = {}
+        found: dict[tuple[_Buffer, int], DcpTensor] = {}
         for buffer, held in masters.items():
             for number, (key, bucket) in held.items():
                 own, tensor = buckets.get(buffer, {}).get(number, (key.removesuffix(_MASTERS) + state, None))
@@ -292,12 +288,13 @@ class OptimizerBuffers:
                     raise _unreadable(_MisfitError(own, f"{bucket.shape[0]} elements", _amount(tensor)))
                 if _pieces(tensor) != _pieces(bucket):
                     raise _unreadable(_MisfitError(own, "pieces like those of the masters", "others"))
-                parts = [
-                    chunks.read(each.file, each.offset, each.length, tensor.dtype, each.sizes)
-                    for each in sorted(tensor.chunks)
-                ]
-                lines[buffer, number] = Line(parts)
-        chunks.close()
+                found[buffer, number] = tensor
+        stored = dict(each for held in buckets.values() for each in held.values())
+        with self.reading(stored) as read:
+            lines = {
+                place: Line([read(tensor, chunk) for chunk in sorted(tensor.chunks)])
+                for place, tensor in found.items()
+            }
         self._read[state] = lines
         return lines
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata
 from reshard.containers.torchfiles.read import read_torch_file
@@ -26,6 +28,12 @@ _OBJECT = "common_state/shard_0_1"
 _ENTRIES = ("args", "checkpoint_version", "iteration")
 READ = frozenset({_OBJECT, *_ENTRIES})
 """Objects that `read_common` reads; the others are dropped."""
+
+ReadChunk = Callable[[DcpTensor, DcpChunk], StoredTensor]
+"""Finds the elements of a chunk of a tensor in its file."""
+
+Reading = Callable[[Mapping[str, DcpTensor]], AbstractContextManager[ReadChunk]]
+"""Opens what is needed to read the chunks of these tensors."""
 
 _NEST = "model."
 _EXPERT = re.compile(

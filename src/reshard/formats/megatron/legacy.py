@@ -79,7 +79,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     pairs = stage_ranks(layout)
     ranks = [Rank(tp, pp, ep) for tp, ep in pairs for pp in range(layout.pp)]
     _check_ranks(folder, ranks, layout)
-    reader = _Reader(facts, {pair: rank % layout.etp for pair, rank in pairs.items()})
+    reader = RankReader(facts, {pair: rank % layout.etp for pair, rank in pairs.items()})
     dropped: Counter[str] = Counter()
     files = {rank: read(folder_name(rank, layout)) for rank in ranks}
     for rank, content in files.items():
@@ -151,12 +151,17 @@ _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 _SEQUENTIAL = re.compile(r"(.*mlp\.experts)\.local_experts\.(\d+)\.(.*)")
 _GROUPED = re.compile(r"(.*mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 _STACKED = re.compile(r"(.*mlp\.experts)\.weight([12])")
+_DOWN = {
+    f"mlp.linear_fc1.{up}": f"mlp.linear_fc2.{down}"
+    for up, down in (("weight", "weight"), ("adapter.linear_out.weight", "adapter.linear_in.weight"))
+}
+"""Tensors whose rows are gate and up, or up alone, and those whose columns are the width of the MLP."""
 
 
-class _Reader:
+class RankReader:
     """Joins the shards of all ranks under global names."""
 
-    def __init__(self, facts: Facts, shards: Mapping[tuple[int, int], int]) -> None:
+    def __init__(self, facts: Facts, shards: Mapping[tuple[int, int], int], *, gated: bool = True) -> None:
         self.copies = CopyFinder()
         self.replicas: list[Replica] = []
         self.fused = False
@@ -164,7 +169,7 @@ class _Reader:
         self._local_experts = facts.experts // facts.layout.ep
         self._tied = facts.tied
         self._latent: dict[str, int] = {}
-        self._gated = True
+        self._gated = gated
         self._counts: dict[tuple[int, int], int] = {}
         self._found: dict[str, TensorShards] = {}
 
@@ -178,8 +183,14 @@ class _Reader:
             for key, stored in state.items():
                 if key.endswith(("linear_q_up_proj.weight", "linear_kv_up_proj.weight")):
                     self._latent[key.rpartition(".linear_")[2].replace("up", "down")] = stored.shape[1]
-                if key.endswith("mlp.linear_fc1.weight") and (down := state.get(key.replace("fc1", "fc2"))):
-                    self._gated = stored.shape[0] != down.shape[1]
+                for up, down in _DOWN.items():
+                    if key.endswith(up) and (other := state.get(key.removesuffix(up) + down)):
+                        self._gated = stored.shape[0] != other.shape[1]
+
+    @property
+    def layers(self) -> int:
+        """The layers of all stages, once their files are known."""
+        return sum(self._counts.values())
 
     def add(self, rank: Rank, content: Mapping[str, Any]) -> None:
         """Add all tensors of one rank's file."""

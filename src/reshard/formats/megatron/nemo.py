@@ -18,6 +18,7 @@ from typing import Any
 
 from reshard.families.rope import LLAMA3
 from reshard.folders.provenance import read_yaml
+from reshard.formats.megatron import nemo_1
 from reshard.transfer.sources import Sources
 
 CONTEXT, MODEL, TOKENIZER = "context", "model.yaml", "nemo_tokenizer"
@@ -63,11 +64,13 @@ def tokenizer_of(folder: Path) -> Path:
 def read_model(folder: Path, sources: Sources) -> tuple[dict[str, Any], str | None] | None:
     """The fields of the model's config for the weights in `folder`, and its family, if the class has only one.
 
-    None if there is no `model.yaml`, or if it leaves out fields. Raises ValueError if it cannot be read.
+    None if there is neither `model.yaml` nor NeMo 1's config, or if it leaves out fields. Raises ValueError if it
+    cannot be read.
     """
     path = folder.parent / CONTEXT / MODEL
     if not path.is_file():
-        return None
+        fields_of_1 = nemo_1.read_config(folder, sources)
+        return (fields_of_1, None) if fields_of_1 else None
     model = read_yaml(path, sources)
     config = model.get("config")
     if not isinstance(config, Mapping) or any(config.get(name) is None for name in NEEDED):

@@ -94,7 +94,9 @@ def split_key(key: str) -> tuple[str, str]:
     return (match[1], match[3]) if match else ("", key)
 
 
-def with_groups(common: dict[str, Any], objects: Mapping[str, DcpChunk], sources: Sources) -> dict[str, Any]:
+def with_groups(
+    common: Mapping[str, Any], objects: Mapping[str, DcpChunk], sources: Sources
+) -> Mapping[str, Any]:
     """`common.pt` of a run whose optimizers are bound to a layout, as if it had saved portable ones.
 
     Each rank of such a run stores the parameter groups of its optimizers as objects, which have the same settings.

@@ -1,0 +1,176 @@
+"""NeMo 1's files of ranks, as a `.nemo` archive or its unpacked folder has them.
+
+    model_weights.ckpt                              one rank
+    mp_rank_01/model_weights.ckpt                   tensor parallelism
+    tp_rank_01_pp_rank_000/model_weights.ckpt       pipeline stages, too
+
+Each is a state dict whose names begin with `model.`: those of Megatron-Core, or, in models that NeMo's own code
+computes (`mcore_gpt: false`), older ones that are translated here. Layers count from zero in each stage. Adapters are
+saved so in every version. Sources: `NLPSaveRestoreConnector` in `nlp/parts/nlp_overrides.py` of NeMo 1.23 and 2.3,
+`nlp/modules/common/megatron` in both, and `nlp/parts/peft_config.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.algebra.layout import SavedLayout
+from reshard.base.errors import Problem, ReshardError
+from reshard.containers.torchfiles.read import read_dict
+from reshard.families.dialect import MEGATRON
+from reshard.folders import iterations
+from reshard.folders.iterations import Iteration
+from reshard.folders.places import folders_in
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.megatron.legacy import RankReader
+from reshard.formats.megatron.mcore import is_gated
+from reshard.formats.megatron.rank_files import Facts
+from reshard.formats.megatron.ranks import Rank
+from reshard.formats.megatron.writers import recorded_args
+from reshard.transfer.sources import Sources
+
+NAME = "nemo"
+FILE = "model_weights.ckpt"
+_FOLDER = re.compile(r"(?:mp_rank|tp_rank)_(\d{2,})(?:_pp_rank_(\d{3,}))?")
+_WRAPPERS = re.compile(r"(?:model\.)?(?:module\.)?")
+_NAMES = (
+    (r"language_model\.(embedding\.word_embeddings|output_layer)\.", r"\1."),
+    (r"language_model\.encoder\.", "decoder."),
+    (r"\.self_attention\.query_key_value\.", ".self_attention.linear_qkv."),
+    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.post_attention_layernorm\.", ".pre_mlp_layernorm."),
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    # adapters, under the names of Megatron-Bridge, whose shards and rows are the same
+    (r"\.adapter_layer\.lora_kqv_adapter\.", ".linear_qkv.adapter."),
+    (r"\.adapter_layer\.lora_dense_attention_adapter\.", ".linear_proj.adapter."),
+    (r"\.adapter_layer\.lora_hto4h_adapter\.", ".linear_fc1.adapter."),
+    (r"\.adapter_layer\.lora_4htoh_adapter\.", ".linear_fc2.adapter."),
+    (r"\.adapter_layer\.lora_unfused_kqv_adapter\.([qkv])_adapter\.", r".linear_qkv.adapter.adapter_\1."),
+    (r"\.adapter_layer\.lora_unfused_hto4h_adapter\.(gate|up)_adapter\.", r".linear_fc1.adapter.adapter_\1."),
+)
+"""NeMo's own names, and those of Megatron-Core for the same tensors, whose rows have the same order."""
+_BUFFER = "inv_freq"
+_CANONICAL = re.compile(r".*\.adapter\.adapter_\w+\.linear_(in|out)\.weight")
+
+
+def detect(path: Path) -> bool:
+    """Whether files of ranks with NeMo's names are in a folder."""
+    return path.is_dir() and any(_files(path))
+
+
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
+    """Open the files of all ranks. Raises ReshardError naming every rank that is missing."""
+    iterations.refuse(path, iteration, "a checkpoint of NeMo 1")
+    found = dict(_files(path))
+    _check_ranks(path, found)
+    contents = {rank: {"model": _under_megatrons_names(file, sources)} for rank, file in found.items()}
+    facts = Facts.of_files({f"mp_rank_{rank.tp:02d}_{rank.pp:03d}": each for rank, each in contents.items()})
+    args = recorded_args(path, sources, {})
+    reader = RankReader(facts, {(rank.tp, 0): rank.tp for rank in found}, gated=is_gated(args or {}))
+    for rank, content in contents.items():
+        reader.learn(rank, content)
+    for rank, content in contents.items():
+        reader.add(rank, content)
+    _refuse(path, reader, contents, args)
+    return Checkpoint(
+        path=path,
+        format=NAME,
+        dialect=MEGATRON,
+        tensors=reader.tensors(),
+        root=path,
+        layout=SavedLayout.of(facts.layout),
+        args=args,
+        replicas=reader.replicas,
+        problems=reader.copies.problems(),
+        variant="Transformer Engine" if reader.fused else "local",
+    )
+
+
+def _files(folder: Path) -> Iterator[tuple[Rank, Path]]:
+    """The files of ranks in a folder."""
+    if (folder / FILE).is_file():
+        yield Rank(0, 0, 0), folder / FILE
+        return
+    for child in folders_in(folder):
+        match = _FOLDER.fullmatch(child.name)
+        if match and (child / FILE).is_file():
+            yield Rank(int(match[1]), int(match[2] or 0), 0), child / FILE
+
+
+def _check_ranks(folder: Path, found: Mapping[Rank, Path]) -> None:
+    tp, pp = (1 + max(each) for each in zip(*((rank.tp, rank.pp) for rank in found), strict=True))
+    names = {
+        Rank(i, j, 0): f"tp_rank_{i:02d}_pp_rank_{j:03d}" if pp > 1 else f"mp_rank_{i:02d}"
+        for i in range(tp)
+        for j in range(pp)
+    }
+    problems = [
+        Problem(
+            "nemo-rank-missing",
+            "the file of a rank is missing",
+            file=str(folder / name / FILE),
+            rule=f"there are {tp} tensor-parallel ranks and {pp} stages, as other folders say",
+            found=f"{len(found)} files",
+            remedy="copy the missing folder from where it was saved; if it is an archive, copy that again",
+        )
+        for rank, name in names.items()
+        if rank not in found
+    ]
+    if problems:
+        raise ReshardError(problems)
+
+
+def _under_megatrons_names(file: Path, sources: Sources) -> dict[str, Any]:
+    """The content of a file under the names of Megatron-Core."""
+    remedy = "copy the file again from where it was saved"
+    content = read_dict(file, sources, "not-nemo", "not weights of NeMo", remedy)
+    names = {name: _translated(name) for name in content if isinstance(name, str)}
+    return {new: content[name] for name, new in names.items() if not new.endswith(_BUFFER)}
+
+
+def _translated(name: str) -> str:
+    name = _WRAPPERS.sub("", name, count=1)
+    for pattern, ours in _NAMES:
+        name = re.sub(pattern, ours, name)
+    return name
+
+
+def _refuse(
+    path: Path, reader: RankReader, contents: Mapping[Rank, Any], args: Mapping[str, Any] | None
+) -> None:
+    """Raise ReshardError for ranks that do not fit together."""
+    problems = reader.misfits()
+    layers = (args or {}).get("num_layers")
+    if len({rank.pp for rank in contents}) > 1 and isinstance(layers, int) and reader.layers != layers:
+        problems.append(
+            Problem(
+                "nemo-layers-unnumbered",
+                "the stages do not contain all layers, and layers are numbered in each stage",
+                file=str(path),
+                expected=f"{layers} layers, as model_config.yaml says",
+                found=f"{reader.layers}, in {len({rank.pp for rank in contents})} stages",
+                remedy="save the checkpoint with one stage: NeMo's megatron_change_num_partitions.py does that",
+            )
+        )
+    canonical = [
+        name for content in contents.values() for name in content["model"] if _CANONICAL.fullmatch(name)
+    ]
+    if canonical and len({rank.tp for rank in contents}) > 1:
+        problems.append(
+            Problem(
+                "nemo-canonical-adapter-sharded",
+                "this adapter has a pair for each projection, in shards of several ranks",
+                tensor=canonical[0],
+                file=str(path),
+                expected="one tensor-parallel rank, or the variant nemo of lora_tuning",
+                found=f"{len({rank.tp for rank in contents})} tensor-parallel ranks",
+                remedy="merge it where NeMo runs, with its scripts/nlp_language_modeling/merge_lora_weights, "
+                "and convert the model",
+            )
+        )
+    if problems:
+        raise ReshardError(problems)
