@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 CACHE = Path(os.environ.get("RESHARD_TEST_CACHE", Path.home() / ".cache" / "reshard-tests"))
 TESTS = "tests"
 """The base of an environment that shares the packages of the tests."""
+LLAMA_CPP = "llama-cpp-python==0.3.36"
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,19 @@ ENVIRONMENTS = {
     ),
     "sglang": Environment((), ("sglang==0.5.23",), on=TESTS),  # what it needs is for GPUs
     "fuzz": Environment(("atheris==3.0.0",), on=TESTS),
+    "llama-cpp": Environment(
+        (
+            *("scikit-build-core==1.1.2", "cmake", "ninja", "diskcache", "setuptools"),
+            *("sentencepiece==0.2.3", "protobuf==7.36.2"),
+        ),
+        (LLAMA_CPP,),  # which its package index has as a source only
+        on=TESTS,
+        build=(
+            "CMAKE_ARGS=-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"
+            " -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF",
+            "CMAKE_BUILD_PARALLEL_LEVEL=2",
+        ),
+    ),
     "verl": Environment(
         (
             *("ray==2.60.0", "hydra-core", "codetiming", "tensordict==0.15.3", "pyvers"),
@@ -161,7 +175,11 @@ def python(name: str) -> str:
             if wanted.packages:
                 subprocess.run([*pip, *wanted.packages], check=True)
             if wanted.alone:
-                build = {**os.environ, "DS_BUILD_OPS": "0", **dict(each.split("=") for each in wanted.build)}
+                build = {
+                    **os.environ,
+                    "DS_BUILD_OPS": "0",
+                    **dict(each.split("=", 1) for each in wanted.build),
+                }
                 anew = ["--no-cache-dir"] if wanted.build else []  # not a wheel that was built without them
                 subprocess.run(
                     [*pip, *anew, "--no-deps", "--no-build-isolation", *wanted.alone], check=True, env=build

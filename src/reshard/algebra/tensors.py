@@ -31,6 +31,8 @@ class Computed(ABC):
 
     dtype: DType
     inputs: tuple[Tensor, ...]
+    mxfp4: tuple[Tensor, Tensor] | None = None
+    """The blocks and the scales of a weight that is stored in MXFP4 as gpt-oss is, which others can store as well."""
 
     @abstractmethod
     def values(self, begin: int, end: int, read: Read) -> np.ndarray[Any, Any]:

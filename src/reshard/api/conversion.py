@@ -15,9 +15,8 @@ from reshard.commands import conversion
 from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
 from reshard.folders.iterations import Iteration
-from reshard.formats import writable
+from reshard.formats import named_by, quantizations, writable
 from reshard.hub.push import OnUpload, Push
-from reshard.model.quantizer import STORAGES
 from reshard.model.recognition import named
 from reshard.planning.naming import Types
 from reshard.stores import source_path, typed_path
@@ -48,7 +47,7 @@ def convert(
     trust: str = "checkpoint",
     dtype: str | None = None,
     quantize: str | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str | None = None,
     vocab_divisible_by: int | None = None,
     transformer_impl: str | None = None,
     memory: int | str = "1GiB",
@@ -110,9 +109,10 @@ def convert(
     dtype : str, optional
         Cast weights to "float32", "bfloat16" or "float16". Quantized weights are dequantized.
     quantize : str, optional
-        Quantize the linear layers of a Hugging Face output, for example to "fp8".
-    max_shard_size : int or str
-        Largest weight file, in bytes or with a unit ("5GB", "512MiB").
+        Quantize the linear layers of a Hugging Face output, for example to "fp8", or store a GGUF output in a type of
+        its own, such as "q8_0".
+    max_shard_size : int or str, optional
+        Largest weight file, in bytes or with a unit ("5GB", "512MiB"). By default 5 GB; a GGUF output is one file.
     vocab_divisible_by : int, optional
         Pad the vocabulary to a multiple of this times `tp`. By default that of `src`, else 128.
     transformer_impl : {"transformer_engine", "local"}, optional
@@ -197,7 +197,7 @@ def convert(
     given.choice("engine", engine, ENGINES)
     given.choice("trust", trust, TRUSTED)
     given.choice("adapter_for", adapter_for, ADAPTERS_FOR)
-    given.choice("quantize", quantize, STORAGES)
+    given.choice("quantize", quantize, quantizations())
     given.choice("transformer_impl", transformer_impl, IMPLEMENTATIONS)
     for name, number in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}.items():
         given.count(name, number)
@@ -230,7 +230,8 @@ def convert(
     given.callbacks(
         on_step=on_step, on_plan=on_plan, on_bytes=on_bytes, on_resume=on_resume, on_upload=on_upload
     )
-    largest, allowed = given.size("--max-shard-size", max_shard_size), given.size("--memory", memory)
+    largest = None if max_shard_size is None else given.size("--max-shard-size", max_shard_size)
+    allowed = given.size("--memory", memory)
     given.settle()
     if private and not push_to_hub:
         raise ReshardError(
@@ -241,7 +242,7 @@ def convert(
     push = Push(push_to_hub, private, overwrite) if push_to_hub else None
     layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, tuple(stages))
     options = planning.Options(
-        to=writable(to).name if to else None,
+        to=writable(to).name if to else named_by(typed_path(dst)),
         base=source_path(base) if base else None,
         layout=layout,
         iteration=iteration,

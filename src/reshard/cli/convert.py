@@ -29,8 +29,7 @@ from reshard.cli.options import OUTPUT, POSITIVE, SOURCE, iteration_option, memo
 from reshard.cli.usage import Command
 from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
-from reshard.formats import writable, written
-from reshard.model.quantizer import STORAGES
+from reshard.formats import quantizations, writable, written
 from reshard.transfer.plan import Plan
 
 
@@ -97,15 +96,14 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option(
     "--quantize",
-    type=click.Choice(list(STORAGES)),
-    help="Quantize the linear layers of a Hugging Face output; mxfp4 is for gpt-oss only.",
+    type=click.Choice(quantizations()),
+    help="Quantize the linear layers of a Hugging Face output (fp8, fp8-ue8m0; mxfp4 is for gpt-oss only), "
+    "or choose the type of a GGUF output (f32 to tq2_0; mxfp4 for experts).",
 )
 @click.option(
     "--max-shard-size",
-    default="5GB",
-    show_default=True,
     metavar="SIZE",
-    help="Maximum size of a weights file.",
+    help="Maximum size of a weights file. [default: 5GB; GGUF: one file]",
 )
 @click.option(
     "--vocab-divisible-by",
@@ -293,3 +291,5 @@ def _print_result(result: Conversion, dst: Path, seconds: float) -> None:
         f"{escape(str(dst))}: {plan.target}, {count(plan.parameters)} parameters in {plan.tensors} tensors, "
         f"{size(plan.nbytes)} in {seconds:.1f} s ({size(plan.nbytes / seconds)}/s)"
     )
+    for command in plan.afterwards:
+        stderr().print(f"[bold]{escape(command.purpose)}:[/] {escape(command.typed(dst, result.single))}")

@@ -15,8 +15,9 @@ from reshard.cluster import executors
 from reshard.cluster.spread import spread
 from reshard.cluster.worker import Worker, absolute, identity_of
 from reshard.folders.companions import RECORD
+from reshard.formats import named_by
 from reshard.planning import Options, plan_conversion
-from reshard.records.contents import foreign_among, foreign_in, stays
+from reshard.records.contents import foreign_among, foreign_in, is_checkpoint, stays
 from reshard.records.record import (
     check_record,
     digests_of,
@@ -52,7 +53,8 @@ class Conversion:
     """The result of `convert`: the plan, and the report of its execution (None after a dry run).
 
     `share` is the memory of each thread, and `warnings` are about the destination. `push` describes the repository that
-    the output is for (`url`, `new`, `private`), and `uploaded` is its address once the output is there.
+    the output is for (`url`, `new`, `private`), and `uploaded` is its address once the output is
+    there. `single` is the file of the plan that becomes the destination, if that is no folder.
     """
 
     plan: Plan
@@ -61,6 +63,7 @@ class Conversion:
     warnings: list[Problem] = field(default_factory=list)
     push: dict[str, Any] | None = None
     uploaded: str | None = None
+    single: str | None = None
 
     def __repr__(self) -> str:
         done = f"{size(self.report.nbytes)} written" if self.report else "nothing written"
@@ -161,6 +164,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
         "plan": identity.digest,
         "checksums": how.checksum,
     }
+    single = _single(plan, target, how)
     plan = with_record(plan, facts)
     upload = how.push.begun(plan, identity.digest) if how.push else None
     if upload:
@@ -184,7 +188,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
             dry_run=how.dry_run,
         )
         result = Conversion(plan, share, warnings=warnings)
-    result = replace(result, push=upload.place if upload else None)
+    result = replace(result, push=upload.place if upload else None, single=single)
     if how.dry_run:
         return result
     if upload:
@@ -192,7 +196,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
     if result.report is None:
         kept = {"command": how.command, "folder": _here(), "bytes": plan.nbytes}
         journal = Journal(identity if how.resume else None, kept, sources=plan.sources, durable=how.sync)
-        work = _Work(plan, target, share, sent // share.threads, journal, facts, how)
+        work = _Work(plan, target, share, sent // share.threads, journal, facts, how, single)
         result = replace(result, report=work.done_by(source, options))
     if upload:
         upload.send(target, options, how.on_upload)
@@ -200,16 +204,42 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
     return result
 
 
+def _single(plan: Plan, target: Path, how: How) -> str | None:
+    """The only file of a plan, if the destination has the name of one. Raises ReshardError if it cannot be one."""
+    if not plan.suffix or target.suffix != plan.suffix or target.is_dir():
+        return None
+    files = [file.path for file in plan.files if file.path != RECORD]
+    folder = target.with_suffix("")
+    found = {
+        "a destination in a store": isinstance(target, StorePath),
+        "--push-to-hub": how.push is not None,
+        f"{len(files)} files": len(files) > 1,
+    }
+    if why := [what for what, is_so in found.items() if is_so]:
+        raise ReshardError(
+            "destination-must-be-folder",
+            "this output cannot be a single file",
+            file=str(target),
+            found=", ".join(why),
+            remedy=f"choose a folder, such as {folder}"
+            + ("; or a larger --max-shard-size" if len(files) > 1 else ""),
+        )
+    return files[0]
+
+
 def _also_in_the_way(source: Path, target: Path, how: How) -> list[Problem]:
     """Problems of the destination that can be found without a plan."""
     if how.overwrite or isinstance(target, StorePath) or isinstance(source, StorePath):
         return []
-    return target_problems([source], target, foreign=None)
+    return target_problems([source], target, foreign=None, single=named_by(target) is not None)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A plan that is about to be executed. `part` bytes of each thread's memory are for uploads to a store."""
+    """A plan that is about to be executed. `part` bytes of each thread's memory are for uploads to a store.
+
+    `single` is the name of the file that becomes the destination, if that is no folder.
+    """
 
     plan: Plan
     target: Path
@@ -218,6 +248,7 @@ class _Work:
     journal: Journal
     facts: Mapping[str, Any]
     how: How
+    single: str | None = None
 
     def done_by(self, source: Path, options: Options) -> Report:
         """Write the output and publish it, on this machine or on those of `on`."""
@@ -283,6 +314,7 @@ class _Work:
                 journal=self.journal,
                 on_resume=how.on_resume,
                 keeps=lambda: _keeps(target),
+                single=self.single,
             ) as folder:
                 yield folder, None
             return
@@ -402,12 +434,15 @@ def _check_bucket(
 
 
 def _in_the_way(plan: Plan, target: Path, overwrite: bool) -> list[Problem]:
-    foreign = _foreign_in(target) if overwrite and target.is_dir() else None
-    return target_problems(plan.sources.paths, target, foreign=foreign)
+    single = bool(plan.suffix) and target.suffix == plan.suffix
+    foreign = _foreign_in(target) if overwrite and (target.is_dir() or (single and target.exists())) else None
+    return target_problems(plan.sources.paths, target, foreign=foreign, single=single)
 
 
 def _foreign_in(target: Path) -> list[str]:
     """Files at a destination that `--overwrite` neither replaces nor keeps."""
+    if target.is_file():
+        return [] if is_checkpoint(target) else [target.name]
     return [name for name in foreign_in(target) if not stays(name)]
 
 

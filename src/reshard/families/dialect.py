@@ -9,11 +9,13 @@ from dataclasses import dataclass
 class Dialect:
     """The tensor names of one engine: `name`, as in `Family.dialects`, and what it calls the embedding in any family.
 
-    Without `embeddings`, sizes are checked only by the rules of a family.
+    Without `embeddings`, sizes are checked only by the rules of a family. If it is `widened`, small tensors are in
+    float32, whatever the model has.
     """
 
     name: str
     embeddings: tuple[str, ...] = ()
+    widened: bool = False
 
     def __str__(self) -> str:
         return self.name

@@ -20,6 +20,7 @@ from reshard.formats import (
     deepspeed,
     foreign,
     fsdp_ranks,
+    gguf,
     huggingface,
     internlm,
     megatron,
@@ -47,6 +48,7 @@ FORMATS = Registry(
         peft.FORMAT,
         internlm.FORMAT,
         huggingface.FORMAT,
+        gguf.FORMAT,
     ),
     names=lambda each: each.all_names,
 )
@@ -74,6 +76,17 @@ names.declare(_file_names)
 def written() -> dict[str, Target]:
     """The targets that can be written, by format name."""
     return {each.name: each.target for each in FORMATS.values() if each.target}
+
+
+def named_by(path: Path) -> str | None:
+    """The format of which a file with this name is a complete output; None if `path` is the name of a folder."""
+    suffixes = {target.suffix: name for name, target in written().items() if target.suffix}
+    return None if path.is_dir() else suffixes.get(path.suffix)
+
+
+def quantizations() -> list[str]:
+    """The values of `--quantize`, of all targets."""
+    return list(dict.fromkeys(how for target in written().values() for how in target.quantizes))
 
 
 def writable(name: str) -> Format:

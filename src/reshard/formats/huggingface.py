@@ -18,7 +18,7 @@ from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import Format, Request, Target
+from reshard.formats.target import SHARD_MOST, Format, Request, Target
 from reshard.formats.wrappers import state_dict_in, without_buffers
 from reshard.stores import as_path, fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
@@ -249,9 +249,9 @@ def _index_mismatches(
 def lay_out(request: Request) -> list[OutputFile]:
     """The weight files of a folder; several shards get an index."""
     shards: list[list[Planned]] = [[]]
-    size = 0
+    size, most = 0, request.options.max_shard_size or SHARD_MOST
     for tensor in request.tensors:
-        if shards[-1] and size + tensor.nbytes > request.options.max_shard_size:
+        if shards[-1] and size + tensor.nbytes > most:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
@@ -272,6 +272,8 @@ def lay_out(request: Request) -> list[OutputFile]:
     return files
 
 
+QUANTIZED = ("fp8", "fp8-ue8m0", "mxfp4")
+"""The values of `--quantize`: `model/quantizer.py` computes them."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 """Suffixes of files of weights on the Hub."""
 OTHER = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.onnx_data")
@@ -291,7 +293,7 @@ FORMAT = Format(
     "safetensors in one file or in shards; pytorch_model*.bin is read",
     detect,
     open_checkpoint,
-    Target(lay_out, quantized=True),
+    Target(lay_out, quantized=True, quantizes=QUANTIZED),
     aliases=("hf", "transformers", "safetensors"),
     parts=("*.index.json",),
     files=tuple(f"{stem}.{suffix}" for stem, suffix in KINDS),

@@ -15,14 +15,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from reshard.algebra.dtypes import DType
 from reshard.algebra.layout import Layout
-from reshard.base.errors import listed
+from reshard.base.errors import Problem, listed
 from reshard.families import live_names
 from reshard.families.family import MCORE
 from reshard.families.model import Model
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, Optimizer
-from reshard.transfer.plan import OutputFile, Planned
+from reshard.transfer.memory import NOTHING, Need
+from reshard.transfer.plan import Command, OutputFile, Planned
 from reshard.transfer.sources import Sources
 
 HUB, LIVE = "hf", "live"
@@ -31,6 +33,8 @@ HUB, LIVE = "hf", "live"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = "fp32"
+SHARD_MOST = 5_000_000_000
+"""The largest file of weights, if users do not choose another size, in formats that divide them."""
 
 KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
 """Router biases are fp32 whatever the model's dtype: transformers and Megatron-Core both keep them so."""
@@ -60,7 +64,7 @@ class Options:
     trust: str = "checkpoint"
     dtype: str | None = None
     quantize: str | None = None
-    max_shard_size: int = 5_000_000_000
+    max_shard_size: int | None = None
     vocab_divisible_by: int | None = None
     transformer_impl: str | None = None
     tokenizer: bool = True
@@ -128,7 +132,8 @@ class Request:
     `model` has the sizes of the output, and is None for an undeclared family; `config` is its Hugging Face config.
     `iteration` and `optimizer` are those of the source. `adapter` are the settings of an adapter, None for a model.
     `quantization` are the settings of weights that the plan quantizes. `engine` is the one that saved a Megatron
-    source.
+    source. For a target that embeds them, `companions` are the config and the tokenizer of the output, `name` is that
+    of the model, and `inside` is what the target makes of both.
     """
 
     options: Options
@@ -143,6 +148,9 @@ class Request:
     adapter: Mapping[str, Any] | None = None
     quantization: Mapping[str, Any] | None = None
     engine: str | None = None
+    companions: Mapping[str, bytes] = field(default_factory=dict)
+    name: str = ""
+    inside: Any = None
 
     @cached_property
     def main_dtype(self) -> str:
@@ -215,16 +223,40 @@ def nothing(request: Request) -> list[str]:
     return []
 
 
+def no_memory(request: Request) -> Need:
+    """Nothing is computed for the format."""
+    return NOTHING
+
+
+def no_problems(request: Request) -> list[Problem]:
+    """No warnings."""
+    return []
+
+
+def nothing_else(request: Request) -> list[Command]:
+    """No commands."""
+    return []
+
+
+def nowhere(model: Model, name: str) -> None:
+    """No tensor is left out."""
+
+
 @dataclass(frozen=True)
 class Target:
     """What a format can be written as.
 
     `lay_out` makes the files of a request. `names` are those of the Hub, of a live model, or the dialects of an engine,
-    of which the first that a family declares is used. `sharded` says that the files belong to ranks, so that users can
-    choose a layout. `states` are the optimizer states that it stores; `dtype` is the only dtype of its weights, if
-    there is only one; `quantized` says that it can store scales. `fit` sets model and layout to the engine's sizes,
-    before tensors are named, and refuses what the engine cannot store. `complete` afterwards adds what the engine
-    stores differently. `notes` and `load_with` are what users should know and type, in addition to the folder.
+    of which the first that a family declares is used; `leaves_out` tells the rule by which a tensor has no place there.
+    `sharded` says that the files belong to ranks, so that users can choose a layout. `states` are the optimizer states
+    that it stores. `dtype` is the only dtype of its weights, if there is only one; `typed` gives each tensor its dtype,
+    from that of most weights. `quantized` says that it can store the scales of a source, and `quantizes` are the values
+    of `--quantize`. `embeds` says that config and tokenizer are in its files, and not beside them; a file with `suffix`
+    may then be the complete output. `judges_model` says that its engine computes what the entries of families describe.
+    `fit` sets model and layout to the engine's sizes, before tensors are named, and refuses what the engine cannot
+    store. `complete` afterwards adds what the engine stores differently, which takes the memory that `need` tells.
+    `notes`, `warnings` and `load_with` are what users should know and type, in addition to the folder, and `afterwards`
+    are commands for the output, each with its purpose.
     """
 
     lay_out: Callable[[Request], list[OutputFile]]
@@ -233,10 +265,19 @@ class Target:
     sharded: bool = False
     states: tuple[str, ...] = ()
     dtype: str | None = None
+    typed: Callable[[Request, DType], Callable[[str, tuple[int, ...]], DType]] | None = None
     quantized: bool = False
+    quantizes: tuple[str, ...] = ()
+    embeds: bool = False
+    suffix: str = ""
+    judges_model: bool = True
+    leaves_out: Callable[[Model, str], str | None] = nowhere
     fit: Callable[[Request], Request] = as_asked
     complete: Callable[[Request], Request] = as_asked
+    need: Callable[[Request], Need] = no_memory
     notes: Callable[[Request], list[str]] = nothing
+    warnings: Callable[[Request], list[Problem]] = no_problems
+    afterwards: Callable[[Request], Iterable[Command]] = nothing_else
     load_with: Callable[[Request], list[str]] = nothing
 
     @property

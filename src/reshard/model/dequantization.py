@@ -349,8 +349,13 @@ class _Plainly:
         arithmetic = self._known[key]
         if arithmetic is None or (extra and groups is None):
             return _misfit(name, packed, scales, found, extra)
-        view = View.of(Dequantized(packed, scales, arithmetic, groups), *arithmetic.shape)
-        return Tensor(wanted, view.permute(0, 2, 1) if weight.scheme.name == "MXFP4" else view)
+        source = Dequantized(packed, scales, arithmetic, groups)
+        view = View.of(source, *arithmetic.shape)
+        if weight.scheme.name != "MXFP4":
+            return Tensor(wanted, view)
+        if (arithmetic.blocks.tall, arithmetic.blocks.wide) == (1, 32):
+            source.mxfp4 = packed, scales
+        return Tensor(wanted, view.permute(0, 2, 1))
 
     def _arithmetic(
         self, name: str, weight: Weight, packed: Tensor, scales: Tensor, groups: Tensor | None

@@ -132,15 +132,16 @@ def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple
             yield what, key, wanted, first[0] // size
 
 
-_LAYER = re.compile(r"^(?:model\.|decoder\.)?(?:layers|blocks)\.(\d+)\.", re.MULTILINE)
+_LAYER = re.compile(r"^(?:model\.|decoder\.)?(?:layers|blocks|blk)\.(\d+)\.", re.MULTILINE)
 _MTP_LAYER = re.compile(r"^(?:mtp\.|model\.mtp_)layers\.(\d+)\.", re.MULTILINE)
+_STACKED = (".experts.down_proj", ".ffn_down_exps.weight")  # of gpt-oss, and of llama.cpp
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def _experts(checkpoint: Checkpoint, family: Family, names: list[str]) -> int:
-    """The number of experts per layer, from tensor names, or from the shape of stacked experts (gpt-oss)."""
+    """The number of experts per layer, from tensor names, or from the shape of stacked experts."""
     quantized = checkpoint.quantization.weights if checkpoint.quantization else {}
-    stacked = (name for name in (*names, *quantized) if name.endswith(".experts.down_proj"))
+    stacked = (name for name in (*names, *quantized) if name.endswith(_STACKED))
     name = next(stacked, "")
     shape = checkpoint.shape(name) or checkpoint.shape(family.hub_name(name))
     return _count(names, _EXPERT) or (shape[0] if shape else 0)

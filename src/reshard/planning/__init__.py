@@ -134,7 +134,8 @@ def _prepared(checkpoint: Checkpoint, kind: Kind, format: Format, options: Optio
     if checkpoint.quantization and (options.dtype or options.quantize or not target.quantized):
         flags = {"--dtype": options.dtype, "--quantize": options.quantize, "--to": format.name}
         why = next(f"{flag} {value}" for flag, value in flags.items() if value)
-        checkpoint = dequantized(checkpoint, Types(options.dtype).wanted, partial(refusal, wanted=why))
+        wanted = Types("float32" if options.quantize and target.typed else options.dtype).wanted
+        checkpoint = dequantized(checkpoint, wanted, partial(refusal, wanted=why))
     if options.with_optimizer:
         optimizer.refuse_unable(checkpoint, format)
     if kind is Kind.ADAPTER:
@@ -228,13 +229,27 @@ def _unfit(format: Format, target: Target, kind: Kind, options: Options) -> Iter
             found=f"--dtype {options.dtype}",
             remedy="leave out --dtype",
         )
-    if options.quantize and not target.quantized:
+    if options.quantize and target.quantizes and options.quantize not in target.quantizes:
+        yield Problem(
+            "quantize-value-of-another-format",
+            f"{format.name} has no weights of this kind",
+            expected=f"--quantize {', '.join(target.quantizes)}",
+            found=f"--quantize {options.quantize}; the format is {chosen}",
+            remedy="choose one of these, or another format: "
+            + " or ".join(f"--to {each}" for each in _quantizing(options.quantize)),
+        )
+    if options.quantize and not target.quantizes:
         yield Problem(
             "quantized-output-unsupported",
             "this format cannot store quantized weights",
             found=f"--quantize {options.quantize}; the format is {chosen}",
-            remedy="pass --to huggingface, or leave out --quantize",
+            remedy=f"pass --to {' or --to '.join(_quantizing(options.quantize))}, or leave out --quantize",
         )
+
+
+def _quantizing(how: str) -> list[str]:
+    """The formats that have weights of a kind."""
+    return [name for name, target in written().items() if how in target.quantizes]
 
 
 def _not_held(checkpoint: Checkpoint, kind: Kind, format: Format) -> ReshardError:
@@ -280,7 +295,7 @@ def _resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resol
     described = describe(checkpoint, options.base, options.family)
     if not target.keeps_names:
         refuse_other_head(described)
-        return resolve(described, options.trust)
+        return resolve(described, options.trust, computes=target.judges_model)
     if options.family:
         return resolve(described, options.trust, computes=not checkpoint.has_hub_names)
     wrong = contradictions(described.config) if checkpoint.has_hub_names else []
@@ -313,9 +328,13 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
     """The plan, audited: tensors under the target's names, laid out in files, with companions and other files."""
     checkpoint, model = source.checkpoint, source.model
     content = _content(source, kind, format, target, options)
-    request = target.complete(content.request)
-    found = beside.find_companions(checkpoint, request)
-    files = [*target.lay_out(request), *beside.companion_files(checkpoint, request, found)]
+    found = beside.find_companions(checkpoint, content.request)
+    if target.embeds:
+        request = target.complete(beside.embedding(checkpoint, content.request, found))
+        files = target.lay_out(request)
+    else:
+        request = target.complete(content.request)
+        files = [*target.lay_out(request), *beside.companion_files(checkpoint, request, found)]
     planned = {file.path for file in files}
     given = {name: path for name, path in options.beside.items() if name not in planned}
     files += [OutputFile.of_bytes(name, checkpoint.sources.read(path)) for name, path in given.items()]
@@ -332,11 +351,13 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
         dropped=content.dropped,
         replicas=content.replicas,
         notes=[*dict.fromkeys([*told, *target.notes(request), *content.notes])],
-        warnings=[*(model.warnings if model else ())],
+        warnings=[*(model.warnings if model else ()), *target.warnings(request)],
         facts=facts,
         load_with=target.load_with(request),
-        need=content.need,
+        afterwards=[*target.afterwards(request)],
+        need=content.need.beside(target.need(request)),
         sources=checkpoint.sources,
+        suffix=target.suffix,
         outputs=[*request.tensors, *(state for each in request.states.values() for state in each.values())],
     )
     plan.audit(plan.outputs)
@@ -377,7 +398,9 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
         dropped += lost_padding(checkpoint, model, lost, with_states=options.with_optimizer)
     request = replace(request, model=sized)
     logical = logical_tensors(replace(source, checkpoint=checkpoint, model=model))
-    names = names_of(format, request, logical)
+    names = names_of(format, request, logical, target.leaves_out)
+    for name, rule in names.left.items():
+        dropped[rule] += logical.tensors[name].nbytes
     states, notes = {}, []
     if options.with_optimizer:
         states = optimizer.logical_states(logical)
@@ -386,12 +409,13 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
             notes.append("the fp32 masters are optimizer states too; --dtype float32 makes them the weights")
     if checkpoint.quantization and not (checkpoint.quantization.settings or settings_of(request.config)):
         notes.append(UNTOLD)
-    types = Types(dtype, logical.tensors.values())
-    tensors, settings, need = names.tensors(logical, types), None, Need.of(checkpoint.tensors)
+    types = Types(dtype, logical.tensors.values(), widened=checkpoint.dialect.widened)
+    typed = target.typed(request, types.main) if target.typed else None
+    tensors, settings, need = names.tensors(logical, types, typed), None, Need.of(checkpoint.tensors)
     parameters = checkpoint.parameters if checkpoint.quantization else elements(tensors)
     if target.dtype and not options.dtype:
         notes += recast(format, logical, types)
-    if options.quantize:
+    if options.quantize and not typed:
         request = replace(request, config={**request.config, "dtype": main_dtype(tensors)})
         tensors, settings, told, more = quantized(tensors, options.quantize, request.config)
         notes, need = [*notes, *told], need.beside(more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from reshard.base.errors import Problem, ReshardError, understood
 from reshard.base.plain import to_json
 from reshard.families.config import portable_config
 from reshard.folders import companions
+from reshard.folders.places import belongs
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import plain_config, settings_of
 from reshard.formats.target import HEAD, Format, Kind, Options, Request, main_dtype
@@ -68,6 +70,23 @@ def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Proble
     ]
 
 
+CARD, GENERATION = "README.md", "generation_config.json"
+CARD_MOST = 1 << 20
+
+
+def embedding(checkpoint: Checkpoint, request: Request, found: companions.Companions) -> Request:
+    """The request with the contents of config.json, tokenizer and model card, for a format that stores them itself."""
+    folder = request.options.base or checkpoint.root
+    contents = {name: checkpoint.sources.read(file) for name, file in found.files.items()}
+    card = folder / CARD
+    if card.is_file() and belongs(card, folder, checkpoint.sources) and card.stat().st_size < CARD_MOST:
+        contents[CARD] = checkpoint.sources.read(card)
+    if not request.options.tokenizer:
+        contents = {name: content for name, content in contents.items() if name in (GENERATION, CARD)}
+    contents[companions.CONFIG] = _config(checkpoint, request)
+    return replace(request, companions=contents, name=folder.absolute().name)
+
+
 def companion_files(
     checkpoint: Checkpoint, request: Request, found: companions.Companions
 ) -> Iterator[OutputFile]:
@@ -78,7 +97,7 @@ def companion_files(
     of_base = () if checkpoint.quantization else companions.QUANTIZATION
     left = {companions.CONFIG, *of_base}
     if request.adapter is not None:
-        left = {companions.CONFIG, "generation_config.json"}
+        left = {companions.CONFIG, GENERATION}
     else:
         yield OutputFile.of_bytes(companions.CONFIG, _config(checkpoint, request))
     for name, file in sorted(found.files.items()):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
@@ -14,6 +14,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
 from reshard.families.binding import Bound, Dropped
 from reshard.families.live import Live
+from reshard.families.model import Model
 from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, MASTERS, ROUTER, PlannedStates, Request
 from reshard.model import fused
 from reshard.model.logical import Logical, LogicalTensors
@@ -31,14 +32,20 @@ def _no_such_dtype(wanted: str | None) -> ReshardError:
     )
 
 
+Typed = Callable[[str, tuple[int, ...]], DType]
+"""The dtype in which a format stores a tensor, by its name and shape there."""
+
+
 class Types:
-    """The dtype of each tensor of the output: the `wanted` one, or the stored one.
+    """The dtype of each tensor of the output: the `wanted` one, or the stored one. `main` is that of most weights.
 
     Routers that the source keeps in float32, beside `weights` of which most are in 16 bits, stay in float32. In a
-    source that is in float32 throughout, they are weights like all others.
+    source that is in float32 throughout, or of a format that has `widened` them, they are weights like all others.
     """
 
-    def __init__(self, wanted: str | None, weights: Iterable[Logical | Tensor] = ()) -> None:
+    def __init__(
+        self, wanted: str | None, weights: Iterable[Logical | Tensor] = (), *, widened: bool = False
+    ) -> None:
         try:
             self.wanted = dtype(wanted) if wanted else None
         except KeyError:
@@ -48,7 +55,8 @@ class Types:
         counted: Counter[DType] = Counter()
         for each in weights if self.wanted else ():
             counted[each.dtype] += each.nbytes
-        self._are_halves = bool(counted) and counted.most_common(1)[0][0].itemsize == 2
+        self.main = self.wanted or (counted.most_common(1)[0][0] if counted else dtype("float32"))
+        self._are_halves = bool(counted) and not widened and counted.most_common(1)[0][0].itemsize == 2
 
     def of(self, name: str, stored: DType) -> DType:
         """The output dtype of tensor `name`."""
@@ -90,15 +98,22 @@ def _recast(format: str, before: DType, after: DType, number: int, back: str, wi
 
 @dataclass(frozen=True)
 class Names:
-    """How a target names tensors: by `natives` if an engine has its own names, else as on the Hub, or by `live`."""
+    """How a target names tensors: by `natives` if an engine has its own names, else as on the Hub, or by `live`.
+
+    `left` are the logical tensors that have no place there, each with the rule for it.
+    """
 
     natives: Mapping[str, Bound] | None = None
     live: Live | None = None
+    left: Mapping[str, str] = field(default_factory=dict)
 
-    def tensors(self, logical: LogicalTensors, types: Types) -> list[Planned]:
-        """All tensors of the target. Raises ReshardError if it fuses tensors of different dtypes."""
+    def tensors(self, logical: LogicalTensors, types: Types, typed: Typed | None = None) -> list[Planned]:
+        """All tensors of the target, whose dtypes are those of `typed`, if given.
+
+        Raises ReshardError if it fuses tensors of different dtypes.
+        """
         if self.natives is not None:
-            return list(native_tensors(logical, self.natives, types))
+            return list(native_tensors(logical, self.natives, types, typed))
         return fused.live_tensors(_hub_tensors(logical, types), self.live)
 
     def states(self, states: Mapping[str, LogicalTensors]) -> PlannedStates:
@@ -128,13 +143,17 @@ def _types(state: str) -> Types:
     return Types("float32" if state == MASTERS else None)
 
 
-def names_of(format: str, request: Request, logical: LogicalTensors) -> Names:
+def names_of(
+    format: str, request: Request, logical: LogicalTensors, leaves_out: Callable[[Model, str], str | None]
+) -> Names:
     """How a format names the tensors of a model. Raises ReshardError for tensors that it cannot store."""
     model = request.model
     if request.dialect == HUB or request.is_in_memory:
         name = model.family.name if model else None
         return Names(live=live_names(request.config, name) if request.is_in_memory else None)
     binding = request.declared.binding(request.dialect)
+    rules = {name: leaves_out(request.declared, name) for name in logical.tensors}
+    left = {name: rule for name, rule in rules.items() if rule}
     problems = [
         Problem(
             "tensor-has-no-place",
@@ -145,11 +164,11 @@ def names_of(format: str, request: Request, logical: LogicalTensors) -> Names:
             remedy="choose another format with --to",
         )
         for name in logical.tensors
-        if name not in binding.hf and name not in binding.copies
+        if name not in binding.hf and name not in binding.copies and name not in left
     ]
     if problems:
         raise ReshardError(problems)
-    return Names(binding.native)
+    return Names(binding.native, left=left)
 
 
 def _hub_tensors(logical: LogicalTensors, types: Types) -> Iterator[Planned]:
@@ -160,7 +179,9 @@ def _hub_tensors(logical: LogicalTensors, types: Types) -> Iterator[Planned]:
         yield Planned(name, types.of(name, item.dtype), item.shape, partial(logical.view, name))
 
 
-def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types: Types) -> Iterator[Planned]:
+def native_tensors(
+    logical: LogicalTensors, natives: Mapping[str, Bound], types: Types, typed: Typed | None = None
+) -> Iterator[Planned]:
     """All tensors of an engine. Raises ReshardError if it fuses tensors of different dtypes."""
     problems = []
     usual = Counter(item.dtype for item in logical.tensors.values()).most_common(1)[0][0]
@@ -169,6 +190,7 @@ def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types:
         found = {logical.tensors[source].dtype for source in sources}
         wanted = {types.of(source, logical.tensors[source].dtype) for source in sources}
         wanted = wanted or {types.of(name, usual)}  # it is all zeros
+        wanted = {typed(name, bound.shape)} if typed else wanted
         if len(wanted) > 1:
             problems.append(
                 Problem(
@@ -182,7 +204,7 @@ def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types:
             )
             continue
         stored = found.pop() if len(found) == 1 else usual
-        if not types.wanted:
+        if not (types.wanted or typed):
             logical.keep_exact(name, bound, stored)
         yield Planned(name, wanted.pop(), bound.shape, partial(logical.native_view, name, bound, stored))
     if problems:

@@ -49,6 +49,14 @@ def foreign_in(folder: Path) -> list[str]:
     return sorted(found)
 
 
+def is_checkpoint(file: Path) -> bool:
+    """Whether a file is a complete checkpoint, which another one may replace."""
+    try:
+        return not open_checkpoint(file).problems
+    except ReshardError:
+        return False
+
+
 def stays(name: str) -> bool:
     """Whether a file next to a checkpoint stays there when the checkpoint is replaced; no folder does."""
     return not name.endswith("/") and any(fnmatchcase(PurePosixPath(name).name, pattern) for pattern in _KEPT)

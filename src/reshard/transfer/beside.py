@@ -5,8 +5,8 @@
 - `.dst.partial-1f0c9e2a`, a folder with what a run has written so far (`output`) and its journal. The name is a
   digest of everything that determines the output, so the same command finds it and continues. Whoever can take the
   lock may remove it. Once `dst` is published, this folder contains the one that was replaced.
-- `.dst.replaced-1f0c9e2a`, the old folder while the new one takes its place. It may be the only copy, so it is
-  put back or left alone. It is removed only if a run named it before its output took its place.
+- `.dst.replaced-1f0c9e2a`, the old folder, or file, while the new one takes its place. It may be the only copy, so it
+  is put back or left alone. It is removed only if a run named it before its output took its place.
 
 Not all file systems have locks. Without them the names are random, no run continues another, and the rename decides:
 one of two runs has its output at `dst`, the other fails with an error.
@@ -43,7 +43,7 @@ def _beside(target: Path, kind: str) -> list[Path]:
     target = Path(os.path.realpath(target))
     name = re.compile(re.escape(f".{target.name}.{kind}-") + "[0-9a-f]{8}")
     found = target.parent.glob(f".{glob.escape(target.name)}.{kind}-*")
-    return [path for path in found if name.fullmatch(path.name) and path.is_dir()]
+    return [path for path in found if name.fullmatch(path.name) and (path.is_dir() or kind == "replaced")]
 
 
 @contextmanager

@@ -14,12 +14,14 @@ CHAIN = 40
 """Most links followed in a chain: as many as Linux follows."""
 
 
-def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[str] | None) -> list[Problem]:
+def target_problems(
+    sources: Sequence[Path], target: Path, *, foreign: Sequence[str] | None, single: bool = False
+) -> list[Problem]:
     """Why writing to a destination would lose something, or why it is impossible.
 
     `sources` are all paths that are read, beginning with the one that the user named. `foreign` is None if a folder
     that is not empty must be kept. Otherwise it lists files that do not belong to the one checkpoint that may be
-    replaced.
+    replaced. If the output is a `single` file, the same applies to a file.
     """
     there = Path(os.path.realpath(target))  # for circular links, resolve() raises RuntimeError
     inside = [path for path in sources if _lies_in(path, there)] if there.exists() else []
@@ -41,6 +43,8 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
                 remedy="choose a folder",
             )
         ]
+    if single and there.is_file():
+        return [_exists(target)] if foreign is None else [_holds_more(target, foreign)] if foreign else []
     if there.exists() and not there.is_dir():
         return [
             Problem(
@@ -161,6 +165,15 @@ def _not_empty(target: Path | str, names: Sequence[str]) -> Problem:
         rule="old shards or a stale index must not remain next to new ones",
         found=listed(sorted(names), 5),
         remedy="choose another folder, or pass --overwrite to replace it",
+    )
+
+
+def _exists(target: Path) -> Problem:
+    return Problem(
+        "destination-exists",
+        "the destination exists",
+        file=str(target),
+        remedy="choose another name, or pass --overwrite to replace it",
     )
 
 

@@ -57,7 +57,7 @@ def recover(target: Path) -> None:
 
 def _finish(staging: Path, target: Path) -> None:
     """Move the old folder to that of a run which was killed just before it would have done that itself."""
-    if not (staging / ASIDE).is_file() or (staging / OUTPUT).exists() or not target.is_dir():
+    if not (staging / ASIDE).is_file() or (staging / OUTPUT).exists() or not target.exists():
         return
     name = (staging / ASIDE).read_text()
     for old in put_aside(target):

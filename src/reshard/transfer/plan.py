@@ -7,12 +7,13 @@ plan of a model with half a million shards fits in memory.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import BY_NAME, DType
@@ -38,6 +39,25 @@ class Planned(NamedTuple):
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+
+class Command(NamedTuple):
+    """A command for an output, whose words are texts, and paths that are relative to the destination."""
+
+    purpose: str
+    words: tuple[str | PurePath, ...]
+
+    def typed(self, target: Path, single: str | None = None) -> str:
+        """The command for the output at `target`, which is the file `single` of the plan or a folder with all."""
+
+        def place(word: str | PurePath) -> str:
+            if isinstance(word, str):
+                return word
+            if single is None:
+                return str(target / word)
+            return str(target.with_name(word.name.replace(PurePath(single).stem, target.stem, 1)))
+
+        return shlex.join(map(place, self.words))
 
 
 class Block(NamedTuple):
@@ -112,12 +132,16 @@ class Plan:
         Content of `reshard.json`.
     load_with : list of str
         Flags with which Megatron-LM loads the output.
+    afterwards : list of Command
+        Commands that users may run next.
     need : Need
         Least memory that computing the tensors takes.
     sources : Sources
         All files that were read for the plan, and those of the tensors.
     outputs : sequence of Planned
         All tensors of the output.
+    suffix : str
+        The suffix of a destination that is the only file of the plan; "" if there must be a folder.
     """
 
     source: str
@@ -131,9 +155,11 @@ class Plan:
     warnings: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     load_with: list[str] = field(default_factory=list)
+    afterwards: list[Command] = field(default_factory=list)
     need: Need = field(default_factory=Need)
     sources: Sources = field(default_factory=Sources)
     outputs: Sequence[Planned] = ()
+    suffix: str = ""
 
     def __repr__(self) -> str:
         tensors = "1 tensor" if self.tensors == 1 else f"{self.tensors:,} tensors"

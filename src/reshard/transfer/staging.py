@@ -22,6 +22,8 @@ from reshard.transfer.journal import SOURCE_CHANGED, Identity, Journal
 from reshard.transfer.leftovers import journal_of
 from reshard.transfer.locks import is_at
 
+SINGLE = "single"
+"""The name of a single file, in the folder of its run, just before it is published."""
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """Errors of a rename to a destination where something exists that it does not replace."""
 
@@ -41,8 +43,9 @@ def staged(
     journal: Journal | None = None,
     on_resume: OnResume = lambda note, nbytes: None,
     keeps: Callable[[], Sequence[str]] = list,
+    single: str | None = None,
 ) -> Iterator[Path]:
-    """A folder that becomes `target` if the block succeeds.
+    """A folder that becomes `target` if the block succeeds, or of which only the file `single` does.
 
     At its end it must contain exactly the files `sizes` (bytes by relative path). With `overwrite` the old folder is
     moved aside, and removed once the new one is in its place; those of its files that it then `keeps`, by their
@@ -60,7 +63,7 @@ def staged(
             yield staging / OUTPUT
         for name in set(keeps()) - sizes.keys() if overwrite else ():
             _link(target / name, staging / OUTPUT / name, journal)
-        _publish(staging, target, overwrite, journal)
+        _publish(staging, target, overwrite, journal, single)
 
 
 @contextmanager
@@ -226,12 +229,30 @@ def _link(file: Path, link: Path, journal: Journal) -> None:
             journal.sync(link)
 
 
-def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> None:
+def _place(output: Path, target: Path) -> None:
+    """Rename the output to a destination where nothing is, or an empty folder."""
+    if not output.is_file():
+        output.rename(target)  # this also replaces an empty folder
+        return
+    if target.exists():  # a file would be replaced
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    output.rename(target)
+
+
+def _alone(staging: Path, single: str) -> Path:
+    """The one file that is the output, without the folder around it."""
+    alone = (staging / OUTPUT / single).rename(staging / SINGLE)
+    shutil.rmtree(staging / OUTPUT)
+    return alone
+
+
+def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal, single: str | None) -> None:
     """Make the output of a run durable and rename it to `target`."""
     folder = staging / OUTPUT
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         journal.sync(path)
-    new = folder.stat()
+    output = _alone(staging, single) if single else folder
+    new = output.stat()
     aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
     (staging / ASIDE).write_text(aside.name)  # so that `recover` knows what the output has replaced
 
@@ -248,7 +269,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> 
         try:
             if overwrite and target.exists():
                 target.rename(aside)
-            folder.rename(target)  # this also replaces an empty folder
+            _place(output, target)
         finally:
             _despite_ctrl_c(settle)
     except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from reshard.families import gguf
 from reshard.families.architectures.llama import dense
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, QK_NORM, TIED
 from reshard.families.entries import (
@@ -111,6 +112,7 @@ GEMMA = Family(
     dense,
     # The Hub's Gemma config says "gelu"; it was trained with the tanh approximation, which transformers computes.
     (*COMMON, Rope(), Activation(GELU, {"hidden_act": TANH}), NO_QK_NORM),
+    dialects=gguf.GEMMA,
     computed_by=MEGATRON_BRIDGE,
     judged=(MEGATRON_BRIDGE,),
 )
@@ -129,6 +131,7 @@ GEMMA2 = Family(
         Key("final_logit_softcapping", "final_logit_softcapping", default=30.0),
         NO_QK_NORM,
     ),
+    dialects=gguf.SANDWICH,
     computed_by=MEGATRON_BRIDGE,
     judged=(MEGATRON_BRIDGE,),
 )
@@ -145,6 +148,7 @@ GEMMA3 = Family(
         QueryScale(),
         QK_NORM,
     ),
+    dialects=gguf.SANDWICH,
     computed_by=MEGATRON_BRIDGE,
     judged=(MEGATRON_BRIDGE,),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.families import torchtitan
+from reshard.families import gguf, torchtitan
 from reshard.families.architectures.llama import dense
 from reshard.families.architectures.qwen2 import sparse
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, QK_NORM, QWEN_EXPERTS
@@ -11,7 +11,7 @@ from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.live import Live
 from reshard.families.rope import Rope
 
-TITAN = {torchtitan.TORCHTITAN.name: torchtitan.qwen3}
+DIALECTS = {torchtitan.TORCHTITAN.name: torchtitan.qwen3, **gguf.QWEN}
 UNBIASED = (NO_BIAS, Const(config={"attention_bias": False}), QK_NORM)
 
 QWEN3 = Family(
@@ -19,7 +19,7 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     dense,
     (*GROUPED_HEADS, Rope(), FullAttention(), *UNBIASED),
-    dialects=TITAN,
+    dialects=DIALECTS,
     precedence=1,
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )
@@ -28,7 +28,7 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     sparse,
     (*GROUPED_HEADS, Rope(), FullAttention(late=False), *UNBIASED, *QWEN_EXPERTS),
-    dialects=TITAN,
+    dialects=DIALECTS,
     live=Live(),
     precedence=1,
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),

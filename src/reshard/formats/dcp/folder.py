@@ -39,7 +39,7 @@ from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp import torchtitan
 from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
-from reshard.formats.target import MOMENTS, Request, stateless
+from reshard.formats.target import MOMENTS, SHARD_MOST, Request, stateless
 from reshard.formats.wrappers import prefix_of
 from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.sources import Sources
@@ -376,7 +376,7 @@ NEST = "model"
 def lay_out(request: Request) -> list[OutputFile]:
     """The files of a folder that `dcp.load({"model": state_dict}, checkpoint_id=folder)` loads at any layout."""
     tensors = request.tensors
-    writer = _Writer(request.options.max_shard_size)
+    writer = _Writer(request.options.max_shard_size or SHARD_MOST)
     for tensor in tensors:
         writer.name(NEST, tensor.name, writer.add(tensor))
     stored = writer.metadata.tensors

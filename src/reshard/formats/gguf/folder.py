@@ -1,0 +1,228 @@
+"""Read GGUF files of llama.cpp: one, or all parts of a split one, whose tensors are plain or in blocks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from reshard.algebra.dtypes import dtype
+from reshard.algebra.storage import Storage
+from reshard.algebra.tensors import Cells, Tensor
+from reshard.algebra.views import View
+from reshard.base.errors import Problem, ReshardError, listed, one_for_all
+from reshard.families.gguf import GGUF
+from reshard.folders import iterations
+from reshard.folders.iterations import Iteration
+from reshard.formats import huggingface
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.gguf import container
+from reshard.formats.gguf.blocks import UINT8, Elements, check_package
+from reshard.formats.gguf.container import AGAIN, Content, Info
+from reshard.formats.gguf.values import READ, Metadata
+from reshard.stores import open_file
+from reshard.transfer.sources import Sources
+
+NAME = "gguf"
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""The name of a part of a split file: `model-00001-of-00003.gguf`."""
+SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+FREQUENCIES = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
+"""Tensors that follow from the rope of config.json."""
+DROPPED = "rotary frequencies"
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is a GGUF file, or a folder with one."""
+    if path.is_file():
+        return path.suffix == ".gguf" or _begins_as_gguf(path)
+    return any(path.glob("*.gguf")) and not huggingface.detect(path)
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    """Ollama's files have digests as names."""
+    with suppress(OSError, ReshardError), open_file(path) as file:
+        return container.is_gguf(file.read(0, 4))
+    return False
+
+
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
+    """Open a file with all its parts, or the only one in a folder. Raises ReshardError."""
+    iterations.refuse(path, iteration, "a GGUF file")
+    first = _only(path) if path.is_dir() else path
+    files = _parts(first)
+    contents = {file: container.read(file, sources) for file in files}
+    metadata = next(iter(contents.values())).metadata
+    _check_split(contents)
+    _refuse_others(metadata, first)
+    infos = [(name, file, info) for file, each in contents.items() for name, info in each.infos.items()]
+    if problems := [*_unknown(infos), *_twice(infos)]:
+        raise ReshardError(one_for_all(problems, [name for name, _, _ in infos], str(first)))
+    tensors = {name: _tensor(file, info) for name, file, info in infos}
+    frequencies = [name for name in tensors if FREQUENCIES.fullmatch(name)]
+    dropped = Counter({DROPPED: sum(tensors.pop(name).nbytes for name in frequencies)})
+    counted = Counter(info.kind.name for _, _, info in infos)
+    blocks = sum(not info.kind.is_plain for _, _, info in infos)
+    if blocks:
+        check_package()
+    return Checkpoint(
+        path=path,
+        format=NAME,
+        dialect=GGUF,
+        tensors=tensors,
+        root=first.parent,
+        dropped=+dropped,
+        variant=", ".join(f"{kind} × {count}" for kind, count in counted.most_common()),
+        notes=[*_told(blocks, counted), *_about(metadata)],
+    )
+
+
+def _told(blocks: int, counted: Counter[str]) -> list[str]:
+    halves = next((PLAIN[kind] for kind in ("BF16", "F16") if counted[kind] > counted["F32"]), None)
+    if halves:
+        return [
+            f"norms and routers are in float32, as llama.cpp stores them; --dtype {halves} converts them back"
+        ]
+    if not blocks:
+        return []
+    return [
+        f"{blocks} quantized tensors are dequantized to float32; --dtype bfloat16 makes them half as large"
+    ]
+
+
+def _about(metadata: Metadata) -> list[str]:
+    """What the metadata say about the model."""
+    told = [
+        str(metadata[f"general.{key}"].value)
+        for key in ("architecture", "name")
+        if f"general.{key}" in metadata
+    ]
+    return [f"general.architecture and name: {', '.join(told)}"] if told else []
+
+
+def _only(folder: Path) -> Path:
+    """The file in a folder, or the first part of it. Raises ReshardError if there are several."""
+    files = sorted(folder.glob("*.gguf"))
+    names = {
+        match["stem"] if (match := PART.fullmatch(file.name)) else file.stem: file for file in files[::-1]
+    }
+    if len(names) > 1:
+        raise ReshardError(
+            "gguf-several-files",
+            "the folder has several GGUF files",
+            file=str(folder),
+            found=listed([file.name for file in files], 5),
+            remedy=f"pass one of them: {files[0]}",
+        )
+    return files[0]
+
+
+def _parts(path: Path) -> list[Path]:
+    """All parts of the file at `path`. Raises ReshardError naming those that are missing."""
+    match = PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    parts = [
+        path.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)
+    ]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise ReshardError(
+            "gguf-split-missing",
+            "parts of a split GGUF file are missing",
+            file=str(path),
+            rule="the name of a part says how many there are, and all are read",
+            expected=f"{count} files {match['stem']}-*-of-{count:05d}.gguf",
+            found=f"{count - len(missing)}, without {listed(missing, 5)}",
+            remedy="copy or download the missing files",
+        )
+    return parts
+
+
+def _check_split(contents: Mapping[Path, Content]) -> None:
+    """Raise ReshardError if the parts say that they are others, or that there are more."""
+    tensors = sum(len(content.infos) for content in contents.values())
+    for number, (file, content) in enumerate(contents.items()):
+        told = {
+            key: content.metadata[key].value
+            for key in (SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS)
+            if key in content.metadata
+        }
+        right = {SPLIT_NUMBER: number, SPLIT_COUNT: len(contents), SPLIT_TENSORS: tensors}
+        is_alone = len(contents) == 1 and not told.get(SPLIT_COUNT)
+        if not is_alone and told != right:
+            raise ReshardError(
+                "gguf-split-differs",
+                "the parts of a split GGUF file do not belong together",
+                file=str(file),
+                rule="each part says its number, how many there are, and how many tensors they have",
+                expected=_pairs(right),
+                found=_pairs(told) or "none of this",
+                remedy="give the parts the names with which they were written (NAME-00001-of-00003.gguf), and "
+                "copy those that are missing",
+            )
+
+
+def _pairs(told: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in told.items())
+
+
+def _refuse_others(metadata: Metadata, path: Path) -> None:
+    """Raise ReshardError for a file that contains no language model."""
+    told = metadata.get("general.type")
+    if told and told.value != "model":
+        raise ReshardError(
+            "gguf-not-a-model",
+            "this GGUF file contains no language model",
+            file=str(path),
+            expected="general.type model",
+            found=f"general.type {told.value}",
+            remedy="pass the file of the model"
+            if told.value == "mmproj"
+            else "convert the adapter or the data that it was made from",
+        )
+
+
+def _unknown(infos: Sequence[tuple[str, Path, Info]]) -> Iterator[Problem]:
+    """A problem for each tensor of a type that cannot be read."""
+    known = {kind.number for kind in READ}
+    for name, file, info in infos:
+        if info.kind.number not in known and info.kind.name not in PLAIN:
+            yield Problem(
+                "gguf-type-unsupported",
+                "a tensor of a GGUF file has a type that is not read",
+                tensor=name,
+                file=str(file),
+                expected=", ".join(kind.name for kind in READ),
+                found=info.kind.name,
+                remedy="convert the model that it was made from, or write it again with "
+                "llama-quantize --allow-requantize in one of these types",
+            )
+
+
+def _twice(infos: Sequence[tuple[str, Path, Info]]) -> Iterator[Problem]:
+    """A problem for each tensor that is in several parts."""
+    for name, count in Counter(name for name, _, _ in infos).items():
+        if count > 1:
+            files = listed([file.name for other, file, _ in infos if other == name], 5)
+            yield Problem(
+                "gguf-tensor-repeated",
+                "a tensor is in several parts of a split GGUF file",
+                tensor=name,
+                file=files,
+                remedy=AGAIN,
+            )
+
+
+def _tensor(file: Path, info: Info) -> Tensor:
+    """A tensor: its elements as they are stored, or computed from its blocks."""
+    storage = Storage(str(file), info.offset, info.nbytes)
+    if info.kind.name in PLAIN:
+        plain = dtype(PLAIN[info.kind.name])
+        return Tensor(plain, View.of(Cells(storage, plain), *info.shape))
+    stored = Tensor(UINT8, View.of(Cells(storage, UINT8), info.nbytes))
+    source = Elements(stored, info.kind)
+    return Tensor(source.dtype, View.of(source, *info.shape))

@@ -1,0 +1,262 @@
+"""The hyperparameters of a GGUF file, from config.json.
+
+Keys and types are those that llama.cpp's converter writes (`conversion/` of llama.cpp, as in llama-cpp-python 0.3.36).
+It reads the config through transformers, which adds values that the file leaves out: `ASSUMED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from reshard.families.rope import rope_parameters
+from reshard.formats.gguf.keys import Keys
+from reshard.formats.gguf.values import Type
+
+Config = Mapping[str, Any]
+
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v3": "deepseek2",
+}
+"""llama.cpp's name of the architecture, by `model_type` of config.json."""
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 150000.0,
+}
+ASSUMED: Mapping[str, Config] = {
+    "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    "mistral": {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "num_key_value_heads": 8},
+    "qwen2": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    },
+    "qwen3_moe": {
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+    },
+    "gemma3_text": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+    },
+    "gpt_oss": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rope_parameters": YARN,
+    },
+    "deepseek_v3": {
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        # transformers always computes this and does not store it; llama.cpp assumes softmax if the key is absent.
+        "scoring_func": "sigmoid",
+    },
+}
+"""What transformers 5 assumes for keys that config.json leaves out. Sizes that the tensors show are not listed."""
+
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+THETAS = {GLOBAL: 1_000_000.0, LOCAL: 10_000.0}
+"""Gemma 3's bases of the rotary embedding."""
+GATES = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
+"""llama.cpp's numbers for the functions that turn a router's logits into scores."""
+
+
+class Fact(NamedTuple):
+    """A key of the architecture, and where its value is: the first of these keys that the config has."""
+
+    key: str
+    type: Type
+    names: tuple[str, ...]
+
+
+COMMON = (
+    Fact("block_count", Type.UINT32, ("num_hidden_layers",)),
+    Fact("context_length", Type.UINT32, ("max_position_embeddings",)),
+    Fact("embedding_length", Type.UINT32, ("hidden_size",)),
+    Fact("feed_forward_length", Type.UINT32, ("intermediate_size",)),
+    Fact("attention.head_count", Type.UINT32, ("num_attention_heads",)),
+    Fact("attention.head_count_kv", Type.UINT32, ("kv_heads", "num_key_value_heads")),
+    Fact("rope.scaling.type", Type.STRING, ("scaling.type",)),
+    Fact("rope.scaling.factor", Type.FLOAT32, ("scaling.factor",)),
+    Fact("rope.scaling.original_context_length", Type.UINT32, ("scaling.original",)),
+    Fact("rope.scaling.yarn_ext_factor", Type.FLOAT32, ("scaling.extrapolation_factor",)),
+    Fact("rope.scaling.yarn_attn_factor", Type.FLOAT32, ("scaling.attention_factor", "scaling.attn_factor")),
+    Fact("rope.scaling.yarn_beta_fast", Type.FLOAT32, ("scaling.beta_fast",)),
+    Fact("rope.scaling.yarn_beta_slow", Type.FLOAT32, ("scaling.beta_slow",)),
+    Fact("rope.freq_base", Type.FLOAT32, ("rope.theta",)),
+    Fact("rope.freq_base_swa", Type.FLOAT32, ("rope.local_theta",)),
+    Fact("attention.layer_norm_rms_epsilon", Type.FLOAT32, ("rms_norm_eps",)),
+    Fact("expert_count", Type.UINT32, ("num_local_experts", "num_experts", "n_routed_experts")),
+    Fact("expert_used_count", Type.UINT32, ("num_experts_per_tok",)),
+    Fact("expert_group_count", Type.UINT32, ("n_group",)),
+    Fact("expert_group_used_count", Type.UINT32, ("topk_group",)),
+    Fact("expert_gating_func", Type.UINT32, ("gate",)),
+    Fact("attention.key_length", Type.UINT32, ("key_length", "head_dim")),
+    Fact("attention.value_length", Type.UINT32, ("value_length", "head_dim")),
+)
+EXPERT_LENGTH = Fact(
+    "expert_feed_forward_length", Type.UINT32, ("moe_intermediate_size", "intermediate_size")
+)
+VOCABULARY = Fact("vocab_size", Type.UINT32, ("vocab_size",))
+WINDOW = Fact("attention.sliding_window", Type.UINT32, ("sliding_window",))
+ROTATED = Fact("rope.dimension_count", Type.UINT32, ("rotated",))
+OWN: Mapping[str, tuple[Fact, ...]] = {
+    "llama": (VOCABULARY, ROTATED),
+    "qwen3moe": (
+        EXPERT_LENGTH,
+        Fact("expert_shared_feed_forward_length", Type.UINT32, ("shared_expert_intermediate_size",)),
+    ),
+    "gemma3": (Fact("final_logit_softcapping", Type.FLOAT32, ("softcap",)), WINDOW),
+    "gpt-oss": (WINDOW, EXPERT_LENGTH),
+    "deepseek2": (
+        Fact("leading_dense_block_count", Type.UINT32, ("first_k_dense_replace",)),
+        VOCABULARY,
+        Fact("attention.q_lora_rank", Type.UINT32, ("q_lora_rank",)),
+        Fact("attention.kv_lora_rank", Type.UINT32, ("kv_lora_rank",)),
+        Fact("attention.key_length_mla", Type.UINT32, ("key_length_mla",)),
+        Fact("attention.value_length_mla", Type.UINT32, ("v_head_dim",)),
+        EXPERT_LENGTH,
+        Fact("expert_shared_count", Type.UINT32, ("n_shared_experts",)),
+        Fact("expert_weights_scale", Type.FLOAT32, ("routed_scaling_factor",)),
+        Fact("expert_weights_norm", Type.BOOL, ("normalised",)),
+        ROTATED,
+        Fact("rope.scaling.yarn_log_multiplier", Type.FLOAT32, ("log_multiplier",)),
+    ),
+}
+
+
+def model_type(config: Config) -> str:
+    """The `model_type` of the language model."""
+    text = config.get("text_config")
+    return str((text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type"))
+
+
+def completed(config: Config) -> dict[str, Any]:
+    """The config of the language model as transformers completes it."""
+    text = config.get("text_config")
+    stated = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    whole = {**ASSUMED.get(model_type(config), {}), **stated}
+    heads = whole.get("num_attention_heads")
+    if whole.get("num_key_value_heads") is None:
+        whole["num_key_value_heads"] = heads
+    if whole.get("head_dim") is None and model_type(config) in ("llama", "mistral"):
+        whole["head_dim"] = whole["hidden_size"] // heads if heads else None
+    return whole
+
+
+def ropes(config: Config) -> tuple[Config, Config]:
+    """The rotary embeddings of a completed config: that of full attention, and that of windows if it is another."""
+    rope = rope_parameters(config)
+    if any(isinstance(each, Mapping) for each in rope.values()):
+        return rope.get(GLOBAL) or {}, rope.get(LOCAL) or {}
+    if ARCHITECTURES.get(str(config.get("model_type"))) != "gemma3":
+        return {"rope_theta": 10000.0, **rope}, {}
+    local = config.get("rope_local_base_freq") or THETAS[LOCAL]
+    return {"rope_theta": THETAS[GLOBAL], **rope}, {"rope_theta": local}
+
+
+def _scaling(rope: Config, config: Config) -> Iterator[tuple[str, Any]]:
+    """The scaling of a rotary embedding that llama.cpp has keys for. Llama 3's is a tensor."""
+    kind = rope.get("rope_type")
+    if kind in ("su", "longrope"):
+        yield "scaling.type", "longrope"
+    if kind not in ("linear", "yarn") or rope.get("factor") is None:
+        return
+    yield "scaling.type", kind
+    yield "scaling.factor", rope["factor"]
+    if kind == "yarn":
+        original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        yield "scaling.original", original
+        for key in ("extrapolation_factor", "attention_factor", "attn_factor", "beta_fast", "beta_slow"):
+            yield f"scaling.{key}", rope.get(key)
+
+
+def _llama(config: Config) -> dict[str, Any]:
+    return {"rotated": config.get("head_dim")}
+
+
+def _gemma3(config: Config) -> dict[str, Any]:
+    window = None if config.get("sliding_window_pattern") == 1 else config.get("sliding_window")
+    return {"softcap": config.get("final_logit_softcapping") or None, "sliding_window": window}
+
+
+def _deepseek2(config: Config) -> dict[str, Any]:
+    """Latent attention is computed as attention of one group, whose keys are latent vectors and rotated parts."""
+    latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    scale = ropes(config)[0].get("mscale_all_dim")
+    return {
+        "kv_heads": 1,
+        "key_length": latent + rotated,
+        "value_length": latent,
+        "key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "rotated": rotated,
+        "normalised": config.get("norm_topk_prob") or None,
+        "log_multiplier": None if scale is None else 0.1 * scale,
+    }
+
+
+_DERIVED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
+    "llama": _llama,
+    "gemma3": _gemma3,
+    "deepseek2": _deepseek2,
+}
+
+
+def hyperparameters(config: Config, arch: str, keys: Keys) -> None:
+    """Set the keys of the architecture."""
+    whole = completed(config)
+    rope, local = ropes(whole)
+    found = {
+        **whole,
+        **dict(_scaling(rope, whole)),
+        "rope.theta": rope.get("rope_theta"),
+        "rope.local_theta": local.get("rope_theta"),
+        "gate": GATES.get(str(whole.get("scoring_func"))),
+        **(_DERIVED[arch](whole) if arch in _DERIVED else {}),
+    }
+    for fact in (*COMMON, *OWN.get(arch, ())):
+        name = next((name for name in fact.names if found.get(name) is not None), None)
+        if name is not None:
+            keys.set(f"{arch}.{fact.key}", fact.type, found[name])

@@ -1,0 +1,79 @@
+"""The metadata of a GGUF file: what the model is called, its hyperparameters and its tokenizer.
+
+Everything is as llama.cpp's `convert_hf_to_gguf.py` writes it (`tests/test_gguf_peer.py` compares all keys), with the
+exceptions that `docs/formats.md` lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from reshard.base.errors import Problem
+from reshard.formats.gguf import tokenizer
+from reshard.formats.gguf.differences import differences
+from reshard.formats.gguf.general import general
+from reshard.formats.gguf.hyperparameters import ARCHITECTURES, hyperparameters, model_type
+from reshard.formats.gguf.keys import Keys
+from reshard.formats.gguf.values import Type, Value
+
+__all__ = ["ARCHITECTURES", "Facts", "Metadata", "metadata"]
+
+GENERATION, README = "generation_config.json", "README.md"
+_NOT_OF_TOKENIZERS = {GENERATION, README, "config.json"}
+
+
+class Facts(NamedTuple):
+    """What the metadata need besides the config and files.
+
+    `name` is that of the model's folder, `parameters` are all, those outside experts, those of one expert, and the
+    number of experts; `vocab` are the rows of the embedding.
+    """
+
+    name: str
+    parameters: tuple[int, int, int, int]
+    vocab: int
+
+
+class Metadata(NamedTuple):
+    """The values by key, and what users should know of them."""
+
+    values: dict[str, Value]
+    warnings: tuple[Problem, ...]
+
+
+def metadata(config: Mapping[str, Any], files: Mapping[str, bytes], arch: str, facts: Facts) -> Metadata:
+    """All metadata but those of tensors, alignment and splits. Raises ReshardError.
+
+    `config` is the complete config.json, `files` are those beside it, by name.
+    """
+    keys = Keys()
+    keys.text("general.architecture", arch)
+    keys.text("general.type", "model")
+    generation = _generation(files)
+    general(keys, config, generation, files.get(README), facts.name, facts.parameters)
+    hyperparameters(config, arch, keys)
+    warnings = (*differences(config), *_tokenizer(keys, files, config, arch, facts.vocab))
+    return Metadata(keys.values, warnings)
+
+
+def _generation(files: Mapping[str, bytes]) -> Mapping[str, Any]:
+    found = tokenizer.read(files, GENERATION)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _tokenizer(
+    keys: Keys, files: Mapping[str, bytes], config: Mapping[str, Any], arch: str, rows: int
+) -> Iterator[Problem]:
+    """Set `tokenizer.*`; without any file of a tokenizer, what llama.cpp needs to load the model without one."""
+    if files.keys() - _NOT_OF_TOKENIZERS:
+        yield from tokenizer.write(keys, files, config, arch, model_type(config), rows)
+        return
+    keys.text("tokenizer.ggml.model", "none")
+    keys.set(f"{arch}.vocab_size", Type.UINT32, rows)
+    yield Problem(
+        "gguf-without-tokenizer",
+        "the GGUF file contains no tokenizer: llama.cpp loads it, but takes and returns only token ids",
+        remedy="pass a Hugging Face folder with the tokenizer: --base DIR",
+        severity="warning",
+    )

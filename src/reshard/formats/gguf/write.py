@@ -1,0 +1,338 @@
+"""Write GGUF files: tensors in the types that llama.cpp's converter gives them; config and tokenizer as metadata."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.plain import json_of
+from reshard.families.gguf import GGUF
+from reshard.families.model import Model
+from reshard.families.rope import rope_parameters
+from reshard.folders.companions import CONFIG
+from reshard.formats.gguf import container
+from reshard.formats.gguf.blocks import UINT8, Blocks, check_package, repacked
+from reshard.formats.gguf.folder import SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS
+from reshard.formats.gguf.metadata import ARCHITECTURES, Facts, metadata
+from reshard.formats.gguf.values import (
+    BF16,
+    F16,
+    F32,
+    MXFP4,
+    Q8_0,
+    QUANTIZED,
+    Kind,
+    Metadata,
+    Type,
+    Value,
+    written,
+)
+from reshard.formats.target import Request, Target
+from reshard.transfer.memory import NOTHING, Need
+from reshard.transfer.plan import Block, Command, OutputFile, Planned
+
+DTYPES = {F32: dtype("float32"), F16: dtype("float16"), BF16: dtype("bfloat16")}
+PLAIN = {each.name: kind for kind, each in DTYPES.items()}
+STEM, SUFFIX = "model", ".gguf"
+QUANTIZATION_VERSION = 2
+"""GGML_QUANT_VERSION: the layout of blocks."""
+FREQUENCIES = "rope_freqs.weight"
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: its type and shape, and its data, planned or known."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    data: Planned | bytes
+
+
+class Inside(NamedTuple):
+    """What the files of a request contain."""
+
+    metadata: Metadata
+    tensors: Mapping[str, Stored]
+    warnings: Sequence[Problem]
+
+
+def kind_of(name: str, shape: tuple[int, ...], wanted: Kind) -> Kind:
+    """The type of a tensor in a file of `wanted`, as `ModelBase.prepare_tensors` of llama.cpp's converter chooses it.
+
+    In MXFP4 are experts only, and everything else in Q8_0, as llama-quantize chooses it.
+    """
+    if (
+        len(shape) <= 1
+        or name.endswith(("_norm.weight", "ffn_gate_inp.weight"))
+        or not name.endswith(".weight")
+    ):
+        return F32
+    if wanted == MXFP4 and not name.endswith("_exps.weight"):
+        wanted = Q8_0
+    if wanted.name.startswith("TQ") and name in ("token_embd.weight", "output.weight"):
+        return F16
+    return wanted if wanted.divides(shape) else F16
+
+
+def typed(request: Request, main: DType) -> Callable[[str, tuple[int, ...]], DType]:
+    """The dtype in which each tensor is planned; blocks are computed from float32."""
+    wanted = _wanted(request, main)
+
+    def of(name: str, shape: tuple[int, ...]) -> DType:
+        return DTYPES.get(kind_of(name, shape, wanted), DTYPES[F32])
+
+    return of
+
+
+def _wanted(request: Request, main: DType) -> Kind:
+    """The type that users choose, or else that of most weights."""
+    if request.options.quantize:
+        return written(request.options.quantize)
+    return PLAIN.get(main.name, F32)
+
+
+def fit(request: Request) -> Request:
+    """The request. Raises ReshardError for a model that the metadata cannot describe."""
+    model_type = request.declared.text.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise ReshardError(
+            "gguf-model-unsupported",
+            "this model cannot be written as GGUF",
+            rule="config and tokenizer become metadata of llama.cpp, which differ by model",
+            expected=f"model_type {', '.join(sorted(ARCHITECTURES))}",
+            found=f"model_type {model_type}",
+            remedy="convert it to a Hugging Face folder, and then with convert_hf_to_gguf.py of llama.cpp",
+        )
+    if request.options.quantize and request.options.dtype:
+        raise ReshardError(
+            "gguf-dtype-and-quantize",
+            "--dtype and --quantize both choose the type of the weights",
+            found=f"--dtype {request.options.dtype} --quantize {request.options.quantize}",
+            remedy="pass one of them",
+        )
+    if request.options.quantize and written(request.options.quantize) not in DTYPES:
+        check_package()
+    return replace(request, model=replace(request.declared, carried={}))
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def leaves_out(model: Model, name: str) -> str | None:
+    """The rule for a tensor that llama.cpp's converter leaves out of the file of a language model."""
+    family = model.family
+    if family.carried([name], native=False):
+        return "the parts of a multimodal model besides its language model"
+    numbered = _LAYER.match(family.plain_name(name))
+    is_beyond = numbered and int(numbered[1]) >= model.dims.layers
+    return "layers for multi-token prediction" if is_beyond else None
+
+
+def complete(request: Request) -> Request:
+    """The request with its tensors as they are stored, and with metadata."""
+    config = json_of(request.companions[CONFIG])
+    arch = ARCHITECTURES[request.declared.text["model_type"]]
+    tensors: dict[str, Stored] = {}
+    if frequencies := _frequencies(request.declared.text):
+        content = np.asarray(frequencies, "<f4").tobytes()
+        tensors[FREQUENCIES] = Stored(F32, (len(frequencies),), content)
+    tensors |= {each.name: _stored(request, arch, each) for each in request.tensors}
+    made = metadata(config, request.companions, arch, _facts(request, tensors))
+    values = {
+        **made.values,
+        "general.file_type": Value(Type.UINT32, _file_type(request, tensors)),
+        "general.quantization_version": Value(Type.UINT32, QUANTIZATION_VERSION),
+    }
+    planned = [each.data for each in tensors.values() if isinstance(each.data, Planned)]
+    return replace(request, tensors=planned, inside=Inside(values, tensors, made.warnings))
+
+
+def _stored(request: Request, arch: str, tensor: Planned) -> Stored:
+    """A tensor in the type that it gets."""
+    if arch == "gpt-oss" and tensor.name.endswith("_exps.weight") and (view := repacked(tensor.source())):
+        return Stored(
+            MXFP4, tensor.shape, tensor._replace(dtype=UINT8, shape=view.shape, source=lambda: view)
+        )
+    kind = PLAIN[tensor.dtype.name]
+    if request.options.quantize:
+        kind = kind_of(tensor.name, tensor.shape, written(request.options.quantize))
+    if kind in DTYPES:
+        return Stored(kind, tensor.shape, tensor)
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // kind.elements * kind.nbytes)
+    blocks = partial(_blocks, tensor, kind, shape)
+    return Stored(kind, tensor.shape, Planned(tensor.name, UINT8, shape, blocks))
+
+
+def _blocks(tensor: Planned, kind: Kind, shape: tuple[int, ...]) -> View:
+    return View.of(Blocks(tensor.name, Tensor(tensor.dtype, tensor.source()), kind), *shape)
+
+
+def _facts(request: Request, tensors: Mapping[str, Stored]) -> Facts:
+    """The numbers of parameters, counted as `GGUFWriter.get_total_parameter_count` counts them."""
+    total = shared = of_expert = experts = stacks = 0
+    for name, stored in tensors.items():
+        size, shape = math.prod(stored.shape), stored.shape
+        total += size
+        if "_exps." in name and len(shape) >= 3:
+            count = shape[-2 if ".bias" in name else -3]
+            of_expert, experts, stacks = of_expert + size // count, experts + count, stacks + 1
+        else:
+            shared += size
+    each = experts // stacks if stacks else 0
+    rows = tensors[GGUF.embeddings[0]].shape[0]
+    return Facts(request.name, (total, shared, of_expert, each), rows)
+
+
+def _file_type(request: Request, tensors: Mapping[str, Stored]) -> int:
+    """The number of the type of most weights, as llama.cpp's converter names it."""
+    if request.options.quantize:
+        wanted = written(request.options.quantize)
+    else:
+        sizes: Counter[Kind] = Counter()
+        for name, stored in tensors.items():
+            if name.endswith(".weight") and len(stored.shape) > 1:
+                sizes[stored.kind] += math.prod(stored.shape)
+        wanted = next(kind for kind, _ in sizes.most_common() if kind != MXFP4)
+    if wanted in DTYPES and any(stored.kind == MXFP4 for stored in tensors.values()):
+        wanted = MXFP4
+    assert wanted.file_type is not None
+    return wanted.file_type
+
+
+def _frequencies(config: Mapping[str, Any]) -> list[float]:
+    """What llama3 scaling divides each rotary frequency by (`LlamaModel.generate_extra_tensors`); none for others."""
+    rope = rope_parameters(config)
+    if rope.get("rope_type") != "llama3" or config["model_type"] != "llama":
+        return []
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    powers = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    # torch computes powers of a scalar in float32.
+    base = np.float32(rope.get("rope_theta", 10000.0))
+    frequencies = np.float32(1.0) / np.power(base, powers)
+    factor, low, high = (
+        rope.get(key, default)
+        for key, default in (("factor", 8.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0))
+    )
+    length = rope.get("original_max_position_embeddings", 8192)
+    return [_divisor(np.float32(2 * math.pi) / each, factor, low, high, length) for each in frequencies]
+
+
+def _divisor(wave: np.float32, factor: float, low: float, high: float, length: int) -> float:
+    if wave < length / high:
+        return 1.0
+    if wave > length / low:
+        return factor
+    smooth = (np.float32(length) / wave - np.float32(low)) / np.float32(high - low)
+    return float(np.float32(1) / ((np.float32(1) - smooth) / np.float32(factor) + smooth))
+
+
+def lay_out(request: Request) -> list[OutputFile]:
+    """One file, or several of at most the size that users ask for, as `GGUFWriter` divides them."""
+    inside: Inside = request.inside
+    parts: list[dict[str, Stored]] = [{}]
+    size, most = 0, request.options.max_shard_size or math.inf
+    for name, stored in inside.tensors.items():
+        nbytes = stored.kind.size(stored.shape)
+        if parts[-1] and size + nbytes > most:
+            parts.append({})
+            size = 0
+        parts[-1][name] = stored
+        size += nbytes
+    if len(parts) == 1:
+        return [_file(f"{STEM}.gguf", inside.metadata, parts[0])]
+    files = []
+    for number, part in enumerate(parts):
+        values = {
+            **(inside.metadata if number == 0 else {}),
+            SPLIT_NUMBER: Value(Type.UINT16, number),
+            SPLIT_COUNT: Value(Type.UINT16, len(parts)),
+            SPLIT_TENSORS: Value(Type.INT32, len(inside.tensors)),
+        }
+        files.append(_file(f"{STEM}-{number + 1:05d}-of-{len(parts):05d}.gguf", values, part))
+    return files
+
+
+def _file(path: str, values: Metadata, tensors: Mapping[str, Stored]) -> OutputFile:
+    content, offsets = container.header(values, [(n, each.kind, each.shape) for n, each in tensors.items()])
+    placed = list(zip(tensors.values(), offsets, strict=True))
+    end = len(content)
+    literals = [(0, content)]
+    for stored, offset in placed:
+        last = offset + stored.kind.size(stored.shape)
+        end = container.padded(last)
+        if isinstance(stored.data, bytes):
+            literals.append((offset, stored.data))
+        if end > last:
+            literals.append((last, bytes(end - last)))
+    blocks = [Block.whole(stored.data, at) for stored, at in placed if isinstance(stored.data, Planned)]
+    return OutputFile(path, end, blocks, lambda: iter(literals))
+
+
+def warnings(request: Request) -> list[Problem]:
+    """What llama.cpp computes differently from the config."""
+    return [*request.inside.warnings]
+
+
+def notes(request: Request) -> list[str]:
+    """Which types the tensors have, and why."""
+    inside: Inside = request.inside
+    counted = Counter(stored.kind.name for stored in inside.tensors.values())
+    told = [f"types: {', '.join(f'{kind} × {count}' for kind, count in counted.most_common())}"]
+    if not request.options.quantize:
+        return told
+    wanted = written(request.options.quantize)
+    if narrow := [name for name, each in inside.tensors.items() if _fell_back(name, each, wanted)]:
+        told.append(
+            f"{len(narrow)} tensors are in F16, because {wanted.elements} does not divide their rows: {narrow[0]}"
+        )
+    return told
+
+
+def _fell_back(name: str, stored: Stored, wanted: Kind) -> bool:
+    return stored.kind == F16 and not wanted.divides(stored.shape) and name.endswith(".weight")
+
+
+def need(request: Request) -> Need:
+    """The memory that computing blocks takes."""
+    inside: Inside = request.inside
+    kinds = {each.kind for each in inside.tensors.values() if each.kind not in DTYPES}
+    nothing = Tensor(DTYPES[F32], View((0,), ()))
+    rooms = [(source := Blocks("", nothing, kind)).room(source.few) for kind in kinds]
+    return Need(max(rooms), None) if rooms else NOTHING
+
+
+def afterwards(request: Request) -> Iterator[Command]:
+    """How to quantize the output further, with the program of llama.cpp."""
+    inside: Inside = request.inside
+    if all(stored.kind in DTYPES for stored in inside.tensors.values()):
+        first, smaller = PurePath(lay_out(request)[0].path), PurePath(f"{STEM}-Q4_K_M{SUFFIX}")
+        yield Command("for K-quants", ("llama-quantize", first, smaller, "Q4_K_M"))
+
+
+TARGET = Target(
+    lay_out,
+    (GGUF.name,),
+    quantizes=QUANTIZED,
+    typed=typed,
+    embeds=True,
+    suffix=SUFFIX,
+    judges_model=False,
+    fit=fit,
+    complete=complete,
+    notes=notes,
+    warnings=warnings,
+    need=need,
+    afterwards=afterwards,
+    leaves_out=leaves_out,
+)
