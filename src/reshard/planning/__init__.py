@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from reshard.adapters import kind_of
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Replica
+from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, along_with
 from reshard.base.plain import to_json
 from reshard.families.family import MCORE
@@ -358,6 +359,7 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
         need=content.need.beside(target.need(request)),
         sources=checkpoint.sources,
         suffix=target.suffix,
+        left=content.left,
         outputs=[*request.tensors, *(state for each in request.states.values() for state in each.values())],
     )
     plan.audit(plan.outputs)
@@ -373,6 +375,7 @@ class _Content(NamedTuple):
     replicas: list[Replica]
     notes: list[str]
     need: Need
+    left: Sequence[tuple[str, Callable[[], View]]] = ()
 
 
 def _adapter(source: Resolved, request: Request) -> _Content:
@@ -415,10 +418,11 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
     parameters = checkpoint.parameters if checkpoint.quantization else elements(tensors)
     if target.dtype and not options.dtype:
         notes += recast(format, logical, types)
-    if options.quantize and not typed:
+    if options.quantize and target.quantized:
         request = replace(request, config={**request.config, "dtype": main_dtype(tensors)})
         tensors, settings, told, more = quantized(tensors, options.quantize, request.config)
         notes, need = [*notes, *told], need.beside(more)
     held = names.states({state: states[state] for state in states if state in target.states})
     request = replace(request, tensors=tensors, states=held, quantization=settings)
-    return _Content(request, parameters, dropped, logical.replicas, notes, need)
+    left = [(rule, partial(logical.view, name)) for name, rule in names.left.items()]
+    return _Content(request, parameters, dropped, logical.replicas, notes, need, left)

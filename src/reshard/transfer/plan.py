@@ -122,6 +122,8 @@ class Plan:
         Number of tensors, and of their elements.
     dropped : mapping of str to int
         Bytes of the source that each rule drops.
+    left : sequence of (str, callable)
+        The tensors that have no place in the output: the rule for each, and a function that compiles its view.
     replicas : list of Replica
         Tensors that are stored more than once; they are compared before anything is written.
     notes : list of str
@@ -160,6 +162,7 @@ class Plan:
     sources: Sources = field(default_factory=Sources)
     outputs: Sequence[Planned] = ()
     suffix: str = ""
+    left: Sequence[tuple[str, Callable[[], View]]] = ()
 
     def __repr__(self) -> str:
         tensors = "1 tensor" if self.tensors == 1 else f"{self.tensors:,} tensors"
