@@ -98,7 +98,8 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     "--quantize",
     type=click.Choice(quantizations()),
     help="Quantize the linear layers of a Hugging Face output (fp8, fp8-ue8m0; mxfp4 is for gpt-oss only), "
-    "or choose the type of a GGUF output (f32 to tq2_0; mxfp4 for experts).",
+    "or choose the type of a GGUF output (f32 to tq2_0; mxfp4 for experts), or the bits and the group of an MLX output "
+    "(affine-4: 4 bits in groups of 64).",
 )
 @click.option(
     "--max-shard-size",

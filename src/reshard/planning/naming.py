@@ -14,6 +14,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
 from reshard.families.binding import Bound, Dropped
 from reshard.families.live import Live
+from reshard.families.mlx import MLX, naming
 from reshard.families.model import Model
 from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, MASTERS, ROUTER, PlannedStates, Request
 from reshard.model import fused
@@ -114,7 +115,8 @@ class Names:
         """
         if self.natives is not None:
             return list(native_tensors(logical, self.natives, types, typed))
-        return fused.live_tensors(_hub_tensors(logical, types), self.live)
+        kept = (tensor for tensor in _hub_tensors(logical, types) if tensor.name not in self.left)
+        return fused.live_tensors(kept, self.live)
 
     def states(self, states: Mapping[str, LogicalTensors]) -> PlannedStates:
         """The states of its tensors. Raises ReshardError if only a part of a fused tensor has one."""
@@ -151,6 +153,11 @@ def names_of(
     if request.dialect == HUB or request.is_in_memory:
         name = model.family.name if model else None
         return Names(live=live_names(request.config, name) if request.is_in_memory else None)
+    if request.dialect == MLX and (found := naming(request.config)):
+        rules = {name: found.leaves_out(name, request.config) for name in logical.tensors}
+        return Names(
+            live=found.live(request.config), left={name: rule for name, rule in rules.items() if rule}
+        )
     binding = request.declared.binding(request.dialect)
     rules = {name: leaves_out(request.declared, name) for name in logical.tensors}
     left = {name: rule for name, rule in rules.items() if rule}
