@@ -1,8 +1,8 @@
 """Run in an environment with mlx-lm: `run_mlx.py JOBS` does what a JSON file asks, one job after the other.
 
 A job is an object with `do`: "convert" a Hugging Face folder with mlx_lm.convert, "load" an MLX folder strictly and
-save logits, "see" what mlx-vlm makes of a folder, or "compute" what mlx does with a weight. What each raises is
-printed, by the number of the job, as JSON.
+save logits, "see" what mlx-vlm makes of a folder, "compute" what mlx does with a weight, or make the "sample" in
+tests/data. What each raises is printed, by the number of the job, as JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,24 @@ def see(hf_path: str, mlx_path: str, bits: int = 0) -> None:
     save_config(config, Path(mlx_path) / "config.json")
 
 
-JOBS: dict[str, Any] = {"convert": convert, "load": load, "compute": compute, "see": see}
+def sample(folder: str) -> None:
+    """Make tests/data/mlx: a llama of one layer, in affine groups of 32 with four bits."""
+    from mlx_lm.models.llama import Model, ModelArgs
+    from mlx_lm.utils import quantize_model, save_config, save_model
+
+    mx.random.seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6}
+    kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+    config = {**kind, **sizes, **heads, "rope_theta": 10000.0, "torch_dtype": "bfloat16"}
+    model = Model(ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    model, config = quantize_model(model, config, 32, 4)
+    save_model(folder, model)
+    save_config(config, Path(folder) / "config.json")
+
+
+JOBS: dict[str, Any] = {"convert": convert, "load": load, "compute": compute, "see": see, "sample": sample}
 
 
 def failure(job: dict[str, Any]) -> str | None:
