@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import reshard
 from reshard.cli import COMMANDS
+from reshard.families.dialect import HUB
 from tests.commandline import reshard as command
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -200,6 +201,7 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
         (lambda: reshard.convert("a", "b", stages=(-1, 2)), "stages=(-1, 2)"),
         (lambda: reshard.convert("a", "b", trust="me", engine="x"), "trust='me'"),
         (lambda: reshard.convert("a", "b", memory="much"), "--memory"),
+        (lambda: reshard.convert("a", "b", memory=None), "memory is not a size"),
         *[
             (partial(reshard.convert, "a", "b", **{name: None}), f"{name}=None")
             for name in ("tp", "pp", "vpp", "ep", "stages")
@@ -207,7 +209,7 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
         *[
             (partial(reshard.convert, "a", "b", **{name: value}), f"{name} is not a size")
             for name in ("max_shard_size", "memory")
-            for value in (0, -5, True, None, float("nan"), float("inf"), "0GB", "-1", "0.0001k")
+            for value in (0, -5, True, float("nan"), float("inf"), "0GB", "-1", "0.0001k")
         ],
         *[
             (partial(reshard.convert, "a", "b", **{name: value}), f"{name}={value!r}")
@@ -290,7 +292,7 @@ def test_a_notebook_shows_what_inspect_prints(place: Path) -> None:
 def test_foreign_text_is_no_markup_in_a_notebook() -> None:
     problem = reshard.Problem("x-y", "<script>alert(1)</script>", found="\x1b[31m")
     found = reshard.commands.inspection.Inspection(
-        reshard.Checkpoint(Path("<b>"), "huggingface", "hf", {}, Path()), None, [problem], [], ""
+        reshard.Checkpoint(Path("<b>"), "huggingface", HUB, {}, Path()), None, [problem], [], ""
     )
     assert "<script>" not in found._repr_html_() and "<b>" not in found._repr_html_()
     assert "\x1b" not in found._repr_html_() + str(found)

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import reshard
 from reshard.algebra.layout import SavedLayout
 from reshard.commands.verification import Change
+from reshard.families.dialect import MEGATRON
 from reshard.pages import board, changes
 from tests.commandline import reshard as command
 
@@ -215,6 +216,6 @@ def test_a_browser_draws_both_charts(run: Path, model: Path, tuned: Path, tmp_pa
 
 
 def test_layouts_that_nothing_records_show_files() -> None:
-    checkpoint = reshard.Checkpoint(Path("x"), "megatron", "mcore", {}, Path("x"), SavedLayout(tp=2, pp=2))
+    checkpoint = reshard.Checkpoint(Path("x"), "megatron", MEGATRON, {}, Path("x"), SavedLayout(tp=2, pp=2))
     found = board.board_of(reshard.Inspection(checkpoint, None, [], [], ""))
     assert found.title == "Files" and found.rows == ()

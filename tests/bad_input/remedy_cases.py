@@ -94,9 +94,20 @@ def _from_elsewhere(there: Path) -> None:
     _converted(there)
 
 
+def _only(folder: Path, name: str) -> None:
+    """A file of a tokenizer, and no other."""
+    _no_tokenizer(folder)
+    (folder / name).write_text('{"model": {}}')
+
+
+def _as_gguf(there: Path) -> None:
+    assert reshard("convert", "src", "dst.gguf").code == 0
+
+
 TWO = {"ckpt": "torch_dist", "base": "qwen3"}
 MOE = {"src": "qwen3_moe"}
 SRC = {"src": "qwen3"}
+BOTH = {"src": "qwen3", "base": "qwen3"}
 TO_MEGATRON = "convert src dst --to megatron"
 CASES: dict[str, list[Case]] = {
     "tokenizer-not-beside-checkpoint": [
@@ -157,6 +168,26 @@ CASES: dict[str, list[Case]] = {
         Case(SRC, "convert src dst", {"--dtype": "bfloat16", "--quantize": "fp8", "--max-shard-size": "1MB"})
     ],
     "format-without-layout": [Case(TWO, "convert ckpt dst --tp 2")],
+    "destination-exists": [Case(SRC, "convert src dst.gguf", {}, _as_gguf)],
+    "destination-must-be-folder": [
+        Case(SRC, "convert src dst.gguf --max-shard-size 100KB", {"--max-shard-size": "1GB"})
+    ],
+    "gguf-mxfp4-without-experts": [Case(SRC, "convert src dst.gguf --quantize mxfp4")],
+    "gguf-tokenizer-unreadable": [
+        Case(
+            BOTH,
+            "convert src dst.gguf",
+            {"DIR": "base"},
+            lambda there: _only(there / "src", "tokenizer.json"),
+        )
+    ],
+    "gguf-tokenizer-unknown": [
+        Case(BOTH, "convert src dst.gguf", {"DIR": "base"}, lambda there: _only(there / "src", "vocab.txt"))
+    ],
+    "quantize-value-of-another-format": [
+        Case(SRC, "convert src dst.gguf --quantize fp8"),
+        Case(SRC, "convert src dst --to huggingface --quantize q8_0"),
+    ],
     "engine-not-for-format": [Case(TWO, "convert ckpt dst --engine mcore-bridge")],
     "dtype-not-convertible": [Case(SRC, f"{TO_MEGATRON} --dtype int4", {"--dtype": "bfloat16"})],
     "format-unknown": [Case(SRC, "convert src dst --to megatorn"), Case(SRC, "convert src dst --to onnx")],

@@ -27,7 +27,7 @@ PATHS = {
     "run/global_step10": ("DeepSpeed", "reshard convert"),
     "run/global_step_3/actor": ("verl", "reshard convert"),
     "run/pytorch_model_fsdp_0": ("FSDP", "reshard convert"),
-    "model-q4_k_m.gguf": ("GGUF", "gguf_file"),
+    "model-q4_k_m.gguf": ("GGUF", "reshard convert"),
     "model.nemo": ("NeMo", "tar -xf"),
     "last.ckpt": ("Lightning", "reshard inspect"),
 }

@@ -54,10 +54,10 @@ COMPUTED = {
         f"{SITE}/sglang/srt/server.py",
     ): ("engine-kernels-release", "flashinfer-python"),
     "OSError: Error no file named pytorch_model.bin, model.safetensors or flax_model.msgpack found in directory "
-    r"D:\models\gemma-3-1b-it-q4_0-gguf.": ("artefact-mixed-up", "gguf_file="),
+    r"D:\models\gemma-3-1b-it-q4_0-gguf.": ("artefact-mixed-up", "reshard convert"),
     "OSError: Can't load tokenizer for 'TheBloke/Llama2-13B-GGUF'. If you were trying to load it from the Hub": (
         "artefact-mixed-up",
-        "gguf_file=",
+        "reshard convert",
     ),
     "ValidationError: 1 validation error for LlamaCpp\n__root__\n  Could not load Llama model from path: "
     "models/llama2-13b.ggmlv3.q6_K.bin. Received error": ("gguf-damaged", "convert_hf_to_gguf.py"),

@@ -76,6 +76,8 @@ ROADS: dict[str, Road] = {
     ),
     "mlx to safetensors": Road(copied("mlx"), ("--no-tokenizer",)),
     "quantized for mlx": Road(copied(MISTRAL), ("--to", "mlx", "--quantize", "affine-4-32")),
+    "safetensors to gguf": Road(copied(MISTRAL), ("--to", "gguf")),
+    "gguf to safetensors": Road(converted(MISTRAL, to="gguf", no_tokenizer=True), ("--to", "huggingface")),
     "quantized": Road(copied(MISTRAL), ("--to", "huggingface", "--quantize", "fp8")),
     "continued": Road(copied(MISTRAL), ("--to", "megatron", "--tp", "2"), interrupted=True),
     "replaced": Road(copied(MISTRAL), ("--to", "megatron", "--overwrite"), overwrite=True),

@@ -85,7 +85,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 KINDS = {
-    "model.gguf": "foreign-gguf",
     "model.onnx": "foreign-onnx",
     "lightning.ckpt": "foreign-lightning",
     "weights.npz": "foreign-numpy",
@@ -126,7 +125,7 @@ def test_all_kinds_are_seen() -> None:
 
 
 def test_a_folder_with_such_a_file_is_one(files: Path, tmp_path: Path) -> None:
-    for name in ("model.gguf", "module.pt", "orbax"):
+    for name in ("model.onnx", "module.pt", "orbax"):
         (tmp_path / name).mkdir()
         copy = shutil.copytree if (files / name).is_dir() else shutil.copy
         copy(files / name, tmp_path / name / name)  # type: ignore[operator]

@@ -71,6 +71,22 @@ def to_megatron(path: Path) -> None:
     checkpoint(path, to="megatron", tp=2)
 
 
+def to_gguf(path: Path) -> None:
+    """The same with a Hugging Face folder, whose tokenizer becomes metadata."""
+    checkpoint(path, to="gguf")
+
+
+def to_hub(path: Path) -> None:
+    """The same with a folder of another format, whose metadata may be all that describes it."""
+    checkpoint(path, to="huggingface")
+
+
+def as_gguf(folder: Path) -> Path:
+    """A folder with one GGUF file."""
+    reshard.convert(BASE, folder, to="gguf")
+    return folder
+
+
 def merged(path: Path) -> None:
     """The same with an adapter."""
     checkpoint(path, base=DATA / "megatron_lora" / "base-llama", merge=True)

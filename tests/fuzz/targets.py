@@ -13,6 +13,7 @@ from reshard.base.plain import json_of
 from reshard.base.plain_yaml import yaml_of
 from reshard.containers.torchfiles.pickles import loads
 from reshard.containers.torchfiles.read import read_torch_file
+from reshard.formats.gguf.sentencepiece import pieces
 from reshard.transfer.sources import Sources
 from tests.fuzz import calls, mutate, seeds
 from tests.fuzz.calls import alone, directly, file_of, in_copy, pickled
@@ -79,6 +80,7 @@ TARGETS: dict[str, Target] = {
             pickled,
         ),
     ),
+    "gguf": _bytes(lambda: files("foreign/*.gguf"), alone("model.gguf", reshard.inspect)),
     "safetensors": _bytes(seeds.safetensors, alone("model.safetensors", calls.safetensors_as_its_library)),
     # Hugging Face folders, and what reshard leaves in its own.
     "config": _json(lambda: files("**/config.json"), file_of(MISTRAL, "config.json", calls.to_megatron)),
@@ -92,6 +94,20 @@ TARGETS: dict[str, Target] = {
     "record": _made(calls.sharded, "reshard.json", calls.replaced),
     "journal": _text(lambda: encoded(seeds.JOURNAL), calls.journal),
     "adapter-config": _made(calls.adapter, "adapter_config.json", calls.merged),
+    # GGUF.
+    "gguf-as-source": Target(
+        mutate.of_bytes,
+        lambda folder: calls.content_of(calls.as_gguf, "model.gguf", folder),
+        in_copy(calls.as_gguf, "model.gguf", calls.to_hub),
+    ),
+    "gguf-tokenizer": _json(
+        lambda: files("gguf/*/tokenizer.json"), file_of(MISTRAL, "tokenizer.json", calls.to_gguf)
+    ),
+    "gguf-tokenizer-config": _json(
+        lambda: files("gguf/*/tokenizer_config.json"),
+        file_of(MISTRAL, "tokenizer_config.json", calls.to_gguf),
+    ),
+    "gguf-pieces": _bytes(lambda: files("gguf/*/tokenizer.model"), directly(pieces), errors=(ValueError,)),
     # Megatron.
     "dcp-metadata": _pickle(
         lambda: files("torchtitan/*/checkpoint/*/.metadata"),

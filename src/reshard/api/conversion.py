@@ -15,7 +15,7 @@ from reshard.commands import conversion
 from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
 from reshard.folders.iterations import Iteration
-from reshard.formats import named_by, quantizations, writable
+from reshard.formats import named_by, quantizations, writable, written
 from reshard.hub.push import OnUpload, Push
 from reshard.model.recognition import named
 from reshard.planning.naming import Types
@@ -230,7 +230,7 @@ def convert(
     given.callbacks(
         on_step=on_step, on_plan=on_plan, on_bytes=on_bytes, on_resume=on_resume, on_upload=on_upload
     )
-    largest = None if max_shard_size is None else given.size("--max-shard-size", max_shard_size)
+    asked = None if max_shard_size is None else given.size("--max-shard-size", max_shard_size)
     allowed = given.size("--memory", memory)
     given.settle()
     if private and not push_to_hub:
@@ -241,8 +241,10 @@ def convert(
         )
     push = Push(push_to_hub, private, overwrite) if push_to_hub else None
     layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, tuple(stages))
+    format = writable(to).name if to else named_by(typed_path(dst))
+    undivided = format is not None and bool(written()[format].suffix)
     options = planning.Options(
-        to=writable(to).name if to else named_by(typed_path(dst)),
+        to=format,
         base=source_path(base) if base else None,
         layout=layout,
         iteration=iteration,
@@ -251,7 +253,7 @@ def convert(
         trust=trust,
         dtype=dtype,
         quantize=quantize,
-        max_shard_size=largest,
+        max_shard_size=asked or (None if undivided else planning.Options().max_shard_size),
         vocab_divisible_by=vocab_divisible_by,
         transformer_impl=transformer_impl,
         tokenizer=not no_tokenizer,

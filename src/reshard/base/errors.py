@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, overload
 
 from reshard.base.shown import shown, without_secrets
@@ -171,7 +171,7 @@ UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 
 @contextmanager
-def understood(file: Path) -> Iterator[None]:
+def understood(file: PurePath) -> Iterator[None]:
     """Raise ReshardError for a value of `file`, or of a file in it, that its format does not allow.
 
     Readers report the mistakes that they expect in better words; this catches all others.

@@ -97,9 +97,10 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option(
     "--quantize",
     type=click.Choice(quantizations()),
+    metavar="KIND",
     help="Quantize the linear layers of a Hugging Face output (fp8, fp8-ue8m0; mxfp4 is for gpt-oss only), "
-    "or choose the type of a GGUF output (f32 to tq2_0; mxfp4 for experts), or the bits and the group of an MLX output "
-    "(affine-4: 4 bits in groups of 64).",
+    "or choose the type of a GGUF output (f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, tq1_0, tq2_0, mxfp4), or the "
+    "bits and the group of an MLX output (affine-2, -3, -4, -5, -6 or -8, in groups of 64, or affine-4-32 …).",
 )
 @click.option(
     "--max-shard-size",
@@ -183,6 +184,7 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
       reshard convert model ckpt --to megatron --tp 4     Hugging Face to Megatron
       reshard convert ckpt ckpt2 --to megatron --pp 2     Megatron to another layout
       reshard convert lora merged --merge --base model    a LoRA adapter into its base
+      reshard convert ckpt model.gguf --quantize q8_0     any checkpoint to llama.cpp
     """
     shown(
         lambda **hooks: conversion.convert(src, dst, **options, **hooks),
@@ -268,15 +270,20 @@ def _print_plan(result: Conversion) -> None:
     console.print(
         f"{plan.source} → {plan.target}: {count(plan.parameters)} parameters in {plan.tensors} tensors"
     )
-    for file in plan.files[:40]:
-        console.print(f"  {size(file.size):>10}  {escape(file.path)}")
-    if len(plan.files) > 40:
-        console.print(f"  … and {len(plan.files) - 40} more files (--json lists all)")
-    console.print(f"  {size(plan.nbytes):>10}  in {len(plan.files)} files")
+    files = result.files
+    for path, nbytes in files[:40]:
+        console.print(f"  {size(nbytes):>10}  {escape(path)}")
+    if len(files) > 40:
+        console.print(f"  … and {len(files) - 40} more files (--json lists all)")
+    console.print(f"  {size(sum(nbytes for _, nbytes in files)):>10}  in {_counted(len(files))}")
     console.print(f"buffers: at most {size(share.threads * share.each)} in {share.threads} threads")
     for rule, nbytes in plan.dropped.items():
         console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
     console.print("unmatched: none")
+
+
+def _counted(files: int) -> str:
+    return "1 file" if files == 1 else f"{files} files"
 
 
 def _print_result(result: Conversion, dst: Path, seconds: float) -> None:

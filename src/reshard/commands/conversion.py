@@ -54,7 +54,7 @@ class Conversion:
 
     `share` is the memory of each thread, and `warnings` are about the destination. `push` describes the repository that
     the output is for (`url`, `new`, `private`), and `uploaded` is its address once the output is
-    there. `single` is the file of the plan that becomes the destination, if that is no folder.
+    there. `single` is the file of the plan that becomes the destination, called `name`, if that is no folder.
     """
 
     plan: Plan
@@ -64,6 +64,13 @@ class Conversion:
     push: dict[str, Any] | None = None
     uploaded: str | None = None
     single: str | None = None
+    name: str = ""
+
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        """The files of the output, by their paths below the destination, or its name if it is one itself."""
+        found = [(file.path, file.size) for file in self.plan.files]
+        return [(self.name, size) for path, size in found if path == self.single] if self.single else found
 
     def __repr__(self) -> str:
         done = f"{size(self.report.nbytes)} written" if self.report else "nothing written"
@@ -74,10 +81,10 @@ class Conversion:
         plan = self.plan
         return {
             **plan.facts,
-            "files": [{"path": file.path, "bytes": file.size} for file in plan.files],
+            "files": [{"path": path, "bytes": nbytes} for path, nbytes in self.files],
             "tensors": plan.tensors,
             "parameters": plan.parameters,
-            "bytes": plan.nbytes,
+            "bytes": sum(nbytes for _, nbytes in self.files),
             "notes": plan.notes,
             "warnings": [warning.as_dict() for warning in (*plan.warnings, *self.warnings)],
             "written": self.report.nbytes if self.report else 0,
@@ -188,7 +195,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
             dry_run=how.dry_run,
         )
         result = Conversion(plan, share, warnings=warnings)
-    result = replace(result, push=upload.place if upload else None, single=single)
+    result = replace(result, push=upload.place if upload else None, single=single, name=target.name)
     if how.dry_run:
         return result
     if upload:

@@ -268,7 +268,6 @@ class _Held:
             for name, tensor in found.items():
                 self._add(name, tensor)
         self._copies = self._add_copies()
-        self._left = self._left_out()
 
     def _states(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer states, if any are used."""
@@ -315,15 +314,6 @@ class _Held:
                         self._dtypes.setdefault(storage, parts[0][0].dtype)
         return found
 
-    def _left_out(self) -> dict[Storage, list[_Part]]:
-        """The tensors that have no place in the output."""
-        found: dict[Storage, list[_Part]] = defaultdict(list)
-        for rule, compiled in self._plan.left:
-            view = compiled()
-            for storage in storages_of(view):
-                found[storage].append(_part(rule, view, storage))
-        return found
-
     def _counts(self, storage: Storage) -> bool:
         return self._usage.used(storage).numel > 0
 
@@ -344,10 +334,8 @@ class _Held:
                 else:
                     found.unused[rule] = found.unused.get(rule, 0) + self._elements(storage, nbytes)
         found.elsewhere = sum(usage.used(each).numel for each in self._unknown())
-        rules = [rule for rule in LOCATED if rule in plan.dropped]
-        elsewhere = {COPY, *(rule for rule, _ in plan.left)}
-        told = sum(plan.dropped[rule] for rule in rules)
-        left = sum(nbytes for rule, nbytes in unused.items() if rule not in elsewhere)
+        rules = [rule for rule in (*LOCATED, *sorted(plan.left_out)) if rule in plan.dropped]
+        told, left = sum(plan.dropped[rule] for rule in rules), unused.total() - unused[COPY]
         if told != left and not self.faults:
             self.faults.append(
                 Fault(", ".join(rules), f"the plan drops {told:,} bytes and leaves out {left:,}")
@@ -386,9 +374,9 @@ class _Held:
             view = tensor.view if rule else self._padding(tensor)
             if view is not None:
                 yield _part(rule or PADDING, view, storage)
-        yield from self._left.get(storage, ())
         yield from self._copies.get(storage, ())
-        rules = " or ".join(rule for rule in WHOLE if rule in self._plan.dropped)
+        whole = (*WHOLE, *sorted(self._plan.left_out))
+        rules = " or ".join(rule for rule in whole if rule in self._plan.dropped)
         for tensor in there.values() if rules else ():
             if not any(map(self._counts, storages_of(tensor.view))):
                 yield _part(rules, tensor.view, storage)

@@ -32,7 +32,6 @@ def _kind(name: str, pattern: str, way_out: str, sought: str = "") -> Kind:
 
 _OTHERS = (
     _kind("original Llama", r"(?:^|/)(?:consolidated\.\d\d\.pth|params\.json)$", "meta", "sought-meta"),
-    _kind("GGUF", r"(?i:\.gguf$|[-_]gguf\b)", "gguf"),
     _kind("NeMo", r"\.nemo$", "nemo"),
     _kind("Lightning", r"\.ckpt$", "lightning"),
 )

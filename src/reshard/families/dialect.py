@@ -10,19 +10,22 @@ class Dialect:
     """The tensor names of one engine: `name`, as in `Family.dialects`, and what it calls the embedding in any family.
 
     Without `embeddings`, sizes are checked only by the rules of a family. If it is `widened`, small tensors are in
-    float32, whatever the model has.
+    float32, whatever the model has. Only if it is `sharded`, tensors may belong to ranks.
     """
 
     name: str
     embeddings: tuple[str, ...] = ()
     widened: bool = False
+    sharded: bool = True
 
     def __str__(self) -> str:
         return self.name
 
 
 HUB = Dialect(
-    "hf", ("model.embed_tokens.weight", "model.tok_embeddings.weight", "model.word_embeddings.weight")
+    "hf",
+    ("model.embed_tokens.weight", "model.tok_embeddings.weight", "model.word_embeddings.weight"),
+    sharded=False,
 )
 """The names on the Hub."""
 MEGATRON = Dialect("mcore", ("embedding.word_embeddings.weight",))

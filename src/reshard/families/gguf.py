@@ -19,7 +19,7 @@ from reshard.families.internevo import heads_in_halves
 from reshard.families.rules import GATED, Block, Dims, Rule, native, same, under
 
 EMBEDDING = "token_embd.weight"
-GGUF = Dialect("gguf", (EMBEDDING,), widened=True)
+GGUF = Dialect("gguf", (EMBEDDING,), widened=True, sharded=False)
 HUB_LAYER, LAYER = "model.layers.{layer}", "blk.{layer}"
 FFN = ("ffn_gate", "ffn_up", "ffn_down")
 

@@ -81,9 +81,9 @@ def written() -> dict[str, Target]:
 
 
 def named_by(path: Path) -> str | None:
-    """The format of which a file with this name is a complete output; None if `path` is the name of a folder."""
+    """The format of which a file with this name is a complete output; None if there is none."""
     suffixes = {target.suffix: name for name, target in written().items() if target.suffix}
-    return None if path.is_dir() else suffixes.get(path.suffix)
+    return suffixes.get(path.suffix)
 
 
 def quantizations() -> list[str]:
@@ -128,7 +128,8 @@ def _is_part(file: Path) -> bool:
     if wrappers.NO_WEIGHTS.search(file.stem):
         return True
     above = [*file.absolute().parents][: not_found.ABOVE]
-    engines = (each for each in FORMATS.values() if each.name != huggingface.NAME)
+    apart = (huggingface.NAME, gguf.FORMAT.name)
+    engines = (each for each in FORMATS.values() if each.name not in apart)
     return any(_holds(folder, each) for each in engines for folder in above)
 
 
@@ -170,7 +171,12 @@ def open_checkpoint(
     if folder is None or name is None:
         if iteration is not None:
             raise not_found.no_iteration(path, iteration)
-        raise not_found.no_checkpoint(path, FORMATS, lambda place: detect(place) is not None)
+        raise not_found.no_checkpoint(
+            path,
+            FORMATS,
+            lambda place: detect(place) is not None,
+            lambda place: detect(place) not in (None, gguf.FORMAT.name),
+        )
     if name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
         raise ReshardError(of_tool)
     with understood(folder):

@@ -178,10 +178,10 @@ class Checkpoint:
 
     @property
     def described_layout(self) -> str:
-        """The recorded layout as text, with the sizes that are not recorded. Empty for Hugging Face names, which are
-        not sharded over ranks.
+        """The recorded layout as text, with the sizes that are not recorded. Empty for names such as Hugging Face's,
+        which are not sharded over ranks.
         """
-        if self.has_hub_names:
+        if not self.dialect.sharded:
             return ""
         recorded, unrecorded = str(self.layout), self.layout.unrecorded
         if not recorded:

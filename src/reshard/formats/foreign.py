@@ -4,7 +4,6 @@ They are recognized by their content (`FILES`, `FOLDERS`); by their names only F
 magic, and ordinary files of torch and of safetensors (`NAMES`). Where neither tells, the names of their tensors do
 (`TENSORS`):
 
-- GGUF: the magic `GGUF` (ggml/docs/gguf.md).
 - NeMo 1: a tar archive, plain or gzipped, whose members are `model_config.yaml` and weights
   (nemo/core/connectors/save_restore_connector.py).
 - torch.save: a zip archive whose first member is `…/data.pkl`; the dict of a Lightning checkpoint has the key
@@ -77,12 +76,6 @@ _LINK = (
     "copy config.json and the tokenizer of the model there, then run: reshard inspect {folder}"
 )
 
-GGUF = Kind(
-    "foreign-gguf",
-    "this is a GGUF file of llama.cpp",
-    "convert the Hugging Face model that it was made from; if only this file is left, transformers reads many of them: "
-    "AutoModelForCausalLM.from_pretrained({its_folder}, gguf_file={its_name}).save_pretrained({new_folder})",
-)
 NEMO = Kind(
     "foreign-nemo",
     "this is a .nemo archive of NeMo, which reshard does not read as such",
@@ -195,7 +188,6 @@ NAMES = (
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"/data.pkl"
 FILES = (
-    Sign(GGUF, begin=rb"GGUF"),
     Sign(META, name=r"consolidated\.\d\d\.pth", begin=rb"(?s)."),
     Sign(LITGPT, name=r"lit_model\.pth", begin=rb"(?s)."),
     Sign(ARRAYS, member=b".npy"),
@@ -238,7 +230,6 @@ _ANY_TENSOR = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in TEN
 CODES = {
     each.code
     for each in (
-        GGUF,
         NEMO,
         NEMO_RANK,
         ZARR,

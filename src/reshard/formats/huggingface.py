@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import SHARD_MOST, Format, Request, Target
+from reshard.formats.target import Format, Request, Target
 from reshard.formats.wrappers import state_dict_in, without_buffers
 from reshard.stores import as_path, fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
@@ -254,7 +255,7 @@ def lay_out(request: Request) -> list[OutputFile]:
 def laid_out(request: Request, metadata: Mapping[str, str], *, indexed: bool = False) -> list[OutputFile]:
     """The same, with these metadata in the weight files; if it is `indexed`, one file gets an index, too."""
     shards: list[list[Planned]] = [[]]
-    size, most = 0, request.options.max_shard_size or SHARD_MOST
+    size, most = 0, request.options.max_shard_size or math.inf
     for tensor in request.tensors:
         if shards[-1] and size + tensor.nbytes > most:
             shards.append([])

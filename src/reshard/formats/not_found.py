@@ -79,9 +79,14 @@ def _hub_id(path: Path) -> str | None:
     return str(typed) if _ID.fullmatch(str(typed)) else None
 
 
-def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bool]) -> ReshardError:
-    """The error for an existing path that is not a checkpoint; `holds` tests whether another path is one."""
-    whole = next((parent for parent in [*path.absolute().parents][:ABOVE] if holds(parent)), None)
+def no_checkpoint(
+    path: Path, formats: Iterable[str], holds: Callable[[Path], bool], has_parts: Callable[[Path], bool]
+) -> ReshardError:
+    """The error for an existing path that is not a checkpoint.
+
+    `holds` tests whether another path is one, and `has_parts` whether it is one that consists of several files.
+    """
+    whole = next((parent for parent in [*path.absolute().parents][:ABOVE] if has_parts(parent)), None)
     if not whole and (known := foreign.recognized(path)):
         return ReshardError(known)
     children = sorted(path.iterdir()) if path.is_dir() else []

@@ -34,8 +34,6 @@ HUB, LIVE = "hf", "live"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = "fp32"
-SHARD_MOST = 5_000_000_000
-"""The largest file of weights, if users do not choose another size, in formats that divide them."""
 
 KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
 """Router biases are fp32 whatever the model's dtype: transformers and Megatron-Core both keep them so."""
@@ -54,7 +52,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """The requested output: the flags of `reshard convert`, and files to copy into it, by their names in the output."""
+    """The requested output: the flags of `reshard convert`, and files to copy into it, by their names in the output.
+
+    Without a `max_shard_size`, weights are not divided.
+    """
 
     to: str | None = None
     base: Path | None = None
@@ -65,7 +66,7 @@ class Options:
     trust: str = "checkpoint"
     dtype: str | None = None
     quantize: str | None = None
-    max_shard_size: int | None = None
+    max_shard_size: int | None = 5_000_000_000
     vocab_divisible_by: int | None = None
     transformer_impl: str | None = None
     tokenizer: bool = True
@@ -253,7 +254,8 @@ class Target:
     that it stores. `dtype` is the only dtype of its weights, if there is only one; `typed` gives each tensor its dtype,
     from that of most weights. `quantized` says that it can store the scales of a source, and `quantizes` are the values
     of `--quantize`. `embeds` says that config and tokenizer are in its files, and not beside them; a file with `suffix`
-    may then be the complete output. `judges_model` says that its engine computes what the entries of families describe.
+    may then be the complete output, and is not divided unless users ask for it. `judges_model` says that its engine
+    computes what the entries of families describe.
     `fit` sets model and layout to the engine's sizes, before tensors are named, and refuses what the engine cannot
     store. `complete` afterwards adds what the engine stores differently, which takes the memory that `need` tells.
     `notes`, `warnings` and `load_with` are what users should know and type, in addition to the folder, and `afterwards`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from reshard.adapters import kind_of
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Replica
-from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, along_with
 from reshard.base.plain import to_json
 from reshard.families.family import MCORE
@@ -350,6 +349,7 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
         tensors=len(request.tensors),
         parameters=content.parameters,
         dropped=content.dropped,
+        left_out=content.left_out,
         replicas=content.replicas,
         notes=[*dict.fromkeys([*told, *target.notes(request), *content.notes])],
         warnings=[*(model.warnings if model else ()), *target.warnings(request)],
@@ -359,7 +359,6 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
         need=content.need.beside(target.need(request)),
         sources=checkpoint.sources,
         suffix=target.suffix,
-        left=content.left,
         outputs=[*request.tensors, *(state for each in request.states.values() for state in each.values())],
     )
     plan.audit(plan.outputs)
@@ -367,7 +366,10 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
 
 
 class _Content(NamedTuple):
-    """A request with its tensors, their parameters, dropped bytes by rule, replicas, notes, and the memory needed."""
+    """A request with its tensors, their parameters, dropped bytes by rule, replicas, notes, and the memory needed.
+
+    `left_out` are the rules for tensors that have no place in the output.
+    """
 
     request: Request
     parameters: int
@@ -375,7 +377,7 @@ class _Content(NamedTuple):
     replicas: list[Replica]
     notes: list[str]
     need: Need
-    left: Sequence[tuple[str, Callable[[], View]]] = ()
+    left_out: frozenset[str] = frozenset()
 
 
 def _adapter(source: Resolved, request: Request) -> _Content:
@@ -402,8 +404,8 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
     request = replace(request, model=sized)
     logical = logical_tensors(replace(source, checkpoint=checkpoint, model=model))
     names = names_of(format, request, logical, target.leaves_out)
-    for name, rule in names.left.items():
-        dropped[rule] += logical.tensors[name].nbytes
+    left = names.dropped(logical)
+    dropped += left
     states, notes = {}, []
     if options.with_optimizer:
         states = optimizer.logical_states(logical)
@@ -424,5 +426,4 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
         notes, need = [*notes, *told], need.beside(more)
     held = names.states({state: states[state] for state in states if state in target.states})
     request = replace(request, tensors=tensors, states=held, quantization=settings)
-    left = [(rule, partial(logical.view, name)) for name, rule in names.left.items()]
-    return _Content(request, parameters, dropped, logical.replicas, notes, need, left)
+    return _Content(request, parameters, dropped, logical.replicas, notes, need, frozenset(left))

@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.algebra.tensors import Tensor
+from reshard.algebra.tensors import Computed, Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
 from reshard.families.binding import Bound, Dropped
@@ -107,6 +107,22 @@ class Names:
     natives: Mapping[str, Bound] | None = None
     live: Live | None = None
     left: Mapping[str, str] = field(default_factory=dict)
+
+    def dropped(self, logical: LogicalTensors) -> Counter[str]:
+        """The bytes of tensors that have no place, by rule. Second copies of others are no bytes of their own."""
+        copies = {replica.tensor for replica in logical.replicas}
+        found: Counter[str] = Counter()
+        computed: dict[int, tuple[str, Computed]] = {}
+        for name, rule in self.left.items():
+            tensor = logical.tensors[name]
+            if name not in copies and not (tensor.bound and tensor.bound.template.copy):
+                sources = [piece.source for piece in logical.view(name).pieces]
+                those = {id(each): (rule, each) for each in sources if isinstance(each, Computed)}
+                computed.update(those)
+                found[rule] += 0 if those else tensor.nbytes
+        for rule, source in computed.values():  # of a quantized weight, what is stored
+            found[rule] += sum(tensor.nbytes for tensor in source.inputs)
+        return found
 
     def tensors(self, logical: LogicalTensors, types: Types, typed: Typed | None = None) -> list[Planned]:
         """All tensors of the target, whose dtypes are those of `typed`, if given.

@@ -122,8 +122,6 @@ class Plan:
         Number of tensors, and of their elements.
     dropped : mapping of str to int
         Bytes of the source that each rule drops.
-    left : sequence of (str, callable)
-        The tensors that have no place in the output: the rule for each, and a function that compiles its view.
     replicas : list of Replica
         Tensors that are stored more than once; they are compared before anything is written.
     notes : list of str
@@ -142,6 +140,8 @@ class Plan:
         All files that were read for the plan, and those of the tensors.
     outputs : sequence of Planned
         All tensors of the output.
+    left_out : frozenset of str
+        Those of the rules in `dropped` that drop complete tensors, because the output has no place for them.
     suffix : str
         The suffix of a destination that is the only file of the plan; "" if there must be a folder.
     """
@@ -161,8 +161,8 @@ class Plan:
     need: Need = field(default_factory=Need)
     sources: Sources = field(default_factory=Sources)
     outputs: Sequence[Planned] = ()
+    left_out: frozenset[str] = frozenset()
     suffix: str = ""
-    left: Sequence[tuple[str, Callable[[], View]]] = ()
 
     def __repr__(self) -> str:
         tensors = "1 tensor" if self.tensors == 1 else f"{self.tensors:,} tensors"

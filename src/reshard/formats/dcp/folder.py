@@ -12,6 +12,7 @@ Sources: torch 2.4 to 2.13, accelerate 1.15, torchtitan 0.3.0; folders that they
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -39,7 +40,7 @@ from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp import torchtitan
 from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
-from reshard.formats.target import MOMENTS, SHARD_MOST, Request, stateless
+from reshard.formats.target import MOMENTS, Request, stateless
 from reshard.formats.wrappers import prefix_of
 from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.sources import Sources
@@ -376,7 +377,7 @@ NEST = "model"
 def lay_out(request: Request) -> list[OutputFile]:
     """The files of a folder that `dcp.load({"model": state_dict}, checkpoint_id=folder)` loads at any layout."""
     tensors = request.tensors
-    writer = _Writer(request.options.max_shard_size or SHARD_MOST)
+    writer = _Writer(request.options.max_shard_size or sys.maxsize)
     for tensor in tensors:
         writer.name(NEST, tensor.name, writer.add(tensor))
     stored = writer.metadata.tensors

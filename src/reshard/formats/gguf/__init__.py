@@ -7,12 +7,12 @@ from reshard.formats.target import Format
 
 FORMAT = Format(
     folder.NAME,
-    "files of llama.cpp, also read by Ollama and LM Studio; types that the package gguf computes",
+    "a file of llama.cpp, which Ollama and LM Studio load too; split files are read",
     folder.detect,
     folder.open_checkpoint,
     write.TARGET,
     aliases=("llama.cpp", "llama-cpp"),
-    seen={"llama.cpp": r"\.gguf\b"},
+    seen={"GGUF": r"(?i:\.gguf$|[-_]gguf\b)"},
 )
 
 __all__ = ["FORMAT"]

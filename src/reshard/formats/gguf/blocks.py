@@ -14,6 +14,7 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Computed, Read, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
+from reshard.base.installing import install_command
 from reshard.formats.gguf.values import MXFP4, Kind
 
 FLOAT32, UINT8 = dtype("float32"), dtype("uint8")
@@ -36,7 +37,7 @@ def _package() -> Any:
             "the package gguf is not installed",
             rule="it computes the blocks of quantized GGUF tensors",
             found=str(error),
-            remedy="run: pip install 'reshard[gguf]'; for an output without blocks, pass --quantize bf16 or f16",
+            remedy=f"install it: {install_command('gguf')}",
         ) from None
     return constants, quants
 

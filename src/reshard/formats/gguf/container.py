@@ -23,8 +23,8 @@ from reshard.transfer.sources import Sources
 
 MAGIC, VERSION = b"GGUF", 3
 ALIGNMENT, ALIGNED_AS = 32, "general.alignment"
-HEADER_MOST = 256 << 20
-"""Most bytes of the metadata and the infos of tensors: ten times those of the largest vocabularies."""
+HEADER_MOST = 64 << 20
+"""Most bytes of the metadata and the infos of tensors: several times those of the largest vocabularies."""
 MOST_AXES = 4
 READ_AT_ONCE = 1 << 20
 AGAIN = "copy or download the file again"

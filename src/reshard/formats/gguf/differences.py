@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.base.errors import Problem
-from reshard.formats.gguf.hyperparameters import ARCHITECTURES, completed, model_type, ropes
+from reshard.formats.gguf.hyperparameters import completed, model_type, ropes
 
 Config = Mapping[str, Any]
 
 KNOWN_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
-EVERY = 6
-"""Of so many layers, Gemma 3's last has full attention."""
-LARGEST_GEMMA3 = 62
-"""Layers of Gemma 3 27B, by which llama.cpp recognizes it."""
+EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
+"""Of so many layers, the last has full attention."""
+LARGEST = {"gemma2": 46, "gemma3": 62, "gemma3_text": 62}
+"""Layers of the models of 27 billion parameters, by which llama.cpp recognizes them."""
 
 
 def _all(config: Config) -> Iterator[tuple[str, object, object]]:
@@ -28,14 +28,17 @@ def _all(config: Config) -> Iterator[tuple[str, object, object]]:
     part = ropes(config)[0].get("partial_rotary_factor")
     if part not in (None, 1, 1.0):
         yield "partial_rotary_factor", part, 1.0
-    used = "gelu_pytorch_tanh" if ARCHITECTURES.get(str(config["model_type"])) == "gemma3" else "silu"
-    for key in ("hidden_act", "hidden_activation"):
+    is_gemma = str(config["model_type"]).startswith("gemma")
+    used = "gelu_pytorch_tanh" if is_gemma else "silu"
+    # transformers computes the same function of the first Gemma whatever the config says.
+    keys = () if config["model_type"] == "gemma" else ("hidden_act", "hidden_activation")
+    for key in keys:
         if config.get(key) not in (None, used):
             yield key, config[key], used
 
 
 def _windows(config: Config) -> Iterator[tuple[str, object, object]]:
-    """llama.cpp computes windows of Gemma 3 and gpt-oss only, in fixed layers."""
+    """llama.cpp computes windows of Gemma and gpt-oss only, in fixed layers."""
     window, most = config.get("sliding_window"), config.get("max_position_embeddings")
     if (
         config.get("use_sliding_window", config["model_type"] == "mistral")
@@ -45,7 +48,8 @@ def _windows(config: Config) -> Iterator[tuple[str, object, object]]:
         yield "sliding_window", window, None
 
 
-def _pattern(config: Config, every: int) -> Iterator[tuple[str, object, object]]:
+def _pattern(config: Config) -> Iterator[tuple[str, object, object]]:
+    every = EVERY[config["model_type"]]
     kinds = config.get("layer_types")
     if not isinstance(kinds, list):
         stated = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or every
@@ -58,10 +62,10 @@ def _pattern(config: Config, every: int) -> Iterator[tuple[str, object, object]]
         yield "layer_types", f"full attention in layers {full}", f"full attention in layers {fixed}"
 
 
-def _gemma3(config: Config) -> Iterator[tuple[str, object, object]]:
-    yield from _pattern(config, EVERY)
+def _gemma(config: Config) -> Iterator[tuple[str, object, object]]:
+    yield from _pattern(config)
     scalar = config["head_dim"]
-    if config["num_hidden_layers"] == LARGEST_GEMMA3:
+    if config["num_hidden_layers"] == LARGEST[config["model_type"]]:
         scalar = config["hidden_size"] // config["num_attention_heads"]
     if config.get("query_pre_attn_scalar", 256) != scalar:
         yield "query_pre_attn_scalar", config.get("query_pre_attn_scalar", 256), scalar
@@ -74,7 +78,7 @@ def _qwen3_moe(config: Config) -> Iterator[tuple[str, object, object]]:
 
 
 def _gpt_oss(config: Config) -> Iterator[tuple[str, object, object]]:
-    yield from _pattern(config, 2)
+    yield from _pattern(config)
     for key, fixed in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
         if config.get(key, fixed) != fixed:
             yield key, config[key], fixed
@@ -85,8 +89,10 @@ _OWN = {
     "qwen2": _windows,
     "qwen3": _windows,
     "qwen3_moe": _qwen3_moe,
-    "gemma3": _gemma3,
-    "gemma3_text": _gemma3,
+    "mixtral": _windows,
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "gemma3_text": _gemma,
     "gpt_oss": _gpt_oss,
 }
 

@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.storage import Storage
@@ -21,6 +24,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.gguf import container
 from reshard.formats.gguf.blocks import UINT8, Elements, check_package
 from reshard.formats.gguf.container import AGAIN, Content, Info
+from reshard.formats.gguf.readback import config_of
 from reshard.formats.gguf.values import READ, Metadata
 from reshard.stores import open_file
 from reshard.transfer.sources import Sources
@@ -33,17 +37,19 @@ PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64
 FREQUENCIES = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
 """Tensors that follow from the rope of config.json."""
 DROPPED = "rotary frequencies"
+DIVISORS, MOST_DIVISORS = "rope_freqs.weight", 1 << 16
+"""What llama3 scaling divides each rotary frequency by, and most of its bytes."""
 
 
 def detect(path: Path) -> bool:
     """Whether `path` is a GGUF file, or a folder with one."""
     if path.is_file():
-        return path.suffix == ".gguf" or _begins_as_gguf(path)
+        return _begins_as_gguf(path)
     return any(path.glob("*.gguf")) and not huggingface.detect(path)
 
 
 def _begins_as_gguf(path: Path) -> bool:
-    """Ollama's files have digests as names."""
+    """The names of files do not tell: those of Ollama have digests as names."""
     with suppress(OSError, ReshardError), open_file(path) as file:
         return container.is_gguf(file.read(0, 4))
     return False
@@ -74,10 +80,24 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         dialect=GGUF,
         tensors=tensors,
         root=first.parent,
+        config=_implied(metadata, infos, sources),
         dropped=+dropped,
         variant=", ".join(f"{kind} × {count}" for kind, count in counted.most_common()),
         notes=[*_told(blocks, counted), *_about(metadata)],
     )
+
+
+def _implied(
+    metadata: Metadata, infos: Sequence[tuple[str, Path, Info]], sources: Sources
+) -> dict[str, Any] | None:
+    """The config.json that the metadata imply, if they determine one. The divisors of frequencies are read."""
+    shapes = {name: info.shape for name, _, info in infos}
+    divisors = None
+    for name, file, info in infos:
+        if name == DIVISORS and info.kind.name == "F32" and info.nbytes <= MOST_DIVISORS:
+            with sources.open(file) as opened:
+                divisors = np.frombuffer(opened.read(info.offset, info.nbytes), "<f4").tolist()
+    return None if DIVISORS in shapes and not divisors else config_of(metadata, shapes, divisors)
 
 
 def _told(blocks: int, counted: Counter[str]) -> list[str]:
@@ -198,8 +218,7 @@ def _unknown(infos: Sequence[tuple[str, Path, Info]]) -> Iterator[Problem]:
                 file=str(file),
                 expected=", ".join(kind.name for kind in READ),
                 found=info.kind.name,
-                remedy="convert the model that it was made from, or write it again with "
-                "llama-quantize --allow-requantize in one of these types",
+                remedy="convert the model that it was made from, or let llama-quantize write it in one of these types",
             )
 
 

@@ -18,9 +18,12 @@ Config = Mapping[str, Any]
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "llama",
     "mistral": "llama",
+    "mixtral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
@@ -34,11 +37,18 @@ YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "original_max_position_embeddings": 4096,
-    "rope_theta": 150000.0,
 }
 ASSUMED: Mapping[str, Config] = {
     "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
     "mistral": {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "num_key_value_heads": 8},
+    "mixtral": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1000000.0,
+    },
     "qwen2": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
     "qwen3": {
         "max_position_embeddings": 32768,
@@ -54,6 +64,21 @@ ASSUMED: Mapping[str, Config] = {
         "num_experts_per_tok": 8,
         "intermediate_size": 6144,
         "moe_intermediate_size": 768,
+    },
+    "gemma": {
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+    },
+    "gemma2": {
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
     },
     "gemma3_text": {
         "max_position_embeddings": 131072,
@@ -72,6 +97,7 @@ ASSUMED: Mapping[str, Config] = {
         "head_dim": 64,
         "sliding_window": 128,
         "rope_parameters": YARN,
+        "rope_theta": 150000.0,
     },
     "deepseek_v3": {
         "max_position_embeddings": 4096,
@@ -136,6 +162,9 @@ COMMON = (
     Fact("attention.key_length", Type.UINT32, ("key_length", "head_dim")),
     Fact("attention.value_length", Type.UINT32, ("value_length", "head_dim")),
 )
+ROPELESS = {"gemma", "gemma2"}
+"""Architectures whose rotary embedding llama.cpp's converter does not describe: it has the base `PLAIN_THETA`."""
+PLAIN_THETA = 10000.0
 EXPERT_LENGTH = Fact(
     "expert_feed_forward_length", Type.UINT32, ("moe_intermediate_size", "intermediate_size")
 )
@@ -147,6 +176,11 @@ OWN: Mapping[str, tuple[Fact, ...]] = {
     "qwen3moe": (
         EXPERT_LENGTH,
         Fact("expert_shared_feed_forward_length", Type.UINT32, ("shared_expert_intermediate_size",)),
+    ),
+    "gemma2": (
+        Fact("attn_logit_softcapping", Type.FLOAT32, ("attn_logit_softcapping",)),
+        Fact("final_logit_softcapping", Type.FLOAT32, ("final_logit_softcapping",)),
+        WINDOW,
     ),
     "gemma3": (Fact("final_logit_softcapping", Type.FLOAT32, ("softcap",)), WINDOW),
     "gpt-oss": (WINDOW, EXPERT_LENGTH),
@@ -192,7 +226,7 @@ def ropes(config: Config) -> tuple[Config, Config]:
     if any(isinstance(each, Mapping) for each in rope.values()):
         return rope.get(GLOBAL) or {}, rope.get(LOCAL) or {}
     if ARCHITECTURES.get(str(config.get("model_type"))) != "gemma3":
-        return {"rope_theta": 10000.0, **rope}, {}
+        return {"rope_theta": PLAIN_THETA, **rope}, {}
     local = config.get("rope_local_base_freq") or THETAS[LOCAL]
     return {"rope_theta": THETAS[GLOBAL], **rope}, {"rope_theta": local}
 
@@ -214,7 +248,7 @@ def _scaling(rope: Config, config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _llama(config: Config) -> dict[str, Any]:
-    return {"rotated": config.get("head_dim")}
+    return {"rotated": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
 
 
 def _gemma3(config: Config) -> dict[str, Any]:
@@ -256,7 +290,9 @@ def hyperparameters(config: Config, arch: str, keys: Keys) -> None:
         "gate": GATES.get(str(whole.get("scoring_func"))),
         **(_DERIVED[arch](whole) if arch in _DERIVED else {}),
     }
-    for fact in (*COMMON, *OWN.get(arch, ())):
+    is_known = arch in ROPELESS and rope.get("rope_theta") == PLAIN_THETA and "scaling.type" not in found
+    common = [fact for fact in COMMON if not (is_known and fact.key.startswith("rope."))]
+    for fact in (*common, *OWN.get(arch, ())):
         name = next((name for name in fact.names if found.get(name) is not None), None)
         if name is not None:
             keys.set(f"{arch}.{fact.key}", fact.type, found[name])

@@ -7,6 +7,22 @@ from typing import Any
 
 from reshard.formats.gguf.values import Type, Value
 
+RANGES = {Type.UINT32: range(1 << 32), Type.INT32: range(-(1 << 31), 1 << 31)}
+
+LARGEST = float.fromhex("0x1.fffffep127")
+"""The largest number in float32."""
+
+
+def _checked(key: str, kind: Type, value: Any) -> Any:
+    """A value as its type stores it. Raises TypeError or ValueError if it is none of that type."""
+    if kind is Type.FLOAT32 and abs(float(value)) <= LARGEST:
+        return float(value)
+    if kind in RANGES and type(value) in (int, float) and value == int(value) and int(value) in RANGES[kind]:
+        return int(value)
+    if isinstance(value, {Type.BOOL: bool, Type.STRING: str | bytes}.get(kind, ())):
+        return value
+    raise TypeError(f"{key} cannot be {value!r:.100}")
+
 
 class Keys:
     """Typed metadata in the order in which they are set. A key that is set again keeps its place."""
@@ -18,7 +34,7 @@ class Keys:
         """Set one value, unless it is None or an empty text."""
         if value is None or (kind is Type.STRING and not value):
             return
-        self.values[key] = Value(kind, float(value) if kind is Type.FLOAT32 else value)
+        self.values[key] = Value(kind, _checked(key, kind, value))
 
     def text(self, key: str, value: str | None) -> None:
         self.set(key, Type.STRING, value)
@@ -26,4 +42,4 @@ class Keys:
     def array(self, key: str, item: Type, values: Sequence[Any] | None) -> None:
         """Set a list, unless it is empty."""
         if values:
-            self.values[key] = Value(Type.ARRAY, list(values), item)
+            self.values[key] = Value(Type.ARRAY, [_checked(key, item, each) for each in values], item)

@@ -7,9 +7,12 @@ exceptions that `docs/formats.md` lists.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from reshard.base.errors import Problem
+from reshard.base.errors import Problem, understood
+from reshard.base.plain import json_of
 from reshard.formats.gguf import tokenizer
 from reshard.formats.gguf.differences import differences
 from reshard.formats.gguf.general import general
@@ -19,8 +22,10 @@ from reshard.formats.gguf.values import Type, Value
 
 __all__ = ["ARCHITECTURES", "Facts", "Metadata", "metadata"]
 
-GENERATION, README = "generation_config.json", "README.md"
-_NOT_OF_TOKENIZERS = {GENERATION, README, "config.json"}
+CONFIG, GENERATION, README = "config.json", "generation_config.json", "README.md"
+NAMED = (tokenizer.TOKENIZER, tokenizer.SETTINGS, tokenizer.PIECES, tokenizer.VOCABULARY)
+"""Files of a tokenizer, the first of which is named if what they say makes no sense."""
+_NOT_OF_TOKENIZERS = {CONFIG, GENERATION, README}
 
 
 class Facts(NamedTuple):
@@ -50,16 +55,23 @@ def metadata(config: Mapping[str, Any], files: Mapping[str, bytes], arch: str, f
     keys = Keys()
     keys.text("general.architecture", arch)
     keys.text("general.type", "model")
-    generation = _generation(files)
-    general(keys, config, generation, files.get(README), facts.name, facts.parameters)
-    hyperparameters(config, arch, keys)
-    warnings = (*differences(config), *_tokenizer(keys, files, config, arch, facts.vocab))
-    return Metadata(keys.values, warnings)
+    with understood(PurePath(GENERATION)):
+        generation = _generation(files)
+        general(keys, config, generation, files.get(README), facts.name, facts.parameters)
+    with understood(PurePath(CONFIG)):
+        hyperparameters(config, arch, keys)
+        warnings = [*differences(config)]
+    with understood(PurePath(next((name for name in NAMED if name in files), CONFIG))):
+        warnings += _tokenizer(keys, files, config, arch, facts.vocab)
+    return Metadata(keys.values, tuple(warnings))
 
 
 def _generation(files: Mapping[str, bytes]) -> Mapping[str, Any]:
-    found = tokenizer.read(files, GENERATION)
-    return found if isinstance(found, Mapping) else {}
+    """The settings of generation; a file that is not valid is left out, as it is by llama.cpp's converter."""
+    with suppress(ValueError):
+        found = json_of(files.get(GENERATION, b"{}"))
+        return found if isinstance(found, Mapping) else {}
+    return {}
 
 
 def _tokenizer(
@@ -74,6 +86,6 @@ def _tokenizer(
     yield Problem(
         "gguf-without-tokenizer",
         "the GGUF file contains no tokenizer: llama.cpp loads it, but takes and returns only token ids",
-        remedy="pass a Hugging Face folder with the tokenizer: --base DIR",
+        remedy="convert it with its tokenizer, if texts are to be generated with it",
         severity="warning",
     )

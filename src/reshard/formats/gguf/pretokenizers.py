@@ -37,13 +37,17 @@ SPLITS: Mapping[tuple[str, ...], str] = {
     (_O200K,): "gpt-4o",
     (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3): "deepseek-v3",
     (_DIGITS, _GPT2): "smollm",
+    (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGITS): "deepseek-coder",
 }
 """llama.cpp's names of pre-tokenizers, by the expressions of a tokenizer.json, in their order."""
+KEPT = {("Isolated", False), ("Removed", True)}
+"""How an expression that matches everything splits: it keeps its matches, or removes what is none."""
 WITHOUT_IGNORED_MERGES = {"llama-bpe": "smaug-bpe"}
 """Those that split in the same way, but merge even a word that is a token: `ignore_merges` of a tokenizer.json."""
 ASSUMED = {
     "llama": "llama-bpe",
     "mistral": "tekken",
+    "mixtral": "tekken",
     "qwen2": "qwen2",
     "qwen3": "qwen2",
     "qwen3_moe": "qwen2",
@@ -59,7 +63,7 @@ def _splits(step: Any) -> Iterator[str]:
     if kind == "Sequence":
         for each in step.get("pretokenizers") or ():
             yield from _splits(each)
-    elif kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+    elif kind == "Split" and (step.get("behavior"), bool(step.get("invert"))) in KEPT:
         pattern = step.get("pattern")
         regex = pattern.get("Regex") if isinstance(pattern, Mapping) else None
         yield str(regex).replace("\r", r"\r").replace("\n", r"\n")

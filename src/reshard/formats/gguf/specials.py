@@ -24,9 +24,6 @@ KEYS = {
     "sep": "seperator_token_id",  # spelled so in the format
     "pad": "padding_token_id",
     "mask": "mask_token_id",
-    "prefix": "prefix_token_id",
-    "suffix": "suffix_token_id",
-    "middle": "middle_token_id",
 }
 """`tokenizer.ggml.*`, by role. There is none for the token of a classifier."""
 ADDED = ("bos", "eos", "sep")

@@ -7,11 +7,11 @@ scores. Tokens, types and scores are those that its converter writes; it reads t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.plain import json_of
+from reshard.base.plain import json_of, kind_of
 from reshard.formats.gguf import sentencepiece
 from reshard.formats.gguf.keys import Keys
 from reshard.formats.gguf.pretokenizers import ASSUMED, named_by_splits
@@ -33,9 +33,11 @@ VOCABULARY, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates/"
 UNSCORED, PADDED = -1000.0, -10000.0
 """Scores of tokens that SentencePiece does not know, and of rows without a token."""
-CODE_LLAMA = {"prefix": 32007, "suffix": 32008, "middle": 32009, "eot": 32010}
 CODE_LLAMA_SIZE, GRANITE_SIZE = 32016, 49152
 """Vocabulary sizes by which llama.cpp's converter recognizes Code Llama and small Granite models."""
+CODE_LLAMA_TURN, GEMMA_TURN = 32010, 107
+"""The tokens that end a turn of Code Llama and of Gemma."""
+GEMMAS = ("gemma", "gemma2", "gemma3")
 
 
 class Token(NamedTuple):
@@ -54,14 +56,17 @@ class Vocabulary(NamedTuple):
     scores: list[float] | None = None
 
 
-def read(files: Files, name: str) -> Any:
+def read(files: Files, name: str) -> Json | None:
     """The content of a JSON file, or None without it. Raises ReshardError."""
     if name not in files:
         return None
     try:
-        return json_of(files[name])
+        found = json_of(files[name])
     except ValueError as error:
         raise unreadable(name, f"invalid JSON: {error}") from error
+    if not isinstance(found, Mapping):
+        raise unreadable(name, kind_of(found))
+    return found
 
 
 def unreadable(name: str, found: str) -> ReshardError:
@@ -130,7 +135,9 @@ def _texts(files: Files, tokenizer: Json) -> dict[int, str]:
     model = tokenizer.get("model")
     words = model.get("vocab") if isinstance(model, Mapping) else read(files, VOCABULARY)
     if not isinstance(words, Mapping) or not all(isinstance(number, int) for number in words.values()):
-        raise unreadable(TOKENIZER if tokenizer else VOCABULARY, "it does not list tokens with their ids")
+        raise unreadable(
+            TOKENIZER if TOKENIZER in files else VOCABULARY, "it does not list tokens with their ids"
+        )
     return {number: text for text, number in words.items()}
 
 
@@ -156,10 +163,16 @@ def byte_level(files: Files, rows: int) -> Vocabulary:
 
 
 def _prepared(token: Token, decoder: Any) -> tuple[str, int]:
+    """The text of an added token of byte-level BPE, and its type."""
     text = token.text if token.normalized else decoded(token.text, decoder)
-    if token.special or looks_special(text):
-        return text, CONTROL
-    return text.replace("▁", " "), USER_DEFINED
+    return _as_added(token._replace(text=text))
+
+
+def _as_added(token: Token, specials: Container[str] = ()) -> tuple[str, int]:
+    """The text of an added token, in which llama.cpp expects spaces as such, and its type."""
+    if token.special or looks_special(token.text) or token.text in specials:
+        return token.text, CONTROL
+    return token.text.replace("▁", " "), USER_DEFINED
 
 
 def pieces(files: Files, rows: int) -> Vocabulary:
@@ -178,9 +191,8 @@ def pieces(files: Files, rows: int) -> Vocabulary:
             tokens[number], scores[number], types[number] = text, UNSCORED, USER_DEFINED
     for number, token in _added({}, read(files, SETTINGS) or {}, {}).items():
         if number < rows:
-            kind = CONTROL if token.special or looks_special(token.text) else USER_DEFINED
-            text = token.text if kind == CONTROL else token.text.replace("▁", " ")
-            tokens[number], scores[number], types[number] = text, UNSCORED, kind
+            tokens[number], types[number] = _as_added(token)
+            scores[number] = UNSCORED
     return Vocabulary(tokens, types, scores)
 
 
@@ -195,6 +207,12 @@ def is_pieces_as_merges(tokenizer: Json) -> bool:
     )
 
 
+def _is_bpe(tokenizer: Json) -> bool:
+    """Whether a tokenizer.json merges tokens; others are Unigram, WordPiece and WordLevel."""
+    model = tokenizer.get("model")
+    return not isinstance(model, Mapping) or model.get("type", "BPE") == "BPE"
+
+
 def _named_specials(settings: Json) -> Iterator[str]:
     """The texts of the tokens that tokenizer_config.json gives a role, or lists as further special tokens."""
     for key, value in settings.items():
@@ -203,25 +221,35 @@ def _named_specials(settings: Json) -> Iterator[str]:
             yield from (text for text in map(content_of, listed) if text is not None)
 
 
+def _scores(tokenizer: Json, rows: int) -> Iterator[float]:
+    """Scores by which llama.cpp merges in the order of the merges.
+
+    Its converter writes the same score for all tokens; llama.cpp then merges what comes first in a text.
+    """
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(tokenizer["model"].get("merges") or ()):
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        ranks.setdefault(left + right, rank)
+    texts = {number: text for text, number in tokenizer["model"]["vocab"].items()}
+    for number in range(rows):
+        yield float(-ranks.get(texts[number], 0)) if number in texts else UNSCORED
+
+
 def merged_pieces(files: Files, rows: int) -> Vocabulary:
-    """The tokens of SentencePiece as BPE in a tokenizer.json, which has no scores."""
-    tokenizer, settings = read(files, TOKENIZER), read(files, SETTINGS) or {}
+    """The tokens of SentencePiece as BPE in a tokenizer.json, which has merges instead of scores."""
+    tokenizer, settings = read(files, TOKENIZER) or {}, read(files, SETTINGS) or {}
     texts, added = _texts(files, tokenizer), _added(tokenizer, settings, {})
     specials = set(_named_specials(settings))
     tokens: list[str | bytes] = []
     types = []
     for number in range(rows):
-        token = added.get(number)
-        if number in texts:
-            text = texts[number]
-            kind = BYTE if _BYTE.fullmatch(text) else CONTROL if text in specials else NORMAL
-        elif token is not None:
-            text, kind = token.text, CONTROL if token.text in specials else USER_DEFINED
-        else:
-            text, kind = f"[PAD{number}]", UNUSED
+        text = texts.get(number, f"[PAD{number}]")
+        kind = UNUSED if number not in texts else BYTE if _BYTE.fullmatch(text) else NORMAL
+        if number in added:
+            text, kind = _as_added(added[number], specials)
         tokens.append(text)
         types.append(kind)
-    return Vocabulary(tokens, types, [UNSCORED] * rows)
+    return Vocabulary(tokens, types, list(_scores(tokenizer, rows)))
 
 
 def _template(files: Files, settings: Json | None) -> Any:
@@ -244,16 +272,16 @@ def _template(files: Files, settings: Json | None) -> Any:
 
 def _kind(files: Files, tokenizer: Json, arch: str) -> str:
     """What the tokenizer is, by the order in which llama.cpp's converter tries."""
-    if PIECES in files and arch in ("llama", "qwen2", "qwen3", "gemma3"):
+    if PIECES in files and arch in ("llama", "qwen2", "qwen3", *GEMMAS):
         return "pieces"
-    if tokenizer and arch in ("llama", "gemma3") and is_pieces_as_merges(tokenizer):
+    if tokenizer and arch in ("llama", *GEMMAS) and is_pieces_as_merges(tokenizer):
         return "merged pieces"
-    if tokenizer or VOCABULARY in files:
+    if (TOKENIZER in files and _is_bpe(tokenizer)) or (TOKENIZER not in files and VOCABULARY in files):
         return "byte-level"
     raise ReshardError(
         "gguf-tokenizer-unknown",
         "llama.cpp's tokenizers cannot be made of the files of this one",
-        expected=f"{TOKENIZER}, {PIECES}, or {VOCABULARY} with {MERGES}",
+        expected=f"{TOKENIZER} of type BPE, {PIECES}, or {VOCABULARY} with {MERGES}",
         found=", ".join(sorted(files)) or "none of them",
         remedy="save the tokenizer with transformers, and pass its folder: --base DIR; or pass --no-tokenizer",
     )
@@ -298,6 +326,16 @@ def _too_many(files: Files, rows: int) -> Iterator[Problem]:
         )
 
 
+def _adapt(specials: Specials, arch: str, rows: int) -> None:
+    """What llama.cpp's converter knows of single models."""
+    if arch == "llama" and rows == CODE_LLAMA_SIZE:
+        specials.put("eot", CODE_LLAMA_TURN)
+    if arch == "llama" and rows == GRANITE_SIZE:
+        specials.added["bos"] = False
+    if arch == "gemma":
+        specials.put("eot", GEMMA_TURN)
+
+
 _READERS = {"pieces": pieces, "merged pieces": merged_pieces, "byte-level": byte_level}
 
 
@@ -319,14 +357,10 @@ def write(keys: Keys, files: Files, config: Json, arch: str, family: str, rows: 
     if kind == "byte-level":
         keys.array("tokenizer.ggml.merges", Type.STRING, merges_of(tokenizer, files.get(MERGES)))
     specials = Specials(tokenizer, settings, config, None if kind == "byte-level" else rows)
-    if arch == "llama" and rows == CODE_LLAMA_SIZE:
-        for role, number in CODE_LLAMA.items():
-            specials.put(role, number)
-    if arch == "llama" and rows == GRANITE_SIZE:
-        specials.added["bos"] = False
+    _adapt(specials, arch, rows)
     specials.write(keys)
     write_template(keys, _template(files, settings))
     write_normalizer(keys, tokenizer.get("normalizer"))
-    if arch == "gemma3" and kind != "byte-level":
+    if arch in GEMMAS and kind != "byte-level":
         keys.set("tokenizer.ggml.add_space_prefix", Type.BOOL, False)
     yield from _too_many(files, rows)

@@ -121,7 +121,15 @@ def fit(request: Request) -> Request:
             found=f"--dtype {request.options.dtype} --quantize {request.options.quantize}",
             remedy="pass one of them",
         )
-    if request.options.quantize and written(request.options.quantize) not in DTYPES:
+    kind = written(request.options.quantize) if request.options.quantize else F32
+    if kind == MXFP4 and not request.declared.dims.experts:
+        raise ReshardError(
+            "gguf-mxfp4-without-experts",
+            "only experts are stored in MXFP4, and the model has none",
+            found=f"--quantize {request.options.quantize}, model_type {model_type}",
+            remedy="pass --quantize q8_0",
+        )
+    if kind not in DTYPES:
         check_package()
     return replace(request, model=replace(request.declared, carried={}))
 
@@ -211,30 +219,27 @@ def _file_type(request: Request, tensors: Mapping[str, Stored]) -> int:
 
 
 def _frequencies(config: Mapping[str, Any]) -> list[float]:
-    """What llama3 scaling divides each rotary frequency by (`LlamaModel.generate_extra_tensors`); none for others."""
+    """What llama3 scaling divides each rotary frequency by (`LlamaModel.generate_extra_tensors`); none for others.
+
+    torch divides a number by a tensor by multiplying with the reciprocal. It may round a power differently by one bit.
+    """
     rope = rope_parameters(config)
     if rope.get("rope_type") != "llama3" or config["model_type"] != "llama":
         return []
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    powers = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
-    # torch computes powers of a scalar in float32.
-    base = np.float32(rope.get("rope_theta", 10000.0))
-    frequencies = np.float32(1.0) / np.power(base, powers)
+    powers = (np.arange(0, size, 2, dtype=np.float32) / np.float32(size)).astype(np.float64)
+    frequencies = 1 / np.power(float(rope.get("rope_theta", 10000.0)), powers).astype(np.float32)
+    waves = (1 / frequencies) * np.float32(2 * math.pi)
     factor, low, high = (
-        rope.get(key, default)
+        float(rope.get(key, default))
         for key, default in (("factor", 8.0), ("low_freq_factor", 1.0), ("high_freq_factor", 4.0))
     )
     length = rope.get("original_max_position_embeddings", 8192)
-    return [_divisor(np.float32(2 * math.pi) / each, factor, low, high, length) for each in frequencies]
-
-
-def _divisor(wave: np.float32, factor: float, low: float, high: float, length: int) -> float:
-    if wave < length / high:
-        return 1.0
-    if wave > length / low:
-        return factor
-    smooth = (np.float32(length) / wave - np.float32(low)) / np.float32(high - low)
-    return float(np.float32(1) / ((np.float32(1) - smooth) / np.float32(factor) + smooth))
+    smooth = ((1 / waves) * np.float32(length) - np.float32(low)) / np.float32(high - low)
+    between = 1 / ((1 - smooth) / np.float32(factor) + smooth)
+    divisors = np.where(waves < length / high, 1, np.where(waves > length / low, factor, between))
+    found: list[float] = divisors.astype(np.float32).tolist()
+    return found
 
 
 def lay_out(request: Request) -> list[OutputFile]:
