@@ -29,7 +29,7 @@ from reshard.transfer.gather import Gatherer
 from reshard.transfer.sources import Sources
 from tests.commandline import reshard as command
 from tests.environments import python
-from tests.genuine import huggingface, model_types
+from tests.genuine import huggingface, model_types, quantized
 from tests.judges import assert_same_tensors, tensors_of
 
 DATA = Path(__file__).parent / "data/mlx"
@@ -466,3 +466,12 @@ def test_names_of_every_model_are_undone() -> None:
         for rule in naming.rules:
             again = rule.reversed().reversed()
             assert (again.patterns, again.replacements) == (rule.patterns, rule.replacements), model_type
+
+
+def test_what_mlx_leaves_out_of_a_quantized_model_is_counted(tmp_path: Path) -> None:
+    huggingface.make_model("deepseek_v3_mtp", tmp_path / "plain", dtype="bfloat16")
+    quantized.fp8(tmp_path / "plain", tmp_path / "source")
+    done = command("convert", tmp_path / "source", tmp_path / "out", "--to", "mlx", "--json")
+    assert (done.code, [*done.json["dropped"]]) == (0, ["multi-token prediction, which mlx-lm does not have"])
+    assert not any(name.startswith("model.layers.4") for name in tensors_of(tmp_path / "out"))
+    assert command("verify", tmp_path / "source", tmp_path / "out", "--proof").code == 0
