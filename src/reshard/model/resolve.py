@@ -215,18 +215,31 @@ def _completed(checkpoint: Checkpoint, family: Family, folder: Path) -> tuple[Ch
 
 def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[str]) -> list[Problem]:
     """A problem for each required part of a larger model that has no tensors. Its number of layers is not checked."""
-    return [
-        Problem(
-            "model-part-missing",
-            "a part of the model is missing",
-            file=str(checkpoint.path),
-            rule=f"a model of family {family.name} has several parts, and all are converted",
-            expected=f"tensors whose Hub names begin with {prefix}",
-            found="none",
-            remedy="pass the Hugging Face folder that it was made from: --base DIR"
-            if checkpoint.is_part
-            else "copy or save the checkpoint again with all its parts",
-            values={"family": family.name},
-        )
-        for prefix in (family.within.missing(carried) if family.within else ())
-    ]
+    absent = family.within.missing(carried) if family.within else ()
+    return [(_not_kept if checkpoint.is_part else _missing)(checkpoint, family, prefix) for prefix in absent]
+
+
+def _missing(checkpoint: Checkpoint, family: Family, prefix: str) -> Problem:
+    return Problem(
+        "model-part-missing",
+        "a part of the model is missing",
+        file=str(checkpoint.path),
+        rule=f"a model of family {family.name} has several parts, and all are converted",
+        expected=f"tensors whose Hub names begin with {prefix}",
+        found="none",
+        remedy="copy or save the checkpoint again with all its parts",
+        values={"family": family.name},
+    )
+
+
+def _not_kept(checkpoint: Checkpoint, family: Family, prefix: str) -> Problem:
+    return Problem(
+        "model-part-not-kept",
+        "the checkpoint has only the language model of a larger model",
+        file=str(checkpoint.path),
+        rule=f"a model of family {family.name} has several parts, and what wrote the checkpoint keeps one of them",
+        expected=f"tensors whose Hub names begin with {prefix}",
+        found="none",
+        remedy="pass the Hugging Face folder that it was made from, whose other parts are copied: --base DIR",
+        values={"family": family.name},
+    )
