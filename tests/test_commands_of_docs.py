@@ -166,6 +166,7 @@ BY_ROW: dict[str, Make] = {
     "FP8": fp8,
     "4-bit": mxfp4,
     "for Megatron-Core": hub,
+    "mlx-lm": hub,
     "two checkpoints": converted,
     "bucket": converted,
     "on the Hub": hub,

@@ -90,6 +90,7 @@ def originals(
         "fp8": ("qwen3", {"quantize": "fp8"}),
         "fp8 llama": ("llama", {"quantize": "fp8"}),
         "native qwen3_vl": ("qwen3_vl", {"to": "megatron", "no_tokenizer": True}),
+        "mlx qwen3_vl": ("qwen3_vl", {"to": "mlx", "no_tokenizer": True}),
         "internlm2": ("data internlm/internlm2-tp2pp2", {"no_tokenizer": True}),
     }
 

@@ -195,6 +195,11 @@ CASES: dict[str, list[Case]] = {
     "nothing-to-quantize": [
         Case(SRC, "convert src dst --quantize fp8 --max-shard-size 1MB", {}, _with_names_of_nobody),
     ],
+    "model-part-not-kept": [
+        Case({"src": "mlx qwen3_vl", "base": "qwen3_vl"}, "convert src dst --no-tokenizer", DIR)
+    ],
+    "mlx-groups-too-large": [Case({"src": "qwen2"}, "convert src dst --to mlx --quantize affine-4-128")],
+    "mlx-model-unsupported": [Case(SRC, "convert src dst --to mlx", {}, config(model_type="nobodys"))],
     "quantization-method-differs": [Case(SRC, "convert src dst --quantize mxfp4")],
     "stacked-experts-fp8-unsupported": [
         Case(

@@ -74,6 +74,8 @@ ROADS: dict[str, Road] = {
     "fp8 to bfloat16": Road(
         converted(MISTRAL, to="huggingface", quantize="fp8"), ("--to", "megatron", "--dtype", "bfloat16")
     ),
+    "mlx to safetensors": Road(copied("mlx"), ("--no-tokenizer",)),
+    "quantized for mlx": Road(copied(MISTRAL), ("--to", "mlx", "--quantize", "affine-4-32")),
     "safetensors to gguf": Road(copied(MISTRAL), ("--to", "gguf")),
     "gguf to safetensors": Road(converted(MISTRAL, to="gguf", no_tokenizer=True), ("--to", "huggingface")),
     "quantized": Road(copied(MISTRAL), ("--to", "huggingface", "--quantize", "fp8")),

@@ -86,7 +86,6 @@ KINDS = {
     "lightning.ckpt": "foreign-lightning",
     "weights.npz": "foreign-numpy",
     "orbax": "foreign-orbax",
-    "mlx": "foreign-mlx",
     "folder-of-plain": "foreign-torch-file",
     "lit_model.pth": "foreign-litgpt",
     "folder-of-litgpt": "foreign-litgpt",

@@ -84,6 +84,8 @@ TARGETS: dict[str, Target] = {
     "safetensors": _bytes(seeds.safetensors, alone("model.safetensors", calls.safetensors_as_its_library)),
     # Hugging Face folders, and what reshard leaves in its own.
     "config": _json(lambda: files("**/config.json"), file_of(MISTRAL, "config.json", calls.to_megatron)),
+    "mlx-config": _json(lambda: files("mlx/config.json"), file_of("mlx", "config.json")),
+    "mlx-weights": _bytes(lambda: files("mlx/model.safetensors"), file_of("mlx", "model.safetensors")),
     "index": _made(calls.sharded, "model.safetensors.index.json", calls.to_megatron),
     "tokenizer": _json(seeds.vocabularies, file_of(MISTRAL, "tokenizer.json", calls.to_megatron)),
     "tokenizer-config": _json(

@@ -2,14 +2,13 @@
 
     python -m tests.genuine.make_foreign FOLDER
 
-runs in an environment with gguf 0.19, onnx 1.23, orbax-checkpoint 0.12.8, lightning 2.6.6, mlx[cpu] 0.32.4,
-mlx-lm 0.32.2 and torch. The tests themselves make the files of torch and tar.
+runs in an environment with gguf 0.19, onnx 1.23, orbax-checkpoint 0.12.8, lightning 2.6.6, mlx[cpu] 0.32.4
+and torch. The tests themselves make the files of torch and tar.
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -75,21 +74,10 @@ def lightning_file(path: Path) -> None:
     trainer.save_checkpoint(path)
 
 
-def mlx_weights(folder: Path, archive: Path) -> None:
-    """A llama of one layer, quantized to four bits; and the older archive."""
+def mlx_weights(archive: Path) -> None:
+    """An archive of older versions of MLX."""
     import mlx.core as mx
-    import mlx_lm.utils
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1)
-    with tempfile.TemporaryDirectory() as plain:
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(plain)
-        model, settings = mlx_lm.utils.load_model(Path(plain))
-        model, settings = mlx_lm.utils.quantize_model(model, settings, 32, 4)
-        mlx_lm.utils.save_model(folder, model)
-        mlx_lm.utils.save_config(settings, folder / "config.json")
     mx.savez(str(archive), **{"model.norm.weight": mx.ones(4)})
 
 
@@ -100,7 +88,7 @@ def main(folder: Path) -> None:
     onnx_file(folder / "model.onnx")
     orbax_folder(folder / "orbax")
     lightning_file(folder / "lightning.ckpt")
-    mlx_weights(folder / "mlx", folder / "weights.npz")
+    mlx_weights(folder / "weights.npz")
 
 
 if __name__ == "__main__":

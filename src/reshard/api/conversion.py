@@ -110,7 +110,7 @@ def convert(
         Cast weights to "float32", "bfloat16" or "float16". Quantized weights are dequantized.
     quantize : str, optional
         Quantize the linear layers of a Hugging Face output, for example to "fp8", or store a GGUF output in a type of
-        its own, such as "q8_0".
+        its own, such as "q8_0", or an MLX output in groups, such as "affine-4".
     max_shard_size : int or str, optional
         Largest weight file, in bytes or with a unit ("5GB", "512MiB"). By default 5 GB; a GGUF output is one file.
     vocab_divisible_by : int, optional

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from reshard.adapters import kind_of
 from reshard.algebra.dtypes import DType
 from reshard.algebra.multisets import Multiset, total
 from reshard.algebra.storage import Storage
@@ -29,7 +30,7 @@ from reshard.cluster.worker import identity_of
 from reshard.folders.companions import FILES, RECORD
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import MASTERS, Options
+from reshard.formats.target import MASTERS, Kind, Options
 from reshard.model.dequantization import UNUSED
 from reshard.model.vocabulary import PADDING
 from reshard.planning import plan_conversion
@@ -263,7 +264,7 @@ class _Held:
         for name, tensor in self._tensors.items():
             self._add(name, tensor)
         for folder in plan.sources.named[1:] if self._unknown() else ():
-            self._tensors.update(found := open_checkpoint(folder).tensors)
+            self._tensors.update(found := self._of_base(folder))
             for name, tensor in found.items():
                 self._add(name, tensor)
         self._copies = self._add_copies()
@@ -285,6 +286,13 @@ class _Held:
     def _unknown(self) -> list[Storage]:
         """Storages that are used but belong to no tensor of the source."""
         return [each for each in self._usage.stored if each not in self._stored]
+
+    def _of_base(self, folder: Path) -> dict[str, Tensor]:
+        """The tensors of a base: all for an adapter, and for a model those that complete it."""
+        found = open_checkpoint(folder).tensors
+        if kind_of(self._checkpoint) is not Kind.MODEL:
+            return found
+        return {name: each for name, each in found.items() if any(map(self._counts, storages_of(each.view)))}
 
     def _add_copies(self) -> dict[Storage, list[_Part]]:
         """Replicas that are compared before anything is written: both sides of each."""

@@ -23,6 +23,7 @@ from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import Quantization
+from reshard.formats.shifted import FLOAT64
 from reshard.model.configs import config_of, read_base
 from reshard.model.dequantization import BFLOAT16, FLOAT32, dequantized
 from reshard.model.described import describe, described_by
@@ -30,7 +31,6 @@ from reshard.model.heads import as_named
 from reshard.model.logical import Logical, LogicalTensors, logical_tensors
 from reshard.model.quantizer import Stored, stored_weights
 from reshard.model.resolve import resolve
-from reshard.model.shifted import FLOAT64
 from reshard.transfer.compare import Comparer, Measure, unequal_replicas
 from reshard.transfer.elements import castable
 from reshard.transfer.gather import check_sums

@@ -109,9 +109,15 @@ def read_file(path: Path, sources: Sources) -> tuple[dict[str, Tensor], dict[str
     return tensors, metadata
 
 
-def header_bytes(tensors: Iterable[tuple[str, DType, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+OF_TORCH = {"format": "pt"}
+"""Metadata without which transformers 4 refuses a file."""
+
+
+def header_bytes(
+    tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str] = OF_TORCH
+) -> tuple[bytes, dict[str, int]]:
     """The first bytes of a file with `tensors` in this order, and the file offset of each tensor."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 refuses files without it
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, dtype, shape in tensors:
         size = prod(shape) * dtype.itemsize
@@ -164,9 +170,9 @@ def _entry(path: Path, name: str, expected: str, found: str) -> Problem:
     )
 
 
-def output_file(path: str, tensors: Sequence[Planned]) -> OutputFile:
+def output_file(path: str, tensors: Sequence[Planned], metadata: Mapping[str, str] = OF_TORCH) -> OutputFile:
     """A file with complete tensors, in this order."""
-    header, offsets = header_bytes((t.name, t.dtype, t.shape) for t in tensors)
+    header, offsets = header_bytes(((t.name, t.dtype, t.shape) for t in tensors), metadata)
     blocks = [Block.whole(tensor, offsets[tensor.name]) for tensor in tensors]
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     return OutputFile(path, size, blocks, lambda: iter([(0, header)]))

@@ -41,7 +41,7 @@ class Live:
     hub).
     `transposed` is the experts module that the Hub also stacks, but as [E, H, 2F] and [E, F, H].
     `stacked` is the experts module that the Hub stacks as in memory, but `save_pretrained` splits.
-    With a `config`, all of this is told by the rules of transformers for its model instead.
+    With a `config`, all of this is told by the rules of transformers for its model instead, or by those of `table`.
     """
 
     experts: Experts | None = GATED
@@ -50,10 +50,13 @@ class Live:
     transposed: str = ""
     stacked: str = ""
     config: Mapping[str, Any] | None = None
+    table: tuple[Renaming, ...] | None = None
 
     @cached_property
     def rules(self) -> tuple[Renaming, ...]:
         """The rules by which transformers loads the Hub's weights of the config's model."""
+        if self.table is not None:
+            return self.table
         return in_memory.renamings(self.config) if self.config else ()
 
     @property

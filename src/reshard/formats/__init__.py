@@ -25,6 +25,7 @@ from reshard.formats import (
     huggingface,
     internlm,
     megatron,
+    mlx,
     not_found,
     peft,
     quantization,
@@ -50,6 +51,7 @@ FORMATS = Registry(
         deepspeed.FORMAT,
         peft.FORMAT,
         internlm.FORMAT,
+        mlx.FORMAT,
         huggingface.FORMAT,
         gguf.FORMAT,
     ),
@@ -257,7 +259,8 @@ def _without_links(
 
 def _other_weights(name: str, folder: Path) -> list[str]:
     """A note if a folder has Hugging Face weights besides those of an engine."""
-    other = huggingface.weights_in(folder) if name != huggingface.NAME else None
+    is_engine = name not in (huggingface.NAME, mlx.FORMAT.name)
+    other = huggingface.weights_in(folder) if is_engine else None
     if not other:
         return []
     return [
@@ -270,8 +273,7 @@ def _recognized(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     if not checkpoint.has_hub_names:
         return checkpoint
     config = _config_beside(checkpoint)
-    tool = foreign.quantized_by_mlx(folder, config)
-    if tool := tool or foreign.with_names_of_a_tool(folder, checkpoint.tensors, config):
+    if tool := foreign.with_names_of_a_tool(folder, checkpoint.tensors, config):
         raise ReshardError(tool)
     config = _with_settings_of_modelopt(config, checkpoint)
     found, lacking = quantization.find(checkpoint.tensors, config, str(folder))

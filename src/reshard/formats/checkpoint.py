@@ -121,6 +121,8 @@ class Checkpoint:
         Whether the format stores no shapes. Tensors then have one axis until `model.resolve` reshapes them.
     quantization : Quantization, optional
         Which tensors are quantized weights.
+    is_part : bool
+        Whether its format keeps only the language model of a larger model.
     spare : frozenset of str
         Tensors that are dropped if the family does not have them and they are zeros.
     sources : Sources
@@ -150,6 +152,7 @@ class Checkpoint:
     variant: str = ""
     flat: bool = False
     quantization: Quantization | None = None
+    is_part: bool = False
     spare: frozenset[str] = frozenset()
     sources: Sources = field(default_factory=Sources, compare=False)
 

@@ -11,8 +11,6 @@ magic, and ordinary files of torch and of safetensors (`NAMES`). Where neither t
 - numpy's `.npz`: a zip archive whose first member ends in `.npy`.
 - ONNX: a protobuf message without a magic, whose first field is `ir_version` (onnx/onnx.proto): byte 08.
 - Orbax: a folder with `_CHECKPOINT_METADATA`, or `_METADATA` next to `manifest.ocdbt` (orbax.checkpoint 0.12).
-- MLX: safetensors whose metadata have `"format": "mlx"` and whose config has `quantization` (mlx_lm/utils.py). Without
-  the latter they are ordinary Hugging Face weights.
 """
 
 from __future__ import annotations
@@ -145,12 +143,6 @@ ARRAYS = Kind(
     "this is an archive of numpy arrays, as older versions of MLX wrote weights",
     "save the arrays as {folder}/model.safetensors under their Hugging Face names",
 )
-MLX = Kind(
-    "foreign-mlx",
-    "these weights are quantized by MLX",
-    "dequantize them where MLX runs: mlx_lm.convert --hf-path {file} --mlx-path {folder} --dequantize; or convert the "
-    "model that they were made from",
-)
 MISTRAL = Kind(
     "foreign-mistral",
     "these weights have the names of Mistral's own code (consolidated.safetensors and params.json)",
@@ -249,7 +241,6 @@ CODES = {
         ORBAX,
         FLAX,
         ARRAYS,
-        MLX,
         MISTRAL,
         LITGPT,
         OLMO,
@@ -303,15 +294,6 @@ def with_names_of_a_tool(
     rules = renamings(config) if found and config else ()
     others = (kind for name, kind in found if all(rule.applied(name).name == name for rule in rules))
     return next((problem(kind, path) for kind in others), None)
-
-
-def quantized_by_mlx(path: Path, config: Mapping[str, Any] | None) -> Problem | None:
-    """The problem of safetensors that MLX has quantized; `config` is the config.json next to them."""
-    if config is None or not isinstance(config.get("quantization"), dict):
-        return None
-    files = [path] if path.is_file() else path.glob("*.safetensors")
-    is_mlx = any(b'"format":"mlx"' in _begin(file).replace(b" ", b"") for file in files)
-    return problem(MLX, path) if is_mlx else None
 
 
 def problem(kind: Kind, path: Path) -> Problem:

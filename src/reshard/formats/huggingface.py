@@ -249,6 +249,11 @@ def _index_mismatches(
 
 def lay_out(request: Request) -> list[OutputFile]:
     """The weight files of a folder; several shards get an index."""
+    return laid_out(request, safetensors.OF_TORCH)
+
+
+def laid_out(request: Request, metadata: Mapping[str, str], *, indexed: bool = False) -> list[OutputFile]:
+    """The same, with these metadata in the weight files; if it is `indexed`, one file gets an index, too."""
     shards: list[list[Planned]] = [[]]
     size, most = 0, request.options.max_shard_size or math.inf
     for tensor in request.tensors:
@@ -262,8 +267,10 @@ def lay_out(request: Request) -> list[OutputFile]:
         "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
         for i in range(1, count + 1)
     ]
-    files = [safetensors.output_file(name, shard) for name, shard in zip(names, shards, strict=True)]
-    if count > 1:
+    files = [
+        safetensors.output_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True)
+    ]
+    if count > 1 or indexed:
         weight_map = {
             tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
         }

@@ -282,9 +282,19 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"ignore": inner.get("exclude_modules") or [], **inner, **outer}
 
 
+MLX_SETTINGS = "quantization"
+"""Where mlx-lm looks for its settings, which have no `quant_method`; it writes them twice."""
+
+
+def settings_as_told(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of config.json for quantization settings."""
+    told = {"quantization_config": settings}
+    return told if "quant_method" in settings else {MLX_SETTINGS: settings, **told}
+
+
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the same model with plain weights."""
-    plain = {key: value for key, value in config.items() if key not in _SETTINGS}
+    plain = {key: value for key, value in config.items() if key not in (*_SETTINGS, MLX_SETTINGS)}
     if isinstance(plain.get("text_config"), Mapping):
         plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in _SETTINGS}
     return plain

@@ -20,6 +20,7 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, listed
 from reshard.families import live_names
 from reshard.families.family import MCORE
+from reshard.families.mlx import MLX
 from reshard.families.model import Model
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, Optimizer
@@ -28,7 +29,7 @@ from reshard.transfer.plan import Command, OutputFile, Planned
 from reshard.transfer.sources import Sources
 
 HUB, LIVE = "hf", "live"
-"""The Hub's names, and those in the memory of transformers; all others are dialects, which families declare."""
+"""The Hub's names, and those in the memory of transformers; MLX's are its own; all others are dialects of families."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -285,7 +286,7 @@ class Target:
     @property
     def keeps_names(self) -> bool:
         """Whether its names are derived from Hub names, so that an undeclared family can be written."""
-        return self.names[0] in (HUB, LIVE)
+        return self.names[0] in (HUB, LIVE, MLX)
 
 
 @dataclass(frozen=True)

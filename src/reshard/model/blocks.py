@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard.transfer.elements import small_floats as small_floats
+
 Floats = np.ndarray[Any, Any]
 
 STEP = 1 << 15
@@ -80,25 +82,6 @@ class Blocks(NamedTuple):
                 rows = np.pad(rows, ((0, 0), (0, -self.columns % self.wide)))
             out[low - first : high - first] = rows.reshape(len(rows), -1, self.wide).max(2)
         return out
-
-
-def small_floats(exponent_bits: int, mantissa_bits: int, bias: int, special: str = "") -> Floats:
-    """The float32 values of all codes of a signed float format; `special` tells which codes are NaN or Inf."""
-    codes = np.arange(2 << (exponent_bits + mantissa_bits))
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    mantissa = codes & ((1 << mantissa_bits) - 1)
-    whole = np.where(exponent > 0, mantissa + (1 << mantissa_bits), mantissa).astype(np.float32)
-    values = np.ldexp(whole, np.maximum(exponent, 1) - bias - mantissa_bits)
-    values = np.where(codes >= len(codes) // 2, -values, values)
-    if special == "fn":
-        values[[0x7F, 0xFF]] = np.nan
-    elif special == "fnuz":
-        values[0x80] = np.nan
-    elif special == "ieee":
-        top = exponent == (1 << exponent_bits) - 1
-        values[top] = np.where(mantissa[top], np.nan, np.copysign(np.inf, values[top]))
-    floats: Floats = values.astype(np.float32)
-    return floats
 
 
 def nearest_codes(values: Floats) -> Floats:

@@ -16,9 +16,9 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.live import Experts, Live
+from reshard.formats import renamed
 from reshard.formats.checkpoint import Checkpoint, States
-from reshard.model import renamed
-from reshard.model.operations import experts_differ, experts_missing
+from reshard.formats.operations import experts_differ, experts_missing
 from reshard.transfer.plan import Planned
 
 FUSED_GATE, FUSED_UP, FUSED_DOWN = "gate_up_proj", "up_proj", "down_proj"

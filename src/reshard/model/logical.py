@@ -15,9 +15,9 @@ from reshard.families.binding import Binding, Bound, Dropped
 from reshard.families.dialect import HUB
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import Weight
+from reshard.formats.shifted import rounding, shifted
 from reshard.formats.target import HEAD
 from reshard.model.resolve import Resolved
-from reshard.model.shifted import rounding, shifted
 from reshard.transfer.plan import ZERO
 
 

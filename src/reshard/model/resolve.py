@@ -190,36 +190,56 @@ def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...
 
 def _completed(checkpoint: Checkpoint, family: Family, folder: Path) -> tuple[Checkpoint, list[str]]:
     """A checkpoint plus the parts that its engine does not save, from the Hugging Face folder; and notes on them."""
-    if family.within is None or not checkpoint.has_megatron_names:
+    if family.within is None or not (checkpoint.has_megatron_names or checkpoint.is_part):
         return checkpoint, []
-    absent = family.within.missing(_carried(checkpoint, family), optional=True)
+    there = _carried(checkpoint, family)
+    kinds = (True, False) if checkpoint.is_part else (True,)
+    absent = [hub for optional in kinds for hub in family.within.missing(there, optional=optional)]
     if not absent:
         return checkpoint, []
     has_weights = huggingface.detect(folder)
-    there = huggingface.open_checkpoint(folder, checkpoint.sources).tensors if has_weights else {}
-    added = {name: tensor for name, tensor in there.items() if name.startswith(tuple(absent))}
+    those = huggingface.open_checkpoint(folder, checkpoint.sources).tensors if has_weights else {}
+    added = {name: tensor for name, tensor in those.items() if name.startswith(tuple(absent))}
     named = ", ".join(f"{hub}*" for hub in absent)
     if not added:
         return checkpoint, [
             f"the checkpoint has no {named}, nor has {folder}: pass the model that it was trained from (--base)"
         ]
-    natives = (family.within.part(hub).to_native(hub, checkpoint.engine) for hub in added)
-    tensors = {**checkpoint.tensors, **dict(zip(natives, added.values(), strict=True))}
+    if checkpoint.has_megatron_names:
+        added = {
+            family.within.part(hub).to_native(hub, checkpoint.engine): each for hub, each in added.items()
+        }
+    tensors = {**checkpoint.tensors, **added}
     return replace(checkpoint, tensors=tensors), [f"{named} are copied from {folder}: the engine keeps none"]
 
 
 def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[str]) -> list[Problem]:
     """A problem for each required part of a larger model that has no tensors. Its number of layers is not checked."""
-    return [
-        Problem(
-            "model-part-missing",
-            "a part of the model is missing",
-            file=str(checkpoint.path),
-            rule=f"a model of family {family.name} has several parts, and all are converted",
-            expected=f"tensors whose Hub names begin with {prefix}",
-            found="none",
-            remedy="copy or save the checkpoint again with all its parts",
-            values={"family": family.name},
-        )
-        for prefix in (family.within.missing(carried) if family.within else ())
-    ]
+    absent = family.within.missing(carried) if family.within else ()
+    return [(_not_kept if checkpoint.is_part else _missing)(checkpoint, family, prefix) for prefix in absent]
+
+
+def _missing(checkpoint: Checkpoint, family: Family, prefix: str) -> Problem:
+    return Problem(
+        "model-part-missing",
+        "a part of the model is missing",
+        file=str(checkpoint.path),
+        rule=f"a model of family {family.name} has several parts, and all are converted",
+        expected=f"tensors whose Hub names begin with {prefix}",
+        found="none",
+        remedy="copy or save the checkpoint again with all its parts",
+        values={"family": family.name},
+    )
+
+
+def _not_kept(checkpoint: Checkpoint, family: Family, prefix: str) -> Problem:
+    return Problem(
+        "model-part-not-kept",
+        "the checkpoint has only the language model of a larger model",
+        file=str(checkpoint.path),
+        rule=f"a model of family {family.name} has several parts, and what wrote the checkpoint keeps one of them",
+        expected=f"tensors whose Hub names begin with {prefix}",
+        found="none",
+        remedy="pass the Hugging Face folder that it was made from, whose other parts are copied: --base DIR",
+        values={"family": family.name},
+    )

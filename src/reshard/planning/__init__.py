@@ -422,7 +422,7 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
     parameters = checkpoint.parameters if checkpoint.quantization else elements(tensors)
     if target.dtype and not options.dtype:
         notes += recast(format, logical, types)
-    if options.quantize and not typed:
+    if options.quantize and target.quantized:
         request = replace(request, config={**request.config, "dtype": main_dtype(tensors)})
         tensors, settings, told, more = quantized(tensors, options.quantize, request.config)
         notes, need = [*notes, *told], need.beside(more)

@@ -16,7 +16,7 @@ from reshard.families.config import portable_config
 from reshard.folders import companions
 from reshard.folders.places import belongs
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.quantization import plain_config, settings_of
+from reshard.formats.quantization import plain_config, settings_as_told, settings_of
 from reshard.formats.target import HEAD, Format, Kind, Options, Request, main_dtype
 from reshard.stores import as_path
 from reshard.transfer.elements import castable
@@ -123,7 +123,7 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
     elif not settings_of(config) and quantization.settings:
         config = {**config, "quantization_config": quantization.settings}
     if request.quantization:
-        config = {**config, "quantization_config": request.quantization}
+        config = {**config, **settings_as_told(request.quantization)}
     config = _tied_in_all(config, request)
     table = request.model.family.config if request.model else None
     with understood(checkpoint.root / companions.CONFIG):

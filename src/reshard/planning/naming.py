@@ -9,11 +9,12 @@ from functools import partial
 from math import prod
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.algebra.tensors import Tensor
+from reshard.algebra.tensors import Computed, Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
 from reshard.families.binding import Bound, Dropped
 from reshard.families.live import Live
+from reshard.families.mlx import MLX, naming
 from reshard.families.model import Model
 from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, MASTERS, ROUTER, PlannedStates, Request
 from reshard.model import fused
@@ -111,10 +112,16 @@ class Names:
         """The bytes of tensors that have no place, by rule. Second copies of others are no bytes of their own."""
         copies = {replica.tensor for replica in logical.replicas}
         found: Counter[str] = Counter()
+        computed: dict[int, tuple[str, Computed]] = {}
         for name, rule in self.left.items():
             tensor = logical.tensors[name]
             if name not in copies and not (tensor.bound and tensor.bound.template.copy):
-                found[rule] += tensor.nbytes
+                sources = [piece.source for piece in logical.view(name).pieces]
+                those = {id(each): (rule, each) for each in sources if isinstance(each, Computed)}
+                computed.update(those)
+                found[rule] += 0 if those else tensor.nbytes
+        for rule, source in computed.values():  # of a quantized weight, what is stored
+            found[rule] += sum(tensor.nbytes for tensor in source.inputs)
         return found
 
     def tensors(self, logical: LogicalTensors, types: Types, typed: Typed | None = None) -> list[Planned]:
@@ -124,7 +131,8 @@ class Names:
         """
         if self.natives is not None:
             return list(native_tensors(logical, self.natives, types, typed))
-        return fused.live_tensors(_hub_tensors(logical, types), self.live)
+        kept = (tensor for tensor in _hub_tensors(logical, types) if tensor.name not in self.left)
+        return fused.live_tensors(kept, self.live)
 
     def states(self, states: Mapping[str, LogicalTensors]) -> PlannedStates:
         """The states of its tensors. Raises ReshardError if only a part of a fused tensor has one."""
@@ -161,6 +169,11 @@ def names_of(
     if request.dialect == HUB or request.is_in_memory:
         name = model.family.name if model else None
         return Names(live=live_names(request.config, name) if request.is_in_memory else None)
+    if request.dialect == MLX and (found := naming(request.config)):
+        rules = {name: found.leaves_out(name, request.config) for name in logical.tensors}
+        return Names(
+            live=found.live(request.config), left={name: rule for name, rule in rules.items() if rule}
+        )
     binding = request.declared.binding(request.dialect)
     rules = {name: leaves_out(request.declared, name) for name in logical.tensors}
     left = {name: rule for name, rule in rules.items() if rule}

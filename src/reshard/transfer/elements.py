@@ -90,3 +90,24 @@ def _from_float(values: np.ndarray[Any, Any], target: DType) -> tuple[np.ndarray
 def castable(dtype: DType) -> bool:
     """Whether `cast` supports this type."""
     return dtype.name == "bfloat16" or dtype.name in FLOATS
+
+
+def small_floats(
+    exponent_bits: int, mantissa_bits: int, bias: int, special: str = ""
+) -> np.ndarray[Any, Any]:
+    """The float32 values of all codes of a signed float format; `special` tells which codes are NaN or Inf."""
+    codes = np.arange(2 << (exponent_bits + mantissa_bits))
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = codes & ((1 << mantissa_bits) - 1)
+    whole = np.where(exponent > 0, mantissa + (1 << mantissa_bits), mantissa).astype(np.float32)
+    values = np.ldexp(whole, np.maximum(exponent, 1) - bias - mantissa_bits)
+    values = np.where(codes >= len(codes) // 2, -values, values)
+    if special == "fn":
+        values[[0x7F, 0xFF]] = np.nan
+    elif special == "fnuz":
+        values[0x80] = np.nan
+    elif special == "ieee":
+        top = exponent == (1 << exponent_bits) - 1
+        values[top] = np.where(mantissa[top], np.nan, np.copysign(np.inf, values[top]))
+    floats: np.ndarray[Any, Any] = values.astype(np.float32)
+    return floats

@@ -1,4 +1,4 @@
-"""The operations of transformers on weights between the Hub and memory, as views.
+"""The operations of transformers, and of mlx-lm, on weights between the Hub and memory, as views.
 
 Every operation takes tensors by the pattern of names that found them, and returns tensors by pattern. `inverse` is its
 direction on the way from memory to the Hub. Source: `core_model_loading.py` of transformers 5.
@@ -11,10 +11,12 @@ from functools import lru_cache, partial
 from math import ceil
 from typing import Any, NamedTuple
 
-from reshard.algebra.tensors import Cells
+from reshard.algebra.dtypes import dtype
+from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View, concat
 from reshard.base.errors import Problem
 from reshard.families.renaming import Operation
+from reshard.formats.shifted import shifted
 from reshard.transfer.plan import ZERO, Planned
 
 Tensors = dict[str, list[Planned]]
@@ -435,6 +437,53 @@ def _plain_experts(tensors: Tensors, operation: Operation, context: Context) -> 
     return {context.after[0]: [_only(tensors)]}
 
 
+def _channels_last(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
+    """A convolution's kernel [out, in, …] as [out, …, in], or the reverse."""
+    tensor = _only(tensors)
+    axes = list(range(len(tensor.shape)))
+    order = [0, axes[-1], *axes[1:-1]] if operation.get("inverse") else [0, *axes[2:], 1]
+    shape = [tensor.shape[axis] for axis in order]
+    return {context.after[0]: [_changed(tensor, shape, lambda view: view.permute(*order))]}
+
+
+def _add(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
+    """A number added to each element, rounded once to the tensor's own dtype; or subtracted."""
+    tensor = _only(tensors)
+    by = -operation["by"] if operation.get("inverse") else operation["by"]
+    kind = tensor.dtype if tensor.dtype.itemsize > 2 else dtype("float32")  # it may be stored in more bits
+
+    def added(view: View) -> View:
+        return shifted(tensor.name, Tensor(kind, view), by)
+
+    return {context.after[0]: [_changed(tensor, tensor.shape, added)]}
+
+
+def _absorb_latent(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
+    """The projection of the latent to keys and values of all heads, by head, that of keys transposed; the reverse."""
+    heads, keys = context.size("num_attention_heads"), context.size("qk_nope_head_dim")
+    values, latent = context.size("v_head_dim"), context.size("kv_lora_rank")
+    shapes = {"keys": (heads, latent, keys), "values": (heads, values, latent)}
+    if operation.get("inverse"):
+        if set(context.before) != tensors.keys():
+            raise UnfitError(
+                f"nothing is named {next(each for each in context.before if each not in tensors)}"
+            )
+        first, second = (tensors[pattern][0] for pattern in context.before)
+        if [first.shape, second.shape] != [*shapes.values()]:
+            raise UnfitError(
+                f"{first.name} {list(first.shape)} is not {list(shapes['keys'])}, as config.json says"
+            )
+        joined = _joined([_transposed(first, 1, 2), second], 1)
+        flat = (heads * (keys + values), latent)
+        return {context.after[0]: [_changed(joined, flat, _reshaped(flat))]}
+    tensor, by_head = _only(tensors), (heads, keys + values, latent)
+    if _product(tensor.shape) != _product(by_head):
+        raise UnfitError(f"{tensor.name} {list(tensor.shape)} is not {list(by_head)}, as config.json says")
+    split = _changed(tensor, by_head, _reshaped(by_head))
+    parts = [_transposed(_piece(split, 1, 0, keys), 1, 2), _piece(split, 1, keys, values)]
+    return {name: [part] for name, part in zip(context.after, parts, strict=True)}
+
+
 OPERATIONS: dict[str, Callable[[Tensors, Operation, Context], Tensors]] = {
     "Chunk": _chunk,
     "Concatenate": _concatenate,
@@ -448,5 +497,8 @@ OPERATIONS: dict[str, Callable[[Tensors, Operation, Context], Tensors]] = {
     "Inkling2UnpadVocab": _unpad,
     "Inkling2LoopMergeMessageQueries": _merge_queries,
     "Inkling2LoopDequantizeExperts": _plain_experts,
+    "ChannelsLast": _channels_last,
+    "Add": _add,
+    "AbsorbLatent": _absorb_latent,
 }
-"""By their names in transformers."""
+"""By their names in transformers; the last three are those of mlx-lm."""

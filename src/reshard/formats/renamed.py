@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.renaming import GUARDED, Renaming, saved
-from reshard.model.operations import Context, Tensors, UnfitError, convert
+from reshard.formats.operations import Context, Tensors, UnfitError, convert
 from reshard.transfer.plan import Planned
 
 Rules = Sequence[Renaming]

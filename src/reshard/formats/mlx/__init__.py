@@ -1,0 +1,20 @@
+"""MLX folders, as mlx-lm and mlx-vlm write them: safetensors under MLX's own names, plain or quantized."""
+
+from __future__ import annotations
+
+from reshard.formats import huggingface
+from reshard.formats.mlx import folder, write
+from reshard.formats.target import Format
+
+FORMAT = Format(
+    folder.NAME,
+    "MLX folder for Apple silicon, plain or affine; mxfp4, nvfp4, mxfp8 and mlx-vlm's towers are read",
+    folder.detect,
+    folder.open_checkpoint,
+    write.TARGET,
+    aliases=("mlx-lm",),
+    parts=huggingface.FORMAT.parts,
+    files=huggingface.FORMAT.files,
+)
+
+__all__ = ["FORMAT"]

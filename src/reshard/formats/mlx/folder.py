@@ -1,0 +1,252 @@
+"""Read MLX folders: the plain weights under the Hub's names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View
+from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.families import mlx
+from reshard.families.renaming import saved
+from reshard.folders.companions import CONFIG, read_object
+from reshard.folders.iterations import Iteration
+from reshard.folders.places import belongs
+from reshard.formats import huggingface, renamed
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.mlx.modes import SMALL, Settings, settings_in
+from reshard.formats.mlx.weights import Parts, dequantized
+from reshard.stores import open_file
+from reshard.transfer.plan import Planned
+from reshard.transfer.sources import Sources
+
+NAME = "mlx"
+MARK = b'"format":"mlx"'
+"""In the metadata of each file, which begin its header."""
+BEGIN = 1 << 12
+KEYS = ("quantization", "quantization_config")
+"""mlx-lm stores its settings twice."""
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is a folder whose weights MLX has written, or one such file, or the index of several."""
+    if path.is_file() and path.name.endswith(".safetensors.index.json"):
+        path = path.parent
+    files = [path] if path.is_file() else sorted(path.glob("model*.safetensors"))
+    return bool(files) and files[0].suffix == ".safetensors" and _is_marked(files[0])
+
+
+def _is_marked(file: Path) -> bool:
+    with suppress(OSError, ReshardError), open_file(file) as opened:
+        return MARK in opened.read(0, min(BEGIN, opened.size)).replace(b" ", b"")
+    return False
+
+
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
+    """Open a folder or a file. Raises ReshardError."""
+    found = huggingface.open_checkpoint(path, sources, iteration)
+    config = _config(found.root, sources)
+    quantization = _settings(config, found.root)
+    weights = _Weights(found.tensors, quantization, str(path))
+    tensors, notes = weights.plain(), []
+    if weights.kinds:
+        notes.append(_told(weights.kinds))
+    naming = mlx.naming(config)
+    if naming is None:
+        raise unknown_model(config, found.root, "convert the Hugging Face folder that it was made from")
+    live = naming.live(config)
+    planned = [Planned(name, t.dtype, t.shape, partial(_view, t)) for name, t in tensors.items()]
+    hub = renamed.applied(planned, saved(live.rules), config, to_memory=False)
+    if naming.is_rounded:
+        notes.append("mlx-lm stores zero-centred norms plus one, which rounded them: one is subtracted again")
+    lacks = mlx.VISION in naming.left and not any(mlx.VISION.names.match(each.name) for each in hub)
+    if lacks:
+        notes.append("mlx-lm keeps only the language model: pass the model that it was made from with --base")
+    return replace(
+        found,
+        format=NAME,
+        tensors={each.name: Tensor(each.dtype, each.source()) for each in hub},
+        is_part=lacks,
+        variant=", ".join(dict.fromkeys(map(str, weights.kinds))),
+        notes=[*found.notes, *notes],
+    )
+
+
+def _view(tensor: Tensor) -> View:
+    return tensor.view
+
+
+def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:
+    path = folder / CONFIG
+    if path.is_file() and belongs(path, folder, sources):
+        return read_object(path, sources)
+    raise ReshardError(
+        "mlx-without-config",
+        "there is no config.json beside the weights of MLX",
+        file=str(folder),
+        rule="it says which model they are of, and how they are quantized",
+        remedy="copy or download it into the same folder",
+    )
+
+
+def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """The quantization settings, empty if there are none."""
+    told = [config[key] for key in KEYS if config.get(key)]
+    if any(not isinstance(each, dict) for each in told):
+        raise _no_settings(folder, ", ".join(str(each) for each in told))
+    found: Mapping[str, Any] = told[0] if told else {}
+    return found
+
+
+def _no_settings(folder: Path, found: str) -> ReshardError:
+    return ReshardError(
+        "mlx-settings-unreadable",
+        "the quantization settings of MLX cannot be read",
+        file=str(folder / CONFIG),
+        expected='group_size, bits and mode, as in {"group_size": 64, "bits": 4, "mode": "affine"}; affine has 2, 3, '
+        "4, 5, 6 or 8 bits in groups of 32, 64 or 128, mxfp4 4 in 32, nvfp4 4 in 16, mxfp8 8 in 32",
+        found=found,
+        remedy="copy or download config.json again",
+    )
+
+
+def unknown_model(config: Mapping[str, Any], folder: Path | None, remedy: str) -> ReshardError:
+    """The error for a model whose names are not declared."""
+    return ReshardError(
+        "mlx-model-unsupported",
+        "reshard does not know how MLX names the tensors of this model",
+        file=str(folder / CONFIG) if folder else None,
+        expected=f"model_type {', '.join(mlx.known())}",
+        found=f"model_type {config.get('model_type')}",
+        remedy=remedy,
+    )
+
+
+def _told(kinds: Counter[Settings]) -> str:
+    how = "; ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
+    total = sum(kinds.values())
+    return f"{total} weights are quantized by MLX, and dequantized as it does it: {how}"
+
+
+class _Weights:
+    """The weights of a folder under MLX's names. `kinds` counts the quantized ones, after `plain`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], told: Mapping[str, Any], file: str) -> None:
+        self._tensors, self._told, self._file = tensors, told, file
+        self._default = self._parsed(told) if told else None
+        self.kinds: Counter[Settings] = Counter()
+
+    def plain(self) -> dict[str, Tensor]:
+        """All weights. Raises ReshardError naming those whose parts do not fit."""
+        modules = {name.removesuffix(".scales") for name in self._tensors if name.endswith(".scales")}
+        made: dict[str, Tensor] = {}
+        problems: list[Problem] = []
+        parts = {f"{module}.{part}" for module in modules for part in ("weight", "scales", "biases")}
+        for name, tensor in self._tensors.items():
+            module = name.removesuffix(".weight")
+            if name not in parts:
+                problems += [_incomplete(name, "scales", tensor)] if tensor.dtype.name == "uint32" else []
+                made[name] = tensor
+            elif name == f"{module}.weight":
+                problems += self._dequantize(module, made)
+        problems += [
+            _incomplete(f"{module}.weight", "weight", self._tensors[f"{module}.scales"])
+            for module in sorted(modules)
+            if f"{module}.weight" not in self._tensors
+        ]
+        if problems:
+            raise ReshardError(one_for_all(problems, self._tensors, self._file))
+        return made
+
+    def _dequantize(self, module: str, made: dict[str, Tensor]) -> Iterator[Problem]:
+        """Add the weight of a module to those `made`; yields the problem if it cannot be."""
+        items, scales = (self._tensors[f"{module}.{part}"] for part in ("weight", "scales"))
+        biases = self._tensors.get(f"{module}.biases")
+        if f"{module}.global_scale" in self._tensors:
+            yield _with_global_scale(module, items)
+            return
+        if scales.dtype.name != "uint8" and biases is None:
+            yield _incomplete(f"{module}.weight", "biases", scales)
+            return
+        settings = self._of(module, items, scales)
+        if settings is None or not _fits(settings, items, scales, biases):
+            yield self._misfit(module, items, scales, biases)
+            return
+        self.kinds[settings] += 1
+        made[f"{module}.weight"] = dequantized(Parts(items, scales, biases), settings)
+
+    def _of(self, module: str, items: Tensor, scales: Tensor) -> Settings | None:
+        """The settings of a module: its own, else those that its parts leave open; None if none fit."""
+        own = self._told.get(module)
+        if isinstance(own, dict):
+            return self._parsed(own)
+        groups = scales.shape[-1] if scales.shape else 0
+        bits_of_group = 32 * items.shape[-1] // groups if items.shape and groups else 0
+        if scales.dtype.name == "uint8":
+            found = (Settings(each.group, each.bits, mode) for mode, each in SMALL.items())
+            return next((each for each in found if each.bits * each.group == bits_of_group), None)
+        return self._default
+
+    def _parsed(self, told: Mapping[str, Any]) -> Settings:
+        try:
+            return settings_in(told)
+        except ValueError as error:
+            raise _no_settings(Path(self._file), str(error)) from None
+
+    def _misfit(self, module: str, items: Tensor, scales: Tensor, biases: Tensor | None) -> Problem:
+        parts = {"weight": items, "scales": scales, **({"biases": biases} if biases else {})}
+        return Problem(
+            "mlx-settings-differ",
+            "the parts of a quantized weight do not have the sizes that its settings tell",
+            tensor=f"{module}.weight",
+            file=items.file,
+            rule="a group of elements has one scale, and config.json has the size of groups and the bits of elements",
+            expected=str(self._told.get(module) or self._default or "quantization in config.json"),
+            found=", ".join(f"{name} {each.dtype} {list(each.shape)}" for name, each in parts.items()),
+            remedy="pass the folder with the config.json that was written with these weights",
+        )
+
+
+def _fits(settings: Settings, items: Tensor, scales: Tensor, biases: Tensor | None) -> bool:
+    """Whether the parts of a weight have the dtypes and shapes of these settings."""
+    is_small = settings.mode in SMALL
+    if (scales.dtype.name == "uint8") != is_small or (biases is None) != is_small:
+        return False
+    if biases is not None and (biases.dtype, biases.shape) != (scales.dtype, scales.shape):
+        return False
+    if items.dtype.name != "uint32" or not (is_small or scales.dtype.name in FLOATS):
+        return False
+    *outer, groups = scales.shape or (0,)
+    return len(scales.shape) > 1 and items.shape == (*outer, groups * settings.items)
+
+
+def _incomplete(name: str, lacking: str, there: Tensor) -> Problem:
+    """The problem of a weight that lacks a part; `there` is another one."""
+    return Problem(
+        "mlx-weight-incomplete",
+        "a weight that MLX has quantized is incomplete",
+        tensor=name,
+        file=there.file,
+        rule="MLX stores a weight as weight, scales and, if it is affine, biases",
+        expected=lacking,
+        found=f"{there.dtype} {list(there.shape)} without it",
+        remedy="copy or download the files again: the values are meaningless without their scales",
+    )
+
+
+def _with_global_scale(module: str, items: Tensor) -> Problem:
+    return Problem(
+        "mlx-global-scale-unsupported",
+        "a quantized weight has a global scale, which reshard does not compute",
+        tensor=f"{module}.weight",
+        file=items.file,
+        found=f"{module}.global_scale",
+        remedy="dequantize it where MLX runs, with mlx_lm.convert",
+    )

@@ -1,0 +1,177 @@
+"""Plain weights from MLX's quantized ones, and the reverse: sources whose elements are computed group by group."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.tensors import FEW, Computed, Read, Tensor
+from reshard.algebra.views import View
+from reshard.base.errors import ReshardError
+from reshard.formats.mlx.modes import SMALL, Array, Settings, packed, quantized, unpacked
+from reshard.transfer.elements import RAW, as_float, cast
+from reshard.transfer.overflow import Overflows
+
+BFLOAT16, FLOAT32, UINT32 = dtype("bfloat16"), dtype("float32"), dtype("uint32")
+
+STEP = 1 << 16
+"""Elements computed at a time: their values fit in the cache of a core."""
+EACH = 64
+"""Most bytes that computing an element takes."""
+
+
+class Parts(NamedTuple):
+    """The tensors of a quantized weight; `biases` are None but for affine ones."""
+
+    items: Tensor
+    scales: Tensor
+    biases: Tensor | None = None
+
+
+class Dequantized(Computed):
+    """The elements of a quantized weight, as `mx.dequantize` computes them on a CPU.
+
+    An affine element is rounded to the dtype of the scales after the product with the scale, and again after the sum
+    with the bias. Elements of other modes are bfloat16.
+    """
+
+    def __init__(self, parts: Parts, settings: Settings) -> None:
+        self.inputs = (parts.items, parts.scales, *([parts.biases] if parts.biases else []))
+        self.dtype = parts.scales.dtype if parts.biases else BFLOAT16
+        self._settings = settings
+
+    def room(self, count: int) -> int:
+        settings = self._settings
+        groups = count // settings.group + 2
+        read = groups * (4 * settings.items + 16)
+        elements = groups * settings.group
+        return read + elements * self.dtype.itemsize + min(elements, STEP) * EACH
+
+    def values(self, begin: int, end: int, read: Read) -> Array:
+        settings, dtype = self._settings, self.dtype
+        group, items = settings.group, settings.items
+        first, last = begin // group, -(-end // group)
+        words = read(self.inputs[0], first * items, last * items).reshape(-1, items)
+        beside = [read(tensor, first, last) for tensor in self.inputs[1:]]
+        out = np.empty((last - first, group), RAW[dtype.itemsize])
+        step = max(1, STEP // group)
+        for low in range(0, last - first, step):
+            part = slice(low, low + step)
+            codes = unpacked(words[part], settings.bits)
+            floats = self._floats(codes, [each[part, None] for each in beside])
+            out[part] = read.cast(np.ascontiguousarray(floats).view(np.uint32), FLOAT32, dtype)
+        return out.reshape(-1)[begin - first * group : end - first * group]
+
+    def _floats(self, codes: Array, beside: list[Array]) -> Array:
+        """Elements that are still to be rounded."""
+        if small := SMALL.get(self._settings.mode):
+            with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
+                found: Array = small.elements[codes] * small.scales[beside[0]]
+            return found
+        scales, biases = (as_float(each, self.dtype).astype(np.float32, copy=False) for each in beside)
+        with np.errstate(over="ignore", invalid="ignore"):
+            products = codes.astype(np.float32) * scales
+            rounded = cast(products.view(np.uint32), FLOAT32, self.dtype, Overflows())
+            sums: Array = as_float(rounded, self.dtype).astype(np.float32, copy=False) + biases
+        return sums
+
+
+class _Quantized(Computed):
+    """The common base of the parts of an affine weight. `name` is that of the weight, for messages."""
+
+    def __init__(self, name: str, weight: Tensor, settings: Settings) -> None:
+        self.inputs = (weight,)
+        self._name, self._settings = name, settings
+        self.dtype = weight.dtype
+
+    per_group = 1
+    """Items for each group."""
+
+    @property
+    def few(self) -> int:
+        return max(1, FEW // self._settings.group) * self.per_group
+
+    def room(self, count: int) -> int:
+        groups = count // self.per_group + 2
+        elements = groups * self._settings.group
+        return elements * self.inputs[0].dtype.itemsize + 4 * count + min(elements, STEP) * EACH
+
+    def values(self, begin: int, end: int, read: Read) -> Array:
+        group, each = self._settings.group, self.per_group
+        first, last = begin // each, -(-end // each)
+        weight = self.inputs[0]
+        raw = read(weight, first * group, last * group).reshape(-1, group)
+        out = np.empty((last - first, each), RAW[self.dtype.itemsize])
+        step = max(1, STEP // group)
+        for low in range(0, last - first, step):
+            floats = as_float(raw[low : low + step], weight.dtype).astype(np.float32, copy=False)
+            if not np.isfinite(floats).all():
+                raise self._nonfinite()
+            out[low : low + step] = self._part(floats, read)
+        return out.reshape(-1)[begin - first * each : end - first * each]
+
+    def _part(self, floats: Array, read: Read) -> Array:
+        """The items of some groups."""
+        raise NotImplementedError
+
+    def _nonfinite(self) -> ReshardError:
+        return ReshardError(
+            "quantized-source-not-finite",
+            "a weight contains NaN or Inf",
+            tensor=self._name,
+            file=self.inputs[0].file,
+            rule="affine weights cannot store NaN or Inf, which would become numbers",
+            remedy="use an earlier iteration, or leave out --quantize",
+        )
+
+
+class Items(_Quantized):
+    """The packed codes."""
+
+    def __init__(self, name: str, weight: Tensor, settings: Settings) -> None:
+        super().__init__(name, weight, settings)
+        self.dtype, self.per_group = UINT32, settings.items
+
+    def _part(self, floats: Array, read: Read) -> Array:
+        bits = self._settings.bits
+        return packed(quantized(floats, bits).codes, bits)
+
+
+class Scales(_Quantized):
+    """The scales."""
+
+    def _part(self, floats: Array, read: Read) -> Array:
+        return _stored(quantized(floats, self._settings.bits).scales, self.dtype, read)
+
+
+class Biases(_Quantized):
+    """The biases."""
+
+    def _part(self, floats: Array, read: Read) -> Array:
+        return _stored(quantized(floats, self._settings.bits).biases, self.dtype, read)
+
+
+def _stored(values: Array, dtype: DType, read: Read) -> Array:
+    return read.cast(np.ascontiguousarray(values, np.float32).view(np.uint32), FLOAT32, dtype)
+
+
+def dequantized(parts: Parts, settings: Settings) -> Tensor:
+    """The plain weight."""
+    source = Dequantized(parts, settings)
+    shape = (*parts.scales.shape[:-1], parts.scales.shape[-1] * settings.group)
+    return Tensor(source.dtype, View.of(source, *shape))
+
+
+def affine(name: str, weight: Tensor, settings: Settings) -> dict[str, Tensor]:
+    """The parts of a weight whose last axis the group divides, by what they are called in its module."""
+    outer, groups = weight.shape[:-1], weight.shape[-1] // settings.group
+    made = {
+        "weight": (Items(name, weight, settings), groups * settings.items),
+        "scales": (Scales(name, weight, settings), groups),
+        "biases": (Biases(name, weight, settings), groups),
+    }
+    return {
+        part: Tensor(source.dtype, View.of(source, *outer, size)) for part, (source, size) in made.items()
+    }

@@ -1,0 +1,477 @@
+"""MLX folders: read as mlx itself dequantizes them, written as mlx-lm writes them, and refused when they are wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import reshard
+from reshard.algebra.tensors import Tensor
+from reshard.base.errors import ReshardError
+from reshard.containers.safetensors import read_tensors
+from reshard.families import mlx
+from reshard.formats.mlx.modes import BITS, GROUPS, Settings, packed, unpacked
+from reshard.formats.mlx.weights import Parts, affine, dequantized
+from reshard.formats.mlx.write import METHODS
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
+from reshard.transfer.sources import Sources
+from tests.commandline import reshard as command
+from tests.environments import python
+from tests.genuine import huggingface, model_types, quantized
+from tests.judges import assert_same_tensors, tensors_of
+
+DATA = Path(__file__).parent / "data/mlx"
+SCRIPT = Path(__file__).parent / "genuine/run_mlx.py"
+Tensors = dict[str, torch.Tensor]
+
+
+class Model(NamedTuple):
+    """A small model: a variant of `huggingface`, or else of `model_types`, and the keys of its config that mlx needs.
+
+    `without` are beginnings of the names of tensors that MLX does not have. `is_rounded` says that it changes norms,
+    and `routers` that it casts tensors that transformers keeps in float32.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = {}
+    config: Mapping[str, Any] = {}
+    without: tuple[str, ...] = ()
+    is_rounded: bool = False
+    routers: bool = False
+
+
+NARROW = {"head_dim": 8}
+"""What mlx-lm takes for granted in some classes: as many features of all heads as of the model."""
+MODELS = {
+    each.name: each
+    for each in (
+        Model("llama"),
+        Model("llama_tied"),
+        Model("qwen3"),
+        Model("gemma"),
+        Model("gemma2"),
+        Model("gemma3_text"),
+        Model("gemma3", config={"vocab_size": 288}, without=("vision_tower", "multi_modal_projector")),
+        Model("nemotron"),
+        Model("glm4"),
+        Model("mimo", NARROW, without=("model.mtp_layers",)),
+        Model("mixtral", NARROW),
+        Model("qwen2_moe"),
+        Model("qwen3_moe"),
+        Model("olmoe"),
+        Model("ernie4_5_moe"),
+        Model("minimax_m2", config={"shared_intermediate_size": 24}),
+        Model("deepseek", NARROW, routers=True),
+        Model("deepseek_v2"),
+        Model("deepseek_v3"),
+        Model("kimi_k2", routers=True),
+        Model("glm4_moe", without=("model.layers.4",)),
+        Model("glm4_moe_lite"),
+        Model("dots1", routers=True),
+        Model("nemotron_h", routers=True),
+        Model("llama4", without=("vision_model", "multi_modal_projector")),
+        Model("mistral3", without=("vision_tower", "multi_modal_projector")),
+        Model("qwen3_next", without=("mtp",), is_rounded=True),
+        Model("qwen3_5", without=("mtp", "model.visual"), is_rounded=True),
+        Model("qwen3_5_moe", without=("mtp", "model.visual"), is_rounded=True),
+        Model("qwen2_5_vl", without=("visual",)),
+        Model("qwen3_vl", without=("model.visual",)),
+        Model("qwen3_vl_moe", without=("model.visual",)),
+    )
+}
+NORMS = (
+    *("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight"),
+    *("model.norm.weight", "language_model.norm.weight"),
+)
+"""Zero-centred norms, to which mlx-lm adds one."""
+NONE = ("\n",)
+"""The beginning and the end of no name."""
+QUANTIZED = {"affine-4": {"q_bits": 4}, "affine-3-32": {"q_bits": 3, "q_group_size": 32}}
+SEEING = {
+    "qwen2_vl": "visual.",
+    "qwen2_5_vl": "visual.",
+    "qwen3_vl": "model.visual.",
+    "qwen3_5_moe": "model.visual.",
+}
+"""Models that mlx-vlm converts, and the prefix of their towers on the Hub."""
+
+
+def run(folder: Path, jobs: list[dict[str, Any]]) -> None:
+    """Let mlx do these jobs, all of which must succeed."""
+    told = folder / "jobs.json"
+    told.write_text(json.dumps(jobs, default=str))
+    done = subprocess.run([python("mlx"), SCRIPT, told], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    failed = json.loads(done.stdout.splitlines()[-1])
+    assert not failed, {str(jobs[int(number)]): why for number, why in failed.items()}
+
+
+def hub(model: Model, folder: Path) -> Path:
+    """A folder of the model with a config that mlx-lm can read: reshard writes both spellings of transformers."""
+    made, plain = folder / "hub", folder / "plain"
+    if model.name in huggingface.VARIANTS or model.name in huggingface.ALIASES:
+        huggingface.make_model(model.name, made, dtype="bfloat16", **model.settings)
+    else:
+        model_types.make_model_type(model.name, made, **model.settings)
+    reshard.convert(made, plain, to="huggingface", dtype="bfloat16")
+    huggingface.edit_config(plain, dict(model.config))
+    return plain
+
+
+def base_of(model: Model, plain: Path) -> Path | None:
+    """The base that a vision tower comes from."""
+    is_part = any("vis" in each or "multi" in each for each in model.without)
+    return plain if is_part else None
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each model, with what mlx-lm and reshard write, and the logits of mlx-lm."""
+    folder = tmp_path_factory.mktemp("mlx")
+    jobs: list[dict[str, Any]] = []
+    for model in MODELS.values():
+        place = folder / model.name
+        plain = hub(model, place)
+        reshard.convert(plain, place / "ours", to="mlx")
+        jobs.append({"do": "convert", "hf_path": plain, "mlx_path": place / "theirs"})
+        for how, flags in QUANTIZED.items():
+            reshard.convert(plain, place / f"ours-{how}", to="mlx", quantize=how)
+            theirs = place / f"theirs-{how}"
+            jobs.append({"do": "convert", "hf_path": plain, "mlx_path": theirs, "quantize": True, **flags})
+            dequantize = {"hf_path": theirs, "mlx_path": place / f"dequantized-{how}", "dequantize": True}
+            jobs.append({"do": "convert", **dequantize})
+        for whose in (
+            f"{who}{how}" for who in ("ours", "theirs") for how in ("", *(f"-{q}" for q in QUANTIZED))
+        ):
+            jobs.append({"do": "load", "folder": place / whose, "logits": place / f"{whose}.npy"})
+    run(folder, jobs)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", ["", *QUANTIZED])
+def test_written_as_by_mlx_lm(name: str, how: str, made: Path) -> None:
+    ours, theirs = (made / name / f"{who}-{how}".rstrip("-") for who in ("ours", "theirs"))
+    assert_same_tensors(tensors_of(ours), tensors_of(theirs))
+    configs = [json.loads((each / "config.json").read_text()) for each in (ours, theirs)]
+    for key in ("quantization", "quantization_config", "vision_config"):
+        assert configs[0].get(key) == configs[1].get(key)
+    logits = [np.load(each.with_name(f"{each.name}.npy")) for each in (ours, theirs)]
+    assert np.isfinite(logits[0]).all()
+    assert np.array_equal(*logits)
+
+
+def as_kept(model: Model, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the Hub after mlx-lm has stored it in bfloat16."""
+    naming = mlx.naming({"model_type": model.name})
+    if model.is_rounded and name.endswith(NORMS):
+        return tensor + 1 - 1
+    return tensor.to(torch.bfloat16) if model.routers and not name.endswith(naming.exact or NONE) else tensor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_weights_of_mlx_lm_are_those_of_the_hub(name: str, made: Path, tmp_path: Path) -> None:
+    model, plain, theirs = MODELS[name], made / name / "plain", made / name / "theirs"
+    base = base_of(model, plain)
+    reshard.convert(theirs, tmp_path / "back", to="huggingface", base=base)
+    lost = tuple(each for each in model.without if each.startswith("mtp") or not base) or NONE
+    expected, back = (
+        {key: each for key, each in tensors_of(folder).items() if not key.startswith(lost)}
+        for folder in (plain, tmp_path / "back")
+    )
+    assert_same_tensors(back, {key: as_kept(model, key, each) for key, each in expected.items()})
+    assert command("verify", theirs, tmp_path / "back", "--proof").code == 0
+    assert command("verify", plain, made / name / "ours", "--proof").code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", QUANTIZED)
+def test_quantized_weights_are_what_mlx_lm_dequantizes(
+    name: str, how: str, made: Path, tmp_path: Path
+) -> None:
+    base = base_of(MODELS[name], made / name / "plain")
+    for whose in ("theirs", "dequantized", "ours"):
+        reshard.convert(made / name / f"{whose}-{how}", tmp_path / whose, to="huggingface", base=base)
+    found = {whose: tensors_of(tmp_path / whose) for whose in ("theirs", "dequantized", "ours")}
+    assert_same_tensors(found["theirs"], found["dequantized"])
+    assert_same_tensors(found["ours"], found["dequantized"])
+    told = command("inspect", made / name / f"theirs-{how}", "--json").json
+    assert told["format"] == "mlx" and "affine, " in told["variant"]
+
+
+@pytest.mark.slow
+def test_gpt_oss_keeps_its_experts_in_mxfp4(tmp_path: Path) -> None:
+    plain = hub(Model("gpt_oss", {"swiglu_limit": 7.0}), tmp_path)  # which mlx-lm takes for granted
+    reshard.convert(plain, tmp_path / "published", to="huggingface", quantize="mxfp4")
+    reshard.convert(plain, tmp_path / "ours", to="mlx")
+    reshard.convert(plain, tmp_path / "ours-affine-8", to="mlx", quantize="affine-8-32")
+    theirs = {"hf_path": tmp_path / "published", "mlx_path": tmp_path / "theirs"}
+    loads = [
+        {"do": "load", "folder": tmp_path / each, "logits": tmp_path / f"{each}.npy"}
+        for each in ("ours", "ours-affine-8")
+    ]
+    run(tmp_path, [{"do": "convert", **theirs}, *loads])
+    reshard.convert(tmp_path / "published", tmp_path / "expected", to="huggingface", dtype="bfloat16")
+    reshard.convert(tmp_path / "theirs", tmp_path / "back", to="huggingface")
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "expected"))
+    reshard.convert(tmp_path / "ours", tmp_path / "again", to="huggingface")
+    assert_same_tensors(tensors_of(tmp_path / "again"), tensors_of(plain))
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.arange(3, 27)[None]).logits.numpy()
+    assert np.abs(np.load(tmp_path / "ours.npy") - expected).max() < 1e-3 * np.abs(expected).max()
+    assert np.isfinite(np.load(tmp_path / "ours-affine-8.npy")).all()
+
+
+@pytest.mark.slow
+def test_vision_towers_of_mlx_vlm_are_read(tmp_path: Path) -> None:
+    jobs = []
+    for name in SEEING:
+        plain = hub(Model(name), tmp_path / name)
+        inner = json.loads((plain / "config.json").read_text())["vision_config"]
+        kind = inner["model_type"].removesuffix("_vision")  # as on the Hub
+        huggingface.edit_config(plain, {"vision_config": {**inner, "model_type": kind}})
+        for whose, bits in (("plain", 0), ("quantized", 4)):
+            place = tmp_path / name / f"seen-{whose}"
+            jobs.append({"do": "see", "hf_path": plain, "mlx_path": place, "bits": bits})
+    run(tmp_path, jobs)
+    for name, prefix in SEEING.items():
+        expected = tensors_of(tmp_path / name / "plain")
+        for whose in ("plain", "quantized"):
+            seen, back = tmp_path / name / f"seen-{whose}", tmp_path / name / f"back-{whose}"
+            reshard.convert(seen, back, to="huggingface", no_tokenizer=True)
+            found = tensors_of(back)
+            same = {
+                key
+                for key in expected
+                if key.startswith(prefix) or (whose == "plain" and name in ("qwen2_vl", "qwen3_vl"))
+            }
+            assert_same_tensors({key: found[key] for key in same}, {key: expected[key] for key in same})
+
+
+def stored(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The raw elements of a tensor."""
+    with closing(Files()) as files:
+        return Gatherer(files, None).read(tensor, 0, tensor.view.numel).reshape(tensor.shape)
+
+
+@pytest.mark.slow
+def test_arithmetic_is_that_of_mlx(tmp_path: Path) -> None:
+    settings = [Settings(group, bits) for bits in BITS for group in GROUPS]
+    cases = [(each, kind) for each in settings for kind in ("bfloat16", "float16", "float32")]
+    cases += [
+        (Settings(group, bits, mode), "bfloat16")
+        for mode, group, bits in (("mxfp4", 32, 4), ("nvfp4", 16, 4), ("mxfp8", 32, 8))
+    ]
+    files = {case: tmp_path / f"{number}.safetensors" for number, case in enumerate(cases)}
+    jobs = [
+        {
+            "do": "compute",
+            "dtype": kind,
+            "folder": file,
+            "bits": how.bits,
+            "group_size": how.group,
+            "mode": how.mode,
+        }
+        for (how, kind), file in files.items()
+    ]
+    run(tmp_path, jobs)
+    for (how, _), file in files.items():
+        found = read_tensors(file, Sources(file))
+        parts = Parts(found["weight"], found["scales"], found.get("biases"))
+        plain = dequantized(parts, how)
+        assert (plain.dtype, plain.shape) == (found["plain"].dtype, found["plain"].shape), how
+        assert np.array_equal(stored(plain), stored(found["plain"])), how
+        if how.mode == "affine":
+            for name, part in affine("w", found["original"], how).items():
+                assert (part.dtype, part.shape) == (found[name].dtype, found[name].shape), how
+                assert np.array_equal(stored(part), stored(found[name])), (how, name)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_packing(bits: int) -> None:
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, (3, 192), dtype=np.uint8)
+    items = packed(codes, bits)
+    assert (items.dtype, items.shape) == (np.uint32, (3, 6 * bits))
+    stream = np.unpackbits(items.view(np.uint8), axis=1, bitorder="little").reshape(3, 192, bits)
+    assert np.array_equal((stream << np.arange(bits, dtype=np.uint8)).sum(-1), codes)
+    assert np.array_equal(unpacked(items, bits), codes)
+
+
+def test_every_value_of_quantize_is_a_method_of_mlx() -> None:
+    assert all(each.is_known for each in METHODS.values())
+    assert len({*METHODS.values()}) == len(METHODS) == len(BITS) * len(GROUPS)
+
+
+# ------------------------------------------------------------------------------- without mlx: a llama that it wrote
+
+
+def plain_by_formula(folder: Path) -> Tensors:
+    """The weights of a folder in affine groups of 32 with four bits, in two roundings."""
+    tensors = load_file(folder / "model.safetensors")
+    plain = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if f"{module}.scales" not in tensors:
+            plain[name] = tensor
+        elif name.endswith(".weight"):
+            halves = torch.from_numpy(tensor.view(torch.int32).numpy().view(np.uint8))
+            codes = (
+                torch.stack([halves & 15, halves >> 4], -1).reshape(len(halves), -1, 32).to(torch.bfloat16)
+            )
+            scales, biases = (tensors[f"{module}.{part}"][..., None] for part in ("scales", "biases"))
+            plain[name] = (codes * scales + biases).reshape(len(halves), -1)
+    return {name: each for name, each in plain.items() if not name.endswith((".scales", ".biases"))}
+
+
+def changed(tmp_path: Path, change: Callable[[dict[str, Any], Tensors], None]) -> Path:
+    """The llama with another config or other tensors."""
+    folder = shutil.copytree(DATA, tmp_path / "source")
+    config, tensors = json.loads((DATA / "config.json").read_text()), load_file(DATA / "model.safetensors")
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
+    (folder / "model.safetensors.index.json").unlink()
+    return folder
+
+
+def test_a_quantized_folder_becomes_plain(tmp_path: Path) -> None:
+    done = command("convert", DATA, tmp_path / "out", "--no-tokenizer", "--json")
+    assert done.code == 0
+    assert_same_tensors(tensors_of(tmp_path / "out"), plain_by_formula(DATA))
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization" not in config and "quantization_config" not in config
+    told = command("inspect", DATA, "--json").json
+    assert (told["format"], told["variant"]) == ("mlx", "affine, 4 bits, groups of 32")
+    assert (told["family"], told["dtypes"]) == ("llama", {"bfloat16": 12})
+    assert command("verify", DATA, tmp_path / "out").code == 0
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    reshard.convert(DATA, tmp_path / "plain", to="mlx", no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "plain"), plain_by_formula(DATA))
+    again = tmp_path / "again"
+    reshard.convert(tmp_path / "plain", again, to="mlx", quantize="affine-4-32", no_tokenizer=True)
+    config = json.loads((again / "config.json").read_text())
+    settings = {"group_size": 32, "bits": 4, "mode": "affine"}
+    assert config["quantization"] == config["quantization_config"] == settings
+    assert (again / "model.safetensors.index.json").exists()
+    assert command("verify", again).code == 0
+    assert tensors_of(again).keys() == tensors_of(DATA).keys()
+
+
+def test_a_file_or_the_index_is_read_like_its_folder(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        assert command("inspect", DATA / name, "--json").json["format"] == "mlx"
+
+
+def test_groups_that_do_not_divide_a_row_leave_it_plain(tmp_path: Path) -> None:
+    with pytest.raises(ReshardError) as raised:
+        reshard.convert(DATA, tmp_path / "out", to="mlx", quantize="affine-4", no_tokenizer=True)
+    assert [each.code for each in raised.value.problems] == ["mlx-groups-too-large"]
+
+
+def _no_biases(config: dict[str, Any], tensors: Tensors) -> None:
+    tensors.pop("lm_head.biases")
+
+
+def _no_scales(config: dict[str, Any], tensors: Tensors) -> None:
+    tensors.pop("lm_head.scales")
+    tensors.pop("lm_head.biases")
+
+
+def _other_group(config: dict[str, Any], tensors: Tensors) -> None:
+    config["quantization"]["group_size"] = 64
+
+
+def _no_such_bits(config: dict[str, Any], tensors: Tensors) -> None:
+    config["quantization"]["bits"] = 7
+
+
+def _another_model(config: dict[str, Any], tensors: Tensors) -> None:
+    config["model_type"] = "rwkv7"
+
+
+def _global_scale(config: dict[str, Any], tensors: Tensors) -> None:
+    tensors["lm_head.global_scale"] = torch.ones(1)
+
+
+WRONG = {
+    _no_biases: "mlx-weight-incomplete",
+    _no_scales: "mlx-weight-incomplete",
+    _other_group: "mlx-settings-differ",
+    _no_such_bits: "mlx-settings-unreadable",
+    _another_model: "mlx-model-unsupported",
+    _global_scale: "mlx-global-scale-unsupported",
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_wrong_folders_are_refused(change: Callable[[dict[str, Any], Tensors], None], tmp_path: Path) -> None:
+    source = changed(tmp_path, change)
+    for words in (("inspect", source), ("convert", source, tmp_path / "out", "--no-tokenizer")):
+        done = command(*words, "--json")
+        codes = {each["code"] for each in done.json["problems"]}
+        assert (done.code, codes) == (2, {WRONG[change]})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    source = changed(tmp_path, lambda config, tensors: None)
+    (source / "config.json").unlink()
+    (problem,) = command("inspect", source, "--json").json["problems"]
+    assert (problem["code"], problem["file"]) == ("mlx-without-config", str(source))
+
+
+def test_nan_is_not_quantized(tmp_path: Path) -> None:
+    reshard.convert(DATA, tmp_path / "plain", to="huggingface", no_tokenizer=True)
+    file = tmp_path / "plain/model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][3, 5] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ReshardError, match="NaN or Inf"):
+        reshard.convert(
+            tmp_path / "plain", tmp_path / "out", to="mlx", quantize="affine-4-32", no_tokenizer=True
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_undeclared_model_is_not_written(tmp_path: Path) -> None:
+    folder = changed(tmp_path, lambda config, tensors: None)
+    reshard.convert(folder, tmp_path / "plain", to="huggingface", no_tokenizer=True)
+    huggingface.edit_config(tmp_path / "plain", {"model_type": "rwkv7"})
+    done = command("convert", tmp_path / "plain", tmp_path / "out", "--to", "mlx", "--no-tokenizer", "--json")
+    assert (done.code, [each["code"] for each in done.json["problems"]]) == (2, ["mlx-model-unsupported"])
+
+
+def test_names_of_every_model_are_undone() -> None:
+    for model_type in mlx.known():
+        naming = mlx.naming({"model_type": model_type})
+        assert naming is not None
+        for rule in naming.rules:
+            again = rule.reversed().reversed()
+            assert (again.patterns, again.replacements) == (rule.patterns, rule.replacements), model_type
+
+
+def test_what_mlx_leaves_out_of_a_quantized_model_is_counted(tmp_path: Path) -> None:
+    huggingface.make_model("deepseek_v3_mtp", tmp_path / "plain", dtype="bfloat16")
+    quantized.fp8(tmp_path / "plain", tmp_path / "source")
+    done = command("convert", tmp_path / "source", tmp_path / "out", "--to", "mlx", "--json")
+    assert (done.code, [*done.json["dropped"]]) == (0, ["multi-token prediction, which mlx-lm does not have"])
+    assert not any(name.startswith("model.layers.4") for name in tensors_of(tmp_path / "out"))
+    assert command("verify", tmp_path / "source", tmp_path / "out", "--proof").code == 0
