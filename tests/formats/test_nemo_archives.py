@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from transformers import AutoConfig
 
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.stores import entered
 from tests.commandline import reshard as command
+from tests.genuine.make_nemo import model_yaml
 from tests.genuine.make_nemo_1 import KEPT
 from tests.judges import assert_same_tensors, tensors_of
 
@@ -71,6 +74,22 @@ def test_config_and_tokenizer_are_those_in_the_archive(name: str, base: Path, tm
 def test_an_unpacked_archive_is_the_same(name: str, base: Path, tmp_path: Path) -> None:
     with tarfile.open(DATA / name) as archive:
         archive.extractall(tmp_path, filter="data")
+    assert reshard.verify(tmp_path, base, base=base).equal
+
+
+def test_nemo_2_in_zarr(base: Path, tmp_path: Path) -> None:
+    """The arrays that megatron-core wrote, with the prefix and in the folders of NeMo 2's first releases."""
+    with tarfile.open(DATA / ZARR) as archive:
+        archive.extractall(tmp_path, filter="data")
+    weights = (tmp_path / "model_weights").rename(tmp_path / "weights")
+    (tmp_path / "model_config.yaml").unlink()
+    for array in weights.glob("model.*"):
+        array.rename(weights / array.name.replace("model.", "module.", 1))
+    config = AutoConfig.from_pretrained(base)
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context/model.yaml").write_text(yaml.safe_dump(model_yaml(config)))
+    found = reshard.open(tmp_path).checkpoint
+    assert found.format == "megatron-zarr" and found.args and found.args["hidden_size"] == 32
     assert reshard.verify(tmp_path, base, base=base).equal
 
 
