@@ -41,6 +41,7 @@ FORMATS = Registry(
     lambda: (
         megatron.TORCH_DIST,
         megatron.LEGACY,
+        megatron.FSDP_DTENSOR,
         dcp.FORMAT,
         fsdp_ranks.FORMAT,
         deepspeed.FORMAT,

@@ -1,4 +1,7 @@
-"""Checkpoints of Megatron-Core: `torch_dist.py` and `legacy.py` are two formats with the same names and shards."""
+"""Checkpoints of Megatron-Core: `torch_dist.py` and `legacy.py` are two formats with the same names and shards.
+
+Those of Megatron-FSDP have the names of modules in a folder of torch's DCP: `fsdp_dtensor.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.megatron import legacy, torch_dist
+from reshard.formats.megatron import fsdp_dtensor, fsdp_dtensor_writing, legacy, torch_dist
 from reshard.formats.megatron.request import complete, fit, load_with, notes
 from reshard.formats.target import MASTERS, MOMENTS, Format, Kind, Target
 from reshard.transfer.sources import Sources
@@ -19,6 +22,15 @@ def _open(path: Path, sources: Sources, iteration: Iteration | None = None) -> C
     changed = legacy.detect(step) and not torch_dist.detect(step)
     opened = legacy.open_checkpoint if changed else torch_dist.open_checkpoint
     return opened(path, sources, iteration)
+
+
+def _is_of_torch(path: Path) -> bool:
+    """Whether torch's DCP alone saved the iterations: names of files do not tell Megatron-FSDP from torch_dcp."""
+    common = ("common.pt", "metadata.json")
+    folders = iterations.candidates(path)
+    return torch_dist.detect(path) and not any(
+        (folder / name).is_file() for folder in folders for name in common
+    )
 
 
 _OF_RUN = (
@@ -56,4 +68,24 @@ LEGACY = Format(
     Target(legacy.lay_out, names=("mcore",), sharded=True, fit=fit, notes=notes, load_with=load_with),
     aliases=("legacy", "mcore-legacy"),
     parts=(*_OF_RUN, "distrib_optim.pt", "model_optim_rng.pt"),
+)
+
+FSDP_DTENSOR = Format(
+    fsdp_dtensor.NAME,
+    "Megatron-FSDP checkpoint (fsdp_dtensor)",
+    _is_of_torch,
+    _open,
+    Target(
+        fsdp_dtensor_writing.lay_out,
+        names=("mcore",),
+        sharded=True,
+        states=MOMENTS,
+        dtype="float32",
+        fit=fsdp_dtensor_writing.fit,
+        notes=fsdp_dtensor_writing.notes,
+        load_with=fsdp_dtensor_writing.load_with,
+    ),
+    aliases=("fsdp-dtensor", "mfsdp"),
+    parts=(*_OF_RUN, ".metadata", "*.distcp"),
+    files=(".metadata", iterations.TRACKER),
 )

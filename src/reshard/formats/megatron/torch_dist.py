@@ -38,7 +38,7 @@ from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, States
 from reshard.formats.copies import CopyFinder, explained
-from reshard.formats.megatron import nemo
+from reshard.formats.megatron import fsdp_dtensor, nemo
 from reshard.formats.megatron.common import READ, is_torch_dcp, read_common, respelled
 from reshard.formats.megatron.mcore import (
     BELOW,
@@ -112,34 +112,57 @@ def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
     metadata = read_metadata(folder / ".metadata", sources)
     common = read_common(folder, sources, metadata)
     args = recorded_args(folder, sources, common)
-    torch_dcp = is_torch_dcp(metadata.objects)
-    stored = respelled(metadata.tensors) if torch_dcp else unprefixed(metadata.tensors)
+    stored, variant = _spelled(metadata)
     weights, dropped = _weights_of(stored, metadata.objects)
     reader = _Reader(weights, sources)
     tensors = reader.tensors()
     states = portable_states(stored)
-    optimizer = read_optimizer(common) if states else None
+    of_fsdp = variant == fsdp_dtensor.VARIANT
+    read = (
+        partial(fsdp_dtensor.read_optimizer, metadata, sources)
+        if of_fsdp
+        else partial(read_optimizer, common)
+    )
+    optimizer = read() if states else None
+    layout = layout_of(args or {})
     return Checkpoint(
         path=folder,
-        format=NAME,
+        format=fsdp_dtensor.NAME if of_fsdp else NAME,
         dialect=MEGATRON,
         tensors=tensors,
         root=iterations.described_in(folder),
         beside=tuple(each for each in (folder / "tokenizer", nemo.tokenizer_of(folder)) if each.is_dir()),
-        layout=layout_of(args or {}),
+        layout=layout,
         iteration=step,
         args=args,
         engine=engine_of(folder, common, tensors),
         states=States({state: partial(_read_state, found, sources) for state, found in states.items()}),
         optimizer=optimizer,
         dropped=dropped,
-        problems=reader.copies.problems() or [*exchanged(metadata.objects, sources)],
+        problems=[
+            *(reader.copies.problems() or exchanged(metadata.objects, sources)),
+            *(fsdp_dtensor.entangled(weights, args or {}, layout) if of_fsdp else ()),
+        ],
         notes=[
             *iterations.belied(folder, common.get("iteration")),
-            *([NUMBERED if torch_dcp else NOT_PORTABLE] if dropped[OPTIMIZER] and not optimizer else []),
+            *([_LEFT_OUT.get(variant, NOT_PORTABLE)] if dropped[OPTIMIZER] and not optimizer else []),
+            *(fsdp_dtensor.notes(weights, args or {}) if of_fsdp else ()),
         ],
-        variant="torch_dcp" if torch_dcp else "one key for each layer" if reader.per_layer else "stacked",
+        variant=variant or ("one key for each layer" if reader.per_layer else "stacked"),
     )
+
+
+_LEFT_OUT = {"torch_dcp": NUMBERED, fsdp_dtensor.VARIANT: fsdp_dtensor.WITHOUT_GROUPS}
+"""By variant, why optimizer states are left out."""
+
+
+def _spelled(metadata: DcpMetadata) -> tuple[dict[str, DcpTensor], str]:
+    """The tensors under torch_dist's own keys, and the variant of the format if it has others."""
+    if not is_torch_dcp(metadata.objects):
+        return unprefixed(metadata.tensors), ""
+    if fsdp_dtensor.is_fsdp_dtensor(metadata):
+        return fsdp_dtensor.respelled(metadata.tensors), fsdp_dtensor.VARIANT
+    return respelled(metadata.tensors), "torch_dcp"
 
 
 _ANCHORS = ("embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers.")
