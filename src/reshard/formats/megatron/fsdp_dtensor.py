@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from reshard.algebra.dtypes import BY_NAME
@@ -27,7 +28,7 @@ from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
 from reshard.containers.torchfiles.read import ChunkReader, read_torch_file, scalar
 from reshard.containers.torchfiles.untrusted import number_of
-from reshard.formats.checkpoint import Optimizer
+from reshard.formats.checkpoint import Checkpoint, Optimizer
 from reshard.formats.megatron.common import with_expert_before_module
 from reshard.formats.megatron.mcore import BELOW, is_carried, is_gated, unfused
 from reshard.formats.megatron.optimizer import MOST, distributed_of
@@ -94,7 +95,31 @@ def _plain(name: str) -> str:
     return name[: len(name) - len(within)] + with_expert_before_module(unfused(within))
 
 
-def entangled(
+def recognized(checkpoint: Checkpoint, tensors: Mapping[str, DcpTensor]) -> Checkpoint:
+    """A checkpoint under its own format, with its problems and a note; `tensors` are the weights that it stores."""
+    args, layout = checkpoint.args or {}, checkpoint.layout
+    return replace(
+        checkpoint,
+        format=NAME,
+        problems=[*checkpoint.problems, *_undivided(tensors), *_entangled(tensors, args, layout)],
+        notes=[*checkpoint.notes, *_notes(tensors, args)],
+    )
+
+
+def _undivided(tensors: Mapping[str, DcpTensor]) -> Iterator[Problem]:
+    """A problem if a gated delta net has one tensor for its projections: mcore-bridge orders the rows otherwise."""
+    if found := [name for name in tensors if name.endswith(".self_attention.in_proj.weight")]:
+        yield Problem(
+            "megatron-fsdp-delta-net-fused",
+            "the checkpoint stores the projections of a gated delta net in one tensor, which reshard does not divide",
+            tensor=listed(found, 2),
+            expected="a tensor for each, as in_proj.weight.query",
+            found="in_proj.weight",
+            remedy="save it with Megatron-Bridge, which divides them, or train without Megatron-FSDP",
+        )
+
+
+def _entangled(
     tensors: Mapping[str, DcpTensor], args: Mapping[str, Any], layout: SavedLayout
 ) -> Iterator[Problem]:
     """A problem if tensor-parallel ranks cut a tensor within its parts: the parts of all ranks then alternate."""
@@ -114,11 +139,9 @@ def entangled(
         )
 
 
-def notes(tensors: Mapping[str, DcpTensor], args: Mapping[str, Any]) -> list[str]:
+def _notes(tensors: Mapping[str, DcpTensor], args: Mapping[str, Any]) -> list[str]:
     """A note on which weights are read, if the model computed with others."""
-    half = next(
-        (name for name in ("bfloat16", "float16") if args.get({"bfloat16": "bf16"}.get(name, "fp16"))), None
-    )
+    half = next((name for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")) if args.get(flag)), None)
     if half is None or any(tensor.dtype.name == half for tensor in tensors.values()):
         return []
     return [f"the weights are the float32 masters: --dtype {half} gives those that the model computed with"]
@@ -129,7 +152,7 @@ def _is_fused(name: str, args: Mapping[str, Any]) -> bool:
         return False
     if name.endswith((".linear_fc1.weight", ".linear_fc1.bias")):
         return is_gated(args)
-    return name.endswith((".in_proj.weight", ".conv1d.weight", ".conv1d.bias"))
+    return name.endswith((".mixer.in_proj.weight", ".conv1d.weight", ".conv1d.bias"))
 
 
 # ------------------------------------------------------------------------------------------- the optimizer

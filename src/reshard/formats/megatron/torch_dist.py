@@ -113,43 +113,36 @@ def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
     common = read_common(folder, sources, metadata)
     args = recorded_args(folder, sources, common)
     stored, variant = _spelled(metadata)
+    of_fsdp = variant == fsdp_dtensor.VARIANT
     weights, dropped = _weights_of(stored, metadata.objects)
     reader = _Reader(weights, sources)
     tensors = reader.tensors()
     states = portable_states(stored)
-    of_fsdp = variant == fsdp_dtensor.VARIANT
-    read = (
-        partial(fsdp_dtensor.read_optimizer, metadata, sources)
-        if of_fsdp
-        else partial(read_optimizer, common)
-    )
-    optimizer = read() if states else None
-    layout = layout_of(args or {})
-    return Checkpoint(
+    optimizer = None
+    if states:
+        optimizer = fsdp_dtensor.read_optimizer(metadata, sources) if of_fsdp else read_optimizer(common)
+    checkpoint = Checkpoint(
         path=folder,
-        format=fsdp_dtensor.NAME if of_fsdp else NAME,
+        format=NAME,
         dialect=MEGATRON,
         tensors=tensors,
         root=iterations.described_in(folder),
         beside=tuple(each for each in (folder / "tokenizer", nemo.tokenizer_of(folder)) if each.is_dir()),
-        layout=layout,
+        layout=layout_of(args or {}),
         iteration=step,
         args=args,
         engine=engine_of(folder, common, tensors),
         states=States({state: partial(_read_state, found, sources) for state, found in states.items()}),
         optimizer=optimizer,
         dropped=dropped,
-        problems=[
-            *(reader.copies.problems() or exchanged(metadata.objects, sources)),
-            *(fsdp_dtensor.entangled(weights, args or {}, layout) if of_fsdp else ()),
-        ],
+        problems=reader.copies.problems() or [*exchanged(metadata.objects, sources)],
         notes=[
             *iterations.belied(folder, common.get("iteration")),
             *([_LEFT_OUT.get(variant, NOT_PORTABLE)] if dropped[OPTIMIZER] and not optimizer else []),
-            *(fsdp_dtensor.notes(weights, args or {}) if of_fsdp else ()),
         ],
         variant=variant or ("one key for each layer" if reader.per_layer else "stacked"),
     )
+    return fsdp_dtensor.recognized(checkpoint, weights) if of_fsdp else checkpoint
 
 
 _LEFT_OUT = {"torch_dcp": NUMBERED, fsdp_dtensor.VARIANT: fsdp_dtensor.WITHOUT_GROUPS}
