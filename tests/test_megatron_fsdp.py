@@ -298,6 +298,22 @@ def test_the_masters_of_a_run_become_the_weights(genuine: Callable[..., Any], tm
         assert not torch.equal(found, theirs[f"decoder.layers.{module}"][layer].float())
 
 
+def test_only_plain_settings_are_written(tmp_path: Path) -> None:
+    """Megatron-LM's `common.pt` can have anything; an object of Megatron-FSDP has a name, and is loaded by torch."""
+    core = convert(DATA / "qwen3", tmp_path / "core", to="megatron", with_optimizer=True) / STEP / "common.pt"
+    common = torch.load(core, weights_only=False)
+    common["opt_param_scheduler"] |= {("a", "tuple"): 1, "a tensor": torch.ones(2)}
+    common["optimizer"]["optimizer"]["param_groups"][0] |= {0: 1, "capturable": torch.ones(2)}
+    torch.save(common, core)
+    ours = stored(convert(core.parents[1], tmp_path / "ours", to="megatron-fsdp", with_optimizer=True) / STEP)
+    assert {"max_lr", "num_steps"} <= {
+        key.rpartition(".")[2] for key in ours if key.startswith("opt_param_sch")
+    }
+    assert "opt_param_scheduler.a tensor" not in ours
+    group = "optimizer.param_to_group_meta.module.module.module.output_layer.weight"
+    assert ours[f"{group}.lr"] == 1e-2 and ours[f"{group}.capturable"] is False
+
+
 @pytest.mark.parametrize(
     ("model", "flags", "code"),
     [

@@ -195,7 +195,7 @@ class _Writer:
                 path = ("optimizer", "param_to_group_meta", _IN_OPTIMIZER + key)
                 for field, chunk in fields.items():
                     self.folder.name((*path, field), chunk)
-        for field, value in optimizer.common.get("opt_param_scheduler", {}).items():
+        for field, value in _plain(optimizer.common.get("opt_param_scheduler")).items():
             self.folder.name(("opt_param_scheduler", field), self.object(value))
 
 
@@ -207,7 +207,7 @@ class _Groups:
         self._groups = []
         for group in optimizer.groups:
             lr = group.get("lr", lr)
-            given = {key: value for key, value in group.items() if key != "params"}
+            given = {key: value for key, value in _plain(group).items() if key != "params"}
             self._groups.append({**_GROUP, "max_lr": lr, "min_lr": lr, **given, "step": step or 0})
         self._parallel_experts = request.layout.ep > 1
 
@@ -231,6 +231,18 @@ class _Groups:
 
         best = max(range(len(self._groups)), key=fits)
         return best, self._groups[best]
+
+
+def _plain(fields: Any) -> dict[str, Any]:
+    """The fields of a group or a schedule that are numbers, texts, or lists of these; the others are tensors."""
+    known = fields if isinstance(fields, Mapping) else {}
+    return {key: value for key, value in known.items() if isinstance(key, str) and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def notes(request: Request) -> list[str]:
