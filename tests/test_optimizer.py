@@ -55,7 +55,7 @@ class Case:
             layout=layout,
             steps=steps,
             sequences=self.sequences,
-            lr=1e-2,
+            lr=options.pop("lr", 1e-2),
             bf16=self.bf16,
             distributed_optimizer=self.distributed,
             **options,
@@ -266,9 +266,10 @@ def test_targets_without_states_are_refused(to: str, runs: Runs) -> None:
     assert f"{to} cannot store optimizer states" in refused(runs("main weights in float32")[1], to)
 
 
-def test_states_that_are_bound_to_a_layout_are_refused(genuine: Callable[[str], Genuine]) -> None:
+@pytest.mark.slow
+def test_states_that_are_bound_to_a_layout_are_refused(genuine: Callable[..., Genuine]) -> None:
     """And the message tells how Megatron-LM saves others; without the flag they are dropped by name."""
-    source = genuine("qwen2-distributed-optimizer").roots["torch_dist"]
+    source = genuine("qwen2-distributed-optimizer", "0.12.3").roots["torch_dist"]
     assert "--dist-ckpt-optim-fully-reshardable" in refused(source, "megatron")
     plan = reshard.convert(source, "unused", to="megatron", no_tokenizer=True, dry_run=True).plan
     assert plan.dropped["optimizer states"] and any("fully-reshardable" in note for note in plan.notes)

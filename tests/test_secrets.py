@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import api
+import reshard as api
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.shown import without_secrets
 from reshard.stores import errors

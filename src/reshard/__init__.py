@@ -23,7 +23,13 @@ from reshard.version import __version__
 if TYPE_CHECKING:
     from reshard import guard as guard
     from reshard.algebra.layout import Layout, SavedLayout
-    from reshard.api import convert, doctor, inspect, open, stream, support, verify
+    from reshard.api.conversion import convert
+    from reshard.api.diagnosis import doctor
+    from reshard.api.inspection import inspect
+    from reshard.api.streams import stream
+    from reshard.api.supported import support
+    from reshard.api.verification import verify
+    from reshard.api.weights import open
     from reshard.base.errors import Problem, ReshardError
     from reshard.commands.conversion import Conversion
     from reshard.commands.coverage import Proof
@@ -73,7 +79,13 @@ __all__ = [
 
 _HOMES = {
     "reshard.algebra.layout": ("Layout", "SavedLayout"),
-    "reshard.api": ("convert", "doctor", "inspect", "open", "stream", "support", "verify"),
+    "reshard.api.conversion": ("convert",),
+    "reshard.api.diagnosis": ("doctor",),
+    "reshard.api.inspection": ("inspect",),
+    "reshard.api.streams": ("stream",),
+    "reshard.api.supported": ("support",),
+    "reshard.api.verification": ("verify",),
+    "reshard.api.weights": ("open",),
     "reshard.commands.conversion": ("Conversion",),
     "reshard.commands.coverage": ("Proof",),
     "reshard.diagnosis": ("Finding", "diagnose"),

@@ -48,6 +48,15 @@ def _vision(base: Path, out: Path) -> None:
     make_model_type("qwen3_vl", out)
 
 
+def buffers(base: Path, out: Path, **options: Any) -> None:
+    """A run of Megatron-Core with the buffers of its distributed optimizer."""
+    from reshard.algebra.layout import Layout
+    from tests.genuine.megatron import QWEN2, tokens
+    from tests.genuine.train_megatron import train_and_save
+
+    train_and_save(QWEN2, out, tokens(), layout=Layout(), steps=1, distributed_optimizer=True, **options)
+
+
 MADE: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
     "adapter": ("llama", adapter),
     "adapter with DoRA": ("llama", partial(adapter, use_dora=True)),
@@ -55,6 +64,8 @@ MADE: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
     "frozen layers.0.mlp": ("qwen3", partial(trained, frozen="layers.0.mlp")),
     "misshapen states": ("qwen3", partial(trained, wide=True)),
     "qwen3_vl": ("qwen3", _vision),
+    "buffers": ("qwen3", partial(buffers, lr=1e-2)),
+    "untrained buffers": ("qwen3", partial(buffers, lr=0.0)),
 }
 """What other programs make of a model."""
 

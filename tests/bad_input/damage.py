@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from safetensors.numpy import load_file, save_file
 
+from reshard.containers.dcp_metadata import DcpMetadata, read_metadata, write_metadata
+from reshard.transfer.sources import Sources
 from tests.commandline import Result, listing, reshard
 
 MEGATRON = ("--to", "megatron")
@@ -106,3 +108,14 @@ def edit_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None
 def replace_folder(path: Path, by: Path) -> None:
     shutil.rmtree(path)
     shutil.copytree(by, path)
+
+
+def edit_metadata(folder: Path, change: Callable[[DcpMetadata], object]) -> None:
+    """Change the `.metadata` of a distributed checkpoint in `folder`."""
+    metadata = read_metadata(folder / ".metadata", Sources())
+    for tensor in metadata.tensors.values():
+        tensor.chunks = [chunk._replace(file=Path(chunk.file).name) for chunk in tensor.chunks]
+    for key, chunk in metadata.objects.items():
+        metadata.objects[key] = chunk._replace(file=Path(chunk.file).name)
+    change(metadata)
+    (folder / ".metadata").write_bytes(write_metadata(metadata))

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.bad_input.damage import edit_config, edit_tensors
+from reshard.containers.dcp_metadata import DcpMetadata
+from tests.bad_input.damage import edit_config, edit_metadata, edit_tensors
 from tests.bad_input.remedy_cases import SRC, TO_MEGATRON, Case, _cast
 from tests.commandline import reshard
 
@@ -30,6 +31,7 @@ DIR = {"DIR": "base"}
 MERGE = "convert src dst --merge --base base"
 FUSE = "convert src dst --to megatron --base base"
 STATES = "convert src dst --to megatron --base base --with-optimizer"
+BUFFERS = "convert src dst --to megatron --with-optimizer --no-tokenizer"
 TO_EVO = "convert src dst --to internlm --no-tokenizer"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -48,6 +50,28 @@ def without_config(there: Path) -> None:
 
 def tensors(change: Callable[[Tensors], object], folder: str = "src") -> Change:
     return lambda there: edit_tensors(there / folder, change)
+
+
+def without_masters(there: Path) -> None:
+    """Remove the masters from the buffers of an optimizer."""
+
+    def change(metadata: DcpMetadata) -> None:
+        for key in [key for key in metadata.tensors if key.endswith(".param")]:
+            del metadata.tensors[key]
+
+    edit_metadata(there / "src/iter_0000001", change)
+
+
+def exchange_layers(there: Path) -> None:
+    """Exchange the weights of two layers, which Megatron stacks."""
+
+    def change(metadata: DcpMetadata) -> None:
+        chunks = metadata.tensors["decoder.layers.self_attention.linear_proj.weight"].chunks
+        first, second, *rest = sorted(chunks)
+        exchanged = [first._replace(offsets=second.offsets), second._replace(offsets=first.offsets)]
+        chunks[:] = [*exchanged, *rest]
+
+    edit_metadata(there / "src/iter_0000001", change)
 
 
 def settings(**changes: Any) -> Change:
@@ -336,6 +360,9 @@ CASES: dict[str, list[Case]] = {
     ],
     "optimizer-states-missing": [Case({"src": "dcp"}, "convert src dst --to megatron --with-optimizer")],
     "optimizer-state-partial": [Case(TRAINED, STATES)],
+    "optimizer-order-unknown": [Case({"src": "buffers"}, BUFFERS, change=without_masters)],
+    "optimizer-order-unproven": [Case({"src": "untrained buffers"}, BUFFERS)],
+    "optimizer-masters-differ": [Case({"src": "buffers"}, BUFFERS, change=exchange_layers)],
     "optimizer-state-missing-for-layers": [Case({"src": "frozen layers.0.mlp", "base": "qwen3"}, STATES)],
     "optimizer-state-shape-differs": [Case({"src": "misshapen states", "base": "qwen3"}, STATES)],
 }

@@ -63,12 +63,10 @@ def nemo2(base: Path, folder: Path, *, optimizer: bool = False, wrapper: str = "
     weights = stacked(dict(model.state_dict()), model.config)
     tensors = {f"{wrapper}module.{key}": tensor for key, tensor in weights.items()}
     if optimizer:
-        for kind in ("exp_avg", "exp_avg_sq", "fp32_param"):
-            states = {
-                key: torch.full_like(tensor, len(kind), dtype=torch.float32)
-                for key, tensor in weights.items()
-            }
-            tensors |= {f"optimizer.state.{kind}.module.{key}": state for key, state in states.items()}
+        for key, tensor in weights.items():
+            masters = tensor.float()
+            states = {"fp32_param": masters, "exp_avg": masters / 8, "exp_avg_sq": masters.square()}
+            tensors |= {f"optimizer.state.{kind}.module.{key}": state for kind, state in states.items()}
     _save(tensors, folder / "weights")
     context = folder / "context"
     (context / "nemo_tokenizer").mkdir(parents=True)

@@ -120,7 +120,8 @@ GPT_OSS: dict[str, Any] = {
 class Variant:
     """One checkpoint to make: a model, a layout, and how it is trained and saved.
 
-    `start` names the variant with the initial weights, if its own modules cannot be trained on a CPU.
+    `start` names the variant with the initial weights, if its own modules cannot be trained on a CPU. `more` are
+    further arguments of `train_and_save`.
     """
 
     args: dict[str, Any]
@@ -132,6 +133,7 @@ class Variant:
     formats: tuple[Format, ...] = ("torch_dist", "torch")
     save: dict[str, Any] = field(default_factory=dict)
     start: str | None = None
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 _GROUPED = {"moe_grouped_gemm": True}
@@ -196,6 +198,60 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+def _buffered(
+    args: dict[str, Any],
+    layout: Layout | None = None,
+    *,
+    spec: Spec = "local",
+    bf16: bool = True,
+    **more: Any,
+) -> Variant:
+    """A run whose distributed optimizer saves its buffers, and beside them what it holds for each parameter.
+
+    Modules of TransformerEngine are not run: their optimizer steps along random gradients.
+    """
+    more = {"held": True, "gradients": spec != "te", **more}
+    return Variant(args, layout or Layout(), spec, 2, bf16, True, ("torch_dist",), more=more)
+
+
+BUFFERED = {
+    "buffered-tp2-pp2-dp2": _buffered(QWEN2, Layout(tp=2, pp=2, dp=2), bucket_size=3000),
+    "buffered-tied-pp2-vpp2": _buffered(QWEN2_TIED, Layout(pp=2, vpp=2), bucket_size=1),
+    "buffered-tied-pp2-dp2": _buffered(QWEN2_TIED, Layout(pp=2, dp=2)),
+    "buffered-fp32": _buffered(QWEN3, Layout(tp=2, dp=2), bf16=False, bucket_size=3000),
+    "buffered-moe-tp2-pp2-ep2": _buffered(QWEN3_MOE, Layout(tp=2, pp=2, ep=2, etp=1, dp=2), bucket_size=3000),
+    "buffered-moe": _buffered(QWEN3_MOE, Layout(pp=2, dp=2), bucket_size=3000),
+    "buffered-uneven": _buffered(
+        {**QWEN2, "pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}, Layout(pp=2)
+    ),
+    "buffered-last-stage": _buffered(
+        {**QWEN2, "pipeline_model_parallel_size": 3, "decoder_last_pipeline_num_layers": 2}, Layout(pp=3)
+    ),
+    "buffered-pipeline-layout": _buffered(
+        {**QWEN2, "pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*3|tL"},
+        Layout(pp=2),
+    ),
+    "buffered-stage-without-layers": _buffered(
+        {**QWEN2, "pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Ett|tt|L"},
+        Layout(pp=3),
+    ),
+    "buffered-deepseek-v3": _buffered(DEEPSEEK_V3, Layout(ep=2)),
+    "buffered-glm4-moe": _buffered(GLM4_MOE, Layout(pp=2, ep=2), bucket_size=12000),
+    "buffered-gpt-oss": _buffered(GPT_OSS, Layout(tp=2, pp=2, ep=2, etp=1), bucket_size=3000),
+    "buffered-te": _buffered(QWEN2, Layout(tp=2, pp=2, dp=2), spec="te", bucket_size=3000),
+    "buffered-te-moe": _buffered(
+        {**QWEN3_MOE, **_GROUPED}, Layout(tp=2, pp=2, ep=2, etp=1), spec="te", bucket_size=3000
+    ),
+    "buffered-te-sequential": _buffered(QWEN3_MOE, Layout(ep=2), spec="te"),
+    "buffered-te-gpt-oss": _buffered({**GPT_OSS, **_GROUPED}, Layout(tp=2, ep=2, etp=1), spec="te"),
+    "buffered-te-deepseek-v3": _buffered(
+        {**DEEPSEEK_V3, **_GROUPED}, Layout(tp=2, ep=2, etp=1), spec="te", bucket_size=12000
+    ),
+}
+"""Runs with buffers of the distributed optimizer, in folders with what each holds in `held`."""
+ALL = {**VARIANTS, **BUFFERED}
+
+
 @dataclass(frozen=True)
 class Genuine:
     """A checkpoint on disk: `roots[format]` is the folder with the tracker file, `args` Megatron-LM's arguments."""
@@ -217,8 +273,8 @@ def tokens() -> npt.NDArray[np.int64]:
 
 
 def make(name: str, out: Path, megatron: str | None = None) -> Genuine:
-    """Make `VARIANTS[name]` under `out/name`, with another version of megatron-core if `megatron` names one."""
-    variant = VARIANTS[name]
+    """Make the variant `name` under `out/name`, with another version of megatron-core if `megatron` names one."""
+    variant = ALL[name]
     if variant.spec == "te" or megatron is not None:
         _make_elsewhere(name, out, megatron)
     else:
@@ -228,7 +284,7 @@ def make(name: str, out: Path, megatron: str | None = None) -> Genuine:
 
 def existing(name: str, out: Path) -> Genuine:
     """The checkpoint that `make` saved under `out/name`."""
-    variant = VARIANTS[name]
+    variant = ALL[name]
     roots = {
         format: out / name / format if len(variant.formats) > 1 else out / name for format in variant.formats
     }
@@ -236,7 +292,7 @@ def existing(name: str, out: Path) -> Genuine:
 
 
 def _make_here(name: str, out: Path) -> None:
-    variant = VARIANTS[name]
+    variant = ALL[name]
     if variant.start is not None:
         _make_here(variant.start, out)
     train_and_save(
@@ -251,6 +307,7 @@ def _make_here(name: str, out: Path) -> None:
         bf16=variant.bf16,
         distributed_optimizer=variant.distributed_optimizer,
         iteration=2,
+        **variant.more,
         save=tuple(SaveOptions(format=format, **variant.save) for format in variant.formats),
     )
 
@@ -292,7 +349,7 @@ def mcore_site(megatron: str) -> Path:
 
 def _main() -> None:
     out, *names = sys.argv[1:]
-    if any(VARIANTS[name].spec == "te" for name in names):
+    if any(ALL[name].spec == "te" for name in names):
         from tests.genuine import fake_te
 
         fake_te.install()

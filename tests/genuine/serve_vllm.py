@@ -33,7 +33,7 @@ def prompts_of(pictures: bool) -> list[dict[str, Any]]:
 
 def spoil(file: Path, deleted: bool) -> None:
     """Delete a file, or write other bytes into it, each time that reshard has opened a checkpoint."""
-    from reshard import api
+    import reshard as api
 
     opened = api.open
 

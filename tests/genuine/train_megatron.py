@@ -17,6 +17,7 @@ from reshard.engines.megatron.checkpoint import Mismatch, SaveOptions, load_run,
 from reshard.engines.megatron.logits import Tokens
 from reshard.engines.megatron.model import Spec, build_model
 from reshard.engines.megatron.session import run_ranks
+from tests.genuine.held_states import save_held_states
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class _Recipe:
     lr: float
     bf16: bool
     distributed_optimizer: bool
+    bucket_size: int | None
+    gradients: bool
+    held: bool
     spec: Spec
     seed: int
     iteration: int
@@ -61,6 +65,9 @@ def train_and_save(
     lr: float = 1e-3,
     bf16: bool = True,
     distributed_optimizer: bool = False,
+    bucket_size: int | None = None,
+    gradients: bool = True,
+    held: bool = False,
     spec: Spec = "local",
     seed: int = 1234,
     iteration: int | None = None,
@@ -74,7 +81,10 @@ def train_and_save(
     takes the next `sequences` (by default, one for each pipeline stage and data parallel rank), cyclically.
     Weights are bfloat16 with float32 main weights unless `bf16` is off. Several `save` options write the same model
     several times, each into a subfolder of `out` that is named after its format. With `steps=0` nothing is trained,
-    and without `resume` there is no optimizer to save. Raises RankError, with the cause, if a rank fails.
+    and without `resume` there is no optimizer to save. Buffers of gradients have buckets of about `bucket_size`
+    elements, if that is given. Without `gradients`, these are random, and nothing is computed: for modules that do not
+    run on a CPU. With `held`, the states of the distributed optimizer are also saved one by one, in `out/held`. Raises
+    RankError, with the cause, if a rank fails.
     """
     layout = layout or Layout()
     if not vars(complete(args)).get("num_experts"):
@@ -95,6 +105,9 @@ def train_and_save(
         lr=lr,
         bf16=bf16,
         distributed_optimizer=distributed_optimizer,
+        bucket_size=bucket_size,
+        gradients=gradients,
+        held=held,
         spec=spec,
         seed=seed,
         iteration=steps if iteration is None else iteration,
@@ -134,6 +147,8 @@ def _train_rank(recipe: _Recipe) -> TrainingRun:
             scheduler=scheduler,
             options=options,
         )
+    if recipe.held:
+        save_held_states(recipe.out / "held", chunks, optimizer)
     return TrainingRun(folder, tuple(losses))
 
 
@@ -177,7 +192,8 @@ def _wrap(chunks: list[Any], recipe: _Recipe) -> list[Any]:
 
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=recipe.bucket_size is not None,  # or there are no buckets
+        bucket_size=recipe.bucket_size,
         use_distributed_optimizer=recipe.distributed_optimizer,
         check_for_nan_in_grad=False,
     )
@@ -188,6 +204,7 @@ def _wrap(chunks: list[Any], recipe: _Recipe) -> list[Any]:
         )
         for index, module in enumerate(modules)
     ]
+    config.overlap_grad_reduce = False  # reduced when all are there, whatever the buckets
     for module in wrapped:
         module.broadcast_params()
     return wrapped
@@ -263,6 +280,8 @@ def _step(wrapped: list[Any], optimizer: Any, batches: Iterator[tuple[Any, Any]]
     for module in wrapped:
         module.zero_grad_buffer()
     optimizer.zero_grad()
+    if not recipe.gradients:
+        return _random_step(wrapped, optimizer)
     count = _sequences(recipe) // ps.get_data_parallel_world_size()
     microbatches = [next(batches) for _ in range(count)]
     length = recipe.tokens.shape[1] - 1
@@ -282,6 +301,20 @@ def _step(wrapped: list[Any], optimizer: Any, batches: Iterator[tuple[Any, Any]]
     totals = torch.tensor([sum(float(result["loss"]) for result in results), float(len(results))])
     torch.distributed.all_reduce(totals)
     return float(totals[0] / totals[1])
+
+
+def _random_step(wrapped: list[Any], optimizer: Any) -> float:
+    """One optimizer step along random gradients: those of data-parallel ranks differ, and are reduced as all are."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    generator = torch.Generator().manual_seed(ps.get_data_parallel_rank())
+    for module in wrapped:
+        for parameter in module.parameters():
+            parameter.main_grad.copy_(torch.randn(parameter.main_grad.shape, generator=generator))
+        module.finish_grad_sync()
+    optimizer.step()
+    return 0.0
 
 
 def _training_forward(batches: Iterator[tuple[Any, Any]], model: Any) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,13 @@ def test_parameters_that_nothing_was_written_to_are_missing() -> None:
     assert loading.missing([]) == ["a.bias", "b.bias"]
     assert loading.missing(["tied.bias"]) == ["b.bias"]
     assert loading.partial() == ["a.weight"]
+
+
+def test_what_threads_of_a_pool_write_is_not_missing() -> None:
+    """SGLang loads the experts of DeepSeek so."""
+    model = Model()
+    with torch.no_grad(), Loading(model) as loading, ThreadPoolExecutor() as pool:
+        pool.submit(model.a.weight.data.copy_, torch.ones(2, 2)).result()
+        pool.submit(model.a.bias.data[:1].copy_, torch.ones(1)).result()
+    assert loading.missing([]) == ["b.weight", "b.bias"]
+    assert loading.partial() == ["a.bias"]

@@ -64,6 +64,34 @@ def test_chunks_have_what_megatron_loads(
         assert filled == held > 0
 
 
+def _wrapped(source: Path, folder: Path, args: Mapping[str, Any], layout: Layout) -> None:
+    """Chunks inside of what Megatron-LM's `get_model` puts around them: mixed precision and data parallelism."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    parallel.initialize(layout, seed=0)
+    half = torch.bfloat16
+    sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    halves = [Float16Module(chunk.config, chunk) for chunk in build_model(args, layout, dtype=half)]
+    ours = [DistributedDataParallel(each.config, sharded, each) for each in halves]
+    places = [parameter.data_ptr() for each in ours for parameter in each.parameters()]
+    reshard.load_into(ours, source)
+    assert places == [parameter.data_ptr() for each in ours for parameter in each.parameters()]
+    theirs = build_model(args, layout, dtype=half)
+    load_weights(theirs, folder)
+    for mine, other in zip(halves, theirs, strict=True):
+        expected = live_tensors(other)
+        for name, tensor in live_tensors(mine.module).items():
+            assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+
+
+def test_chunks_are_found_inside_of_megatrons_wrappers(hf_model: Models, tmp_path: Path) -> None:
+    source, layout = hf_model("qwen3", dtype="bfloat16"), Layout(tp=2, etp=2)
+    reshard.convert(source, tmp_path / "there", to="megatron", transformer_impl="local", tp=2)
+    checkpoint = reshard.open(tmp_path / "there").checkpoint
+    run_ranks(2, _wrapped, source, checkpoint.path, checkpoint.args or {}, layout)
+
+
 def _refused(source: Path, args: Mapping[str, Any], layout: Layout) -> set[str]:
     parallel.initialize(layout, seed=0)
     with pytest.raises(reshard.ReshardError) as caught:

@@ -159,6 +159,22 @@ def test_a_loop_may_end_early(megatron: Path) -> None:
 # ------------------------------------------------------------------------------------------- what is wrong
 
 
+def test_a_forked_process_cannot_go_on_with_it(megatron: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker of torch's DataLoader would: its process has no threads that read."""
+    monkeypatch.setattr(prefetch, "PART", 1 << 10)
+    stream = iter(reshard.stream(megatron))
+    next(stream)
+    child = os.fork()
+    if not child:
+        try:
+            list(stream)
+        except ReshardError as error:
+            os._exit(7 if error.problems[0].code == "stream-in-another-process" else 1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(list(stream)) > 1
+
+
 def test_damaged_bytes_end_in_an_error(hf_model: Models, tmp_path: Path) -> None:
     reshard.convert(hf_model("qwen3"), tmp_path / "legacy", to="megatron-legacy", tp=2)
     file = max(tmp_path.rglob("*.pt"), key=lambda each: each.stat().st_size)

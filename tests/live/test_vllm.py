@@ -26,6 +26,8 @@ RELEASES = ("vllm", "vllm-0.31")
 SIZES = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Heads that vLLM's attention for CPUs has."""
 RESHARD = {"load_format": "reshard"}
+WITHOUT_COMPANIONS = shutil.ignore_patterns("*.json", "*.jinja")
+FOUND = {"config_format": "reshard", "tokenizer_mode": "reshard"}
 MAKE_VERL = ("-m", "tests.genuine.make_fsdp_ranks", "verl", "fsdp2-hsdp")
 
 
@@ -76,7 +78,7 @@ def checkpoints(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         made[f"{name}-{to}"] = out / f"{name}-{to}"
         reshard.convert(models[name], out / f"{name}-{to}", to=to, **layout)
     made["bare"] = out / "bare"
-    shutil.copytree(made["dense-megatron"], made["bare"], ignore=shutil.ignore_patterns("*.json", "*.jinja"))
+    shutil.copytree(made["dense-megatron"], made["bare"], ignore=WITHOUT_COMPANIONS)
     return made
 
 
@@ -110,9 +112,11 @@ def test_weights_elsewhere_are_served_with_the_config_of_the_model(
     quantized = fp8(tmp_path / "half", tmp_path / "fp8", block=32)
     reshard.convert(quantized, tmp_path / "dequantized", to="huggingface", dtype="bfloat16")
     bare = {"hf_config_path": models["dense"], "tokenizer": models["dense"]}
+    derived = {**FOUND, "tokenizer": models["dense"]}
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"model": models["dense"]}, {"model": models["dense"], **from_source(checkpoints["bare"])}),
         ({"model": models["dense"]}, {"model": checkpoints["bare"], **RESHARD, **bare}),
+        ({"model": models["dense"]}, {"model": checkpoints["bare"], **RESHARD, **derived}),
         ({"model": tmp_path / "merged"}, {"model": models["dense"], **from_source(adapter, merge=True)}),
         (
             {"model": tmp_path / "dequantized", **half},
@@ -180,9 +184,11 @@ def test_what_verl_saved_is_served(tmp_path: Path) -> None:
     actor, merged = tmp_path / "run" / "global_step_3" / "actor", tmp_path / "merged"
     merge = ("merge", "--backend", "fsdp", "--local_dir", actor, "--target_dir", merged)
     run(python("verl"), "-m", "verl.model_merger", *merge)
-    served = {"model": actor / "huggingface", **from_source(tmp_path / "run", dtype="bfloat16")}
-    expected, found = serve("vllm", tmp_path, {"model": merged}, served)
-    assert found == expected and not isinstance(found[0], str), found
+    half = {"dtype": "bfloat16"}
+    served = {"model": actor / "huggingface", **from_source(tmp_path / "run", **half)}
+    run_itself = {"model": tmp_path / "run", **RESHARD, **FOUND, "model_loader_extra_config": half}
+    expected, *found = serve("vllm", tmp_path, {"model": merged}, served, run_itself)
+    assert found == [expected, expected] and not isinstance(expected[0], str), found
 
 
 @pytest.mark.parametrize("deleted", [False, True])
@@ -248,6 +254,7 @@ def test_wrong_uses_end_in_one_error(
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, weights, {"format": "pt"})
     shutil.copytree(checkpoints["dense-dcp"], tmp_path / "torn")
     (tmp_path / "torn" / "__0_0.distcp").unlink()
+    shutil.copytree(checkpoints["dense-dcp"], tmp_path / "unnamed", ignore=WITHOUT_COMPANIONS)
     reshard.convert(models["dense"], tmp_path / "half", to="huggingface", dtype="bfloat16")
     quantized = fp8(tmp_path / "half", tmp_path / "fp8", block=32)
     dense, bare = models["dense"], tmp_path / "config"
@@ -255,6 +262,8 @@ def test_wrong_uses_end_in_one_error(
     shutil.copy(dense / "config.json", bare)
     cases = {
         "config.json": {"model": checkpoints["bare"], **RESHARD},
+        "pass the Hugging Face folder": {"model": tmp_path / "unnamed", **RESHARD, **FOUND},
+        "tokenizer not found": {"model": checkpoints["bare"], **RESHARD, **FOUND},
         "disagree on experts": {"model": dense, **from_source(checkpoints["experts-dcp"])},
         f"file: {bare}": {"model": bare, "tokenizer": dense, **from_source(adapter, merge=True)},
         "the source is an adapter": {"model": dense, **from_source(adapter)},

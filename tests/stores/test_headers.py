@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import api
+import reshard as api
 from reshard.containers.torchfiles import read
 from reshard.stores import ahead, registry, remote
 from tests.genuine.huggingface import make_model

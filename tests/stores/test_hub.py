@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import api
+import reshard as api
 from tests.genuine.huggingface import make_model
 from tests.stores.hub_server import Hub, Repository, hub_server
 

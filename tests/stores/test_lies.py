@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import reshard as api
 import reshard as package
-from reshard import api
 from reshard.base.errors import ReshardError
 from reshard.stores import errors, ranges, source_path, web
 from tests.commandline import reshard, within

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import reshard as reshard_package
-from reshard import api
+import reshard as api
 from reshard.base.errors import ReshardError
 from reshard.stores import errors
 from reshard.stores.remote import AHEAD
@@ -174,7 +173,7 @@ def test_an_open_model_is_not_read_as_a_mixture_of_two(s3: S3, root: Path) -> No
     files = {f"mixed/{each.name}": each for each in (root / "model").iterdir()}
     for key, file in files.items():
         s3.client.put_object(Bucket=BUCKET, Key=key, Body=file.read_bytes())
-    weights = reshard_package.open(f"s3://{BUCKET}/mixed")
+    weights = api.open(f"s3://{BUCKET}/mixed")
     for key, file in files.items():
         if file.suffix == ".safetensors":
             s3.client.put_object(Bucket=BUCKET, Key=key, Body=file.read_bytes()[:-4] + b"\0\0\0\0")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reshard import api
+import reshard as api
 from reshard.base.errors import ReshardError
 from reshard.stores import errors, source_path
 from reshard.stores.remote import AHEAD, REQUEST

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from reshard import api
+import reshard as api
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.training import trl

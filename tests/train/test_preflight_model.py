@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from reshard import api
+import reshard as api
 from reshard.training.preflight import preflight
 from reshard.training.run import Run
 from tests.train.conftest import write_lines

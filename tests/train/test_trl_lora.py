@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard import api
+import reshard as api
 from reshard.training import trl
 from tests.train.trl_plans import BESIDE, FOUR_DIGITS, Trainer, resumed, same_as
 from tests.train.trl_runs import train

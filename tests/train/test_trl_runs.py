@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from reshard import api, export
+import reshard as api
+from reshard import export
 from reshard.training import trl
 from reshard.training.request import run_of as request_of
 from reshard.training.show.display import words

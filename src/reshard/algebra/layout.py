@@ -77,16 +77,16 @@ class Layout:
         ends = layers - middle * (self.pp - 2)
         return replace(self, stages=(-(-ends // 2), *[middle] * (self.pp - 2), ends // 2))
 
-    def chunks(self, layers: int) -> list[tuple[int, int, range]]:
+    def chunks(self, layers: int, least: int = 1) -> list[tuple[int, int, range]]:
         """The place of each decoder layer: (stage, chunk, layers), in the order of the layers.
 
         Megatron-Core gives the first `pp` groups of layers to chunk 0 of each stage, and the next ones to chunk 1.
-        Raises ReshardError if the layers do not divide.
+        Raises ReshardError if the layers do not divide, or if a chunk has fewer than `least`.
         """
         parts = self.pp * self.vpp
         # At most one part for each layer is built: a mistyped --pp can be a number of a billion.
         counts = self.stages or (layers // parts,) * min(parts, layers)
-        if len(counts) != parts or sum(counts) != layers or min(counts) < 1:
+        if len(counts) != parts or sum(counts) != layers or min(counts) < least:
             raise ReshardError(
                 Problem(
                     "layers-not-divisible",

@@ -145,7 +145,8 @@ class Read(Protocol):
 class Replica(NamedTuple):
     """Two places that store the same elements by some rule, and so must be equal; `remedy` applies if they are not.
 
-    Both have the same dtype. A copy stored in another dtype, such as fp32 masters, is rounded to it.
+    Both have the same dtype. A copy stored in another dtype, such as fp32 masters, is rounded to it. If not `equal`,
+    the two must differ instead.
     """
 
     tensor: str
@@ -155,3 +156,4 @@ class Replica(NamedTuple):
     remedy: str = "the files are of different runs or iterations, or one is damaged: gather them again"
     code: str = "copies-differ"
     message: str = "a tensor is stored twice, with different values"
+    equal: bool = True

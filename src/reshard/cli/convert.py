@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from reshard import api
 from reshard.adapters.engines import ENGINES as ADAPTERS_FOR
+from reshard.api import conversion
 from reshard.base.errors import count, listed, size
 from reshard.base.shown import escape
 from reshard.cli.console import (
@@ -186,7 +186,7 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
       reshard convert lora merged --merge --base model    a LoRA adapter into its base
     """
     shown(
-        lambda **hooks: api.convert(src, dst, **options, **hooks),
+        lambda **hooks: conversion.convert(src, dst, **options, **hooks),
         dst,
         quiet=quiet,
         json_output=json_output,

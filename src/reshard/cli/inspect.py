@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from reshard import api
+from reshard.api import inspection
 from reshard.base.errors import ReshardError, size
 from reshard.base.shown import escape
 from reshard.cli.console import (
@@ -120,7 +120,7 @@ def _report(
     if (left or removed or old) and (is_inside or not path.exists()):
         return {"path": str(path), **beside}, 1 if left or old else 0
     with Watch("inspect", quiet=json_output or quiet) as watch:
-        found = api.inspect(path, iteration, html=html, on_step=watch.step)
+        found = inspection.inspect(path, iteration, html=html, on_step=watch.step)
     if quiet:
         print_problems(found.problems)
     elif not json_output:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from reshard.api import support
+from reshard.api.supported import support
 from reshard.cli.console import common_options, handles_errors, print_json, stdout
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Command

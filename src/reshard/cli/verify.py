@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from reshard import api
+from reshard.api import verification
 from reshard.base.errors import size
 from reshard.base.shown import escape
 from reshard.cli.console import Watch, common_options, handles_errors, print_json, stderr, stdout
@@ -77,7 +77,7 @@ def command(
     if b is None:
         _check(a, base is not None or logits, memory, json_output, silent)
     with Watch("verify", quiet=silent) as watch:
-        found = api.verify(
+        found = verification.verify(
             a,
             b,
             base=base,
@@ -100,7 +100,7 @@ def _check(folder: Path, is_compared: bool, memory: str, json_output: bool, sile
     if is_compared:
         raise click.UsageError("--base and --logits compare two checkpoints: pass B")
     with Watch("verify", quiet=silent) as watch:
-        found = api.verify(
+        found = verification.verify(
             folder, memory=memory, on_total=watch.begin, on_bytes=lambda count: watch.advance(count)
         )
     if json_output:
@@ -128,7 +128,7 @@ def _prove(
     if b is None or logits:
         raise click.UsageError("--proof needs SRC and DST, and only counts elements")
     with Watch("verify", quiet=silent) as watch:
-        found = api.verify(a, b, base=base, proof=True, on_step=watch.step)
+        found = verification.verify(a, b, base=base, proof=True, on_step=watch.step)
     if json_output:
         print_json(found.as_dict())
     elif not silent:

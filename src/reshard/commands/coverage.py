@@ -290,7 +290,7 @@ class _Held:
         """Replicas that are compared before anything is written: both sides of each."""
         found: dict[Storage, list[_Part]] = defaultdict(list)
         known = set(self._stored)
-        for replica in self._plan.replicas:
+        for replica in (each for each in self._plan.replicas if each.equal):
             sides = (replica.first, replica.second)
             for side, other in (sides, sides[::-1]):
                 if not all(map(self._counts, storages_of(other.view))):

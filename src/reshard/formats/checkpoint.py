@@ -103,6 +103,10 @@ class Checkpoint:
         Optimizer states ("exp_avg", "exp_avg_sq", and "fp32" for the masters), each a mapping from names to tensors.
     optimizer : Optimizer, optional
         What the optimizer stores besides these states.
+    proof : callable, optional
+        The comparisons that prove which states belong to which weights, made if states are used.
+    ordered_states : bool
+        Whether states have no names, but an order, which takes a proof: they are then used on request only.
     dropped : Counter
         Bytes that are not model weights, by rule ("random number states" …). States count as "optimizer states".
     replicas : list of Replica
@@ -137,6 +141,8 @@ class Checkpoint:
     beside: tuple[Path, ...] = ()
     states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     optimizer: Optimizer | None = None
+    proof: Callable[[], list[Replica]] | None = None
+    ordered_states: bool = False
     dropped: Counter[str] = field(default_factory=Counter)
     replicas: list[Replica] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)

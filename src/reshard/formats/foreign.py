@@ -242,6 +242,7 @@ TENSORS = (
     ),
 )
 """Names of tensors that only one tool has, and that are not the Hub's."""
+_ANY_TENSOR = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in TENSORS))
 CODES = {
     each.code
     for each in (
@@ -302,7 +303,8 @@ def with_names_of_a_tool(
 
     The Hub has Mistral Large 4 under such names: those that transformers renames, for the model of `config`, are its.
     """
-    found = [(tensor, kind) for tensor in tensors for pattern, kind in TENSORS if pattern.fullmatch(tensor)]
+    those = filter(_ANY_TENSOR.fullmatch, tensors)
+    found = [(tensor, kind) for tensor in those for pattern, kind in TENSORS if pattern.fullmatch(tensor)]
     rules = renamings(config) if found and config else ()
     others = (kind for name, kind in found if all(rule.applied(name).name == name for rule in rules))
     return next((problem(kind, path) for kind in others), None)

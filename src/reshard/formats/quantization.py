@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed, one_for_all
 
@@ -53,6 +55,10 @@ class Scheme(NamedTuple):
     bits: int | None = None
     shape: Callable[[Shape, Wide], Shape] | None = _rows
     more: tuple[str, ...] = ()
+
+    def has(self, dtype: DType) -> bool:
+        """Whether its values can have this dtype."""
+        return not self.dtypes or dtype.name in self.dtypes
 
 
 _OFFSETS = ("{}_zero_point", "{}_g_idx")
@@ -153,6 +159,8 @@ class Weight(NamedTuple):
         shape, wide = self.shape(tensor), self.wide(tensor)
         if shape is None:
             shape, wanted = (wide(tensor.view.numel),), (prod(wanted),)
+        if shape == wanted:
+            return True
         near = (size <= there < size + wide(1) for there, size in zip(shape, wanted, strict=False))
         return len(shape) == len(wanted) and all(near)
 
@@ -277,7 +285,8 @@ def find(
         return (None if plain else Quantization(settings, {})), []
     weights, problems = {}, {}
     for name, parts in groups.items():
-        scheme = next((scheme for scheme in SCHEMES if _fits(scheme, parts, tensors)), None)
+        schemes = _schemes_with(frozenset(parts))
+        scheme = next((each for each in schemes if each.has(tensors[parts[each.values]].dtype)), None)
         if scheme:
             weights[name] = Weight(scheme, parts[scheme.values], _bits(scheme, parts, tensors, settings))
         else:
@@ -317,11 +326,14 @@ def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, di
     return groups, beside
 
 
-def _fits(scheme: Scheme, parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bool:
-    needed = {scheme.values, *scheme.beside}
-    if not needed <= parts.keys() <= {*needed, *scheme.more}:
-        return False
-    return not scheme.dtypes or tensors[parts[scheme.values]].dtype.name in scheme.dtypes
+@cache
+def _schemes_with(roles: frozenset[str]) -> tuple[Scheme, ...]:
+    """The schemes in which a weight has parts of these roles."""
+    return tuple(
+        each
+        for each in SCHEMES
+        if {each.values, *each.beside} <= roles <= {each.values, *each.beside, *each.more}
+    )
 
 
 def _bits(

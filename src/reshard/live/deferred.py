@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
@@ -33,6 +34,13 @@ class Tally:
 
     nbytes: int = 0
     used: set[str] = field(default_factory=set)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def add(self, name: str, nbytes: int) -> None:
+        """Note what is read of a tensor, in any thread."""
+        with self._lock:
+            self.used.add(name)
+            self.nbytes += nbytes
 
 
 class DeferredTensor(torch.Tensor):  # type: ignore[misc]
@@ -63,8 +71,7 @@ class DeferredTensor(torch.Tensor):  # type: ignore[misc]
 
     def read(self) -> torch.Tensor:
         """The elements."""
-        self.tally.used.add(self.lazy.name)
-        self.tally.nbytes += self.lazy.nbytes
+        self.tally.add(self.lazy.name, self.lazy.nbytes)
         axes = [axis for axis in self.order if axis is not None]
         return self.lazy.torch().permute(axes).reshape(self.shape)
 
@@ -131,7 +138,7 @@ def _copied(target: torch.Tensor, source: DeferredTensor, *args: Any, **kwargs: 
         if wide:
             raise _of_another_precision(target, source)
     if target.is_meta:
-        source.tally.used.add(source.lazy.name)
+        source.tally.add(source.lazy.name, 0)
         return target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
     return target.copy_(source.read(), *args, **kwargs)
 

@@ -134,7 +134,7 @@ def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple
 
 _LAYER = re.compile(r"^(?:model\.|decoder\.)?(?:layers|blocks)\.(\d+)\.", re.MULTILINE)
 _MTP_LAYER = re.compile(r"^(?:mtp\.|model\.mtp_)layers\.(\d+)\.", re.MULTILINE)
-_EXPERT = re.compile(r"^.*\.experts\.(\d+)\.", re.MULTILINE)
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def _experts(checkpoint: Checkpoint, family: Family, names: list[str]) -> int:

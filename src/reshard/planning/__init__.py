@@ -365,7 +365,7 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
     """The weights of a model, and its optimizer states if requested."""
     options, checkpoint = request.options, source.checkpoint
     dtype = target.dtype or options.dtype
-    if options.with_optimizer or target.dtype:
+    if options.with_optimizer or (target.dtype and not checkpoint.ordered_states):
         checkpoint = optimizer.with_masters(checkpoint, dtype)
     dropped = Counter(checkpoint.dropped)
     model, sized = source.model, request.model
@@ -378,7 +378,9 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
     request = replace(request, model=sized)
     logical = logical_tensors(replace(source, checkpoint=checkpoint, model=model))
     names = names_of(format, request, logical)
-    states, notes = {}, []
+    states, notes, replicas = {}, [], logical.replicas
+    if checkpoint.proof and (options.with_optimizer or optimizer.REPLACED in dropped):
+        replicas = [*replicas, *checkpoint.proof()]
     if options.with_optimizer:
         states = optimizer.logical_states(logical)
         dropped -= optimizer.carried(checkpoint, target.states)
@@ -397,4 +399,4 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
         notes, need = [*notes, *told], need.beside(more)
     held = names.states({state: states[state] for state in states if state in target.states})
     request = replace(request, tensors=tensors, states=held, quantization=settings)
-    return _Content(request, parameters, dropped, logical.replicas, notes, need)
+    return _Content(request, parameters, dropped, replicas, notes, need)

@@ -46,7 +46,7 @@ class Types:
         if self.wanted and not castable(self.wanted):
             raise _no_such_dtype(wanted)
         counted: Counter[DType] = Counter()
-        for each in weights:
+        for each in weights if self.wanted else ():
             counted[each.dtype] += each.nbytes
         self._are_halves = bool(counted) and counted.most_common(1)[0][0].itemsize == 2
 

@@ -188,7 +188,7 @@ def unequal_replicas(replicas: Sequence[Replica], share: Share) -> list[Problem]
                 lambda _: not stopped.is_set(), range(worker, len(replicas), share.threads)
             ):
                 different = _replica_difference(comparer, replicas[index])
-                if different:
+                if (different is None) != replicas[index].equal:
                     found.append((index, _problem(replicas[index], different)))
         finally:
             comparer.close()
@@ -222,8 +222,8 @@ def _storage(tensor: Tensor) -> Storage | None:
     return cells.storage if whole and in_order and cells.dtype == tensor.dtype else None
 
 
-def _problem(replica: Replica, different: Difference) -> Problem:
-    at, count = different.first, replica.first.view.numel
+def _problem(replica: Replica, different: Difference | None) -> Problem:
+    at, count = different.first if different else 0, replica.first.view.numel
     files = [tensor.file_of(at) for tensor in (replica.first, replica.second)]
     return Problem(
         replica.code,
@@ -231,9 +231,9 @@ def _problem(replica: Replica, different: Difference) -> Problem:
         tensor=replica.tensor,
         file=files[1],
         rule=replica.rule,
-        expected=f"the values in {files[0]}" if files[0] != files[1] else None,
+        expected=f"the values in {files[0]}" if different and files[0] != files[1] else None,
         found=f"{different.elements} of {count} elements differ, the first is element {at}"
-        if different.elements
+        if different and different.elements
         else None,
         remedy=replica.remedy,
     )

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.algebra.tensors import Tensor, least_room
+from reshard.algebra.tensors import Computed, Tensor
 from reshard.base.errors import ReshardError
 from reshard.stores import CONNECTIONS, REQUEST, is_remote
 from reshard.transfer import ledger
@@ -62,8 +62,12 @@ class Need(NamedTuple):
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> Need:
         """The largest need of some tensors."""
-        rooms = {name: room for name, tensor in tensors.items() if (room := least_room(tensor.view))}
-        return most(Need(room, name) for name, room in rooms.items())
+        return most(
+            Need(piece.source.least, name)
+            for name, tensor in tensors.items()
+            for piece in tensor.view.pieces
+            if isinstance(piece.source, Computed)
+        )
 
     def beside(self, other: Need) -> Need:
         """What both need at the same time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,10 +52,10 @@ def read_ahead(
         coming: deque[_Coming] = deque()
         for each in wanted:
             while coming and sum(other.nbytes for other in coming) + each.tensor.nbytes > held:
-                yield coming.popleft().taken()
+                yield readers.taken(coming.popleft())
             coming.append(readers.begun(each))
         while coming:
-            yield coming.popleft().taken()
+            yield readers.taken(coming.popleft())
         on_read(readers.read_bytes)
 
 
@@ -85,6 +86,7 @@ class _Readers:
         self._own = local()
         self._files: list[Files] = []
         self._lock = Lock()
+        self._process = os.getpid()
 
     @property
     def read_bytes(self) -> int:
@@ -101,6 +103,17 @@ class _Readers:
         starts = range(0, count, step)
         parts = [self._pool.submit(self._read, tensor, at, min(at + step, count), out) for at in starts]
         return _Coming(name, tensor, out, parts)
+
+    def taken(self, coming: _Coming) -> tuple[str, Array]:
+        """The name and elements of a tensor, once they are read. Raises ReshardError, also in a forked process."""
+        if os.getpid() != self._process:
+            raise ReshardError(
+                "stream-in-another-process",
+                "a stream was continued in another process than the one that began it",
+                rule="the threads that read do not exist in a forked process",
+                remedy="call reshard.stream in the process that takes the tensors",
+            )
+        return coming.taken()
 
     def _read(self, tensor: Tensor, begin: int, end: int, out: Array) -> Overflow | None:
         """Read elements `begin` to `end` into their place in `out`; returns the finite values that are lost."""

@@ -11,18 +11,16 @@ Sources: `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py` and `stage3.py
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import Any, TypeGuard
 
-from reshard.algebra.dtypes import BY_NAME
+from reshard.algebra.lines import Line
 from reshard.algebra.storage import StoredTensor
-from reshard.algebra.tensors import Cells, Replica, Tensor
+from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import Piece, View
 from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.untrusted import stored_in, values_of
@@ -59,29 +57,6 @@ class Weights:
     dropped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     variant: str = ""
-
-
-class Line:
-    """Several vectors, read as one concatenated vector."""
-
-    def __init__(self, parts: Sequence[StoredTensor]) -> None:
-        self.dtype = parts[0].dtype if parts else BY_NAME["float32"]
-        self._parts = parts
-        self._cells = [Cells(part.storage, part.dtype) for part in parts]
-        self._ends = list(accumulate(part.numel for part in parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def cut(self, begin: int, end: int, to: int = 0) -> Iterator[Piece]:
-        """Elements `begin` to `end`, as pieces of a view, placed from `to` on."""
-        index = bisect_right(self._ends, begin)
-        while begin < end:
-            part, stop = self._parts[index], min(end, self._ends[index])
-            start = part.start + begin - (self._ends[index] - part.numel)
-            axes = ((stop - begin, 1, 1),) if stop - begin > 1 else ()
-            yield Piece(self._cells[index], start, to, axes)
-            to, begin, index = to + stop - begin, stop, index + 1
 
 
 def read_weights(files: StepFiles) -> Weights:

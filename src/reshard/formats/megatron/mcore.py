@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reshard.algebra.layout import Layout, SavedLayout
+from reshard.containers.torchfiles.pickles import Opaque
 from reshard.formats.sharding import Split
 
 FUSED_NORMS = {
@@ -208,16 +209,17 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Finds the pipeline stage, and its virtual chunk, that has a tensor."""
+    """Finds the pipeline stage, and its virtual chunk, that has a tensor. Each has at least `least` layers."""
 
     layout: Layout
     layers: int
+    least: int = 1
 
     def table(self) -> Mapping[int, tuple[int, int, int]]:
         """(stage, chunk, index in the chunk) of every decoder layer."""
         return {
             layer: (stage, chunk, index)
-            for stage, chunk, layers in self.layout.chunks(self.layers)
+            for stage, chunk, layers in self.layout.chunks(self.layers, self.least)
             for index, layer in enumerate(layers)
         }
 
@@ -292,3 +294,45 @@ def stage_arguments(layout: Layout, mtp: int = 0) -> dict[str, Any]:
     marks = ["t" * count for count in stages]
     marks[0], marks[-1] = "E" + marks[0], marks[-1] + "m" * mtp + "L"
     return {"pipeline_model_parallel_layout": "|".join(marks)}
+
+
+def stages_of(args: Mapping[str, Any], layout: Layout) -> tuple[int, ...]:
+    """The decoder layers of each stage in these arguments, if they are uneven: the inverse of `stage_arguments`."""
+    plan = args.get("pipeline_model_parallel_layout")
+    plan = plan.state.get("input_data") if isinstance(plan, Opaque) and isinstance(plan.state, dict) else plan
+    if isinstance(plan, str):
+        return tuple(stage.count("t") for stage in _written_out(plan).split("|"))
+    layers, ends = args.get("num_layers"), _ends(args)
+    if layout.vpp > 1 or layout.pp == 1 or not any(ends) or not isinstance(layers, int):
+        return ()
+    if sum(bool(args.get(name)) for name in _ACCOUNTED):
+        each = (layers + sum(ends)) // layout.pp
+        return (each - ends[0], *[each] * (layout.pp - 2), each - ends[1])
+    middle = layout.pp - sum(bool(end) for end in ends)
+    each = (layers - sum(ends)) // middle if middle else 0
+    return (ends[0] or each, *[each] * (layout.pp - 2), ends[1] or each)
+
+
+_ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_GIVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+
+
+def _ends(args: Mapping[str, Any]) -> tuple[int, int]:
+    """The layers of the first and the last stage, or how many layers embedding and loss stand for; 0 if not set."""
+    names = _ACCOUNTED if any(args.get(name) for name in _ACCOUNTED) else _GIVEN
+    first, last = (int(value) if isinstance(value := args.get(name), int) else 0 for name in names)
+    return first, last
+
+
+_MOST_STAGES = 1000
+
+
+def _written_out(plan: str) -> str:
+    """A pipeline layout of Megatron-LM without its repetitions: "(tt|)*2" means "tt|tt|"."""
+
+    def repeated(match: re.Match[str]) -> str:
+        return match[1] * min(int(match[2]), _MOST_STAGES)
+
+    plan = re.sub(r"[\s,]", "", plan)
+    plan = re.sub(r"\(([^()]*)\)\*(\d{1,9})", repeated, plan)
+    return re.sub(r"([A-Za-z|])\*(\d{1,9})", repeated, plan)

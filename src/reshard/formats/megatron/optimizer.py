@@ -1,9 +1,8 @@
 """The optimizer in Megatron-Core's torch_dist: one tensor of each state for each weight, cut like the weight.
 
 `optimizer.state.exp_avg.<key of the weight>` and so on, in float32; all other data are in `common.pt`. The distributed
-optimizer saves this with `--dist-ckpt-optim-fully-reshardable`. Its default, `dp_reshardable`, is flat buffers of
-ranks, in an order that only a run with the same layout knows. Source: megatron-core 0.16.1, `optimizer/optimizer.py`,
-`optimizer/distrib_optimizer.py` and `dist_checkpointing/optimizer.py`.
+optimizer saves this with `--dist-ckpt-optim-fully-reshardable`; its default is flat buffers (`buffers.py`). Source:
+megatron-core 0.16.1, `optimizer/optimizer.py`, `optimizer/distrib_optimizer.py`, `dist_checkpointing/optimizer.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.algebra.storage import StoredTensor
-from reshard.algebra.tensors import Tensor
+from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import UNUSABLE
-from reshard.containers.dcp_metadata import DcpTensor
-from reshard.containers.torchfiles.read import scalar
+from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
+from reshard.containers.torchfiles.read import read_torch_file, scalar
 from reshard.containers.torchfiles.untrusted import number_of
 from reshard.containers.torchfiles.write import NewTensor, layout_torch_file
 from reshard.formats.checkpoint import Optimizer, settings_of
+from reshard.transfer.elements import castable
 from reshard.transfer.plan import Block, OutputFile, Planned
+from reshard.transfer.sources import Sources
 
 _STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "fp32", "param": "fp32"}
 _KEY = re.compile(rf"((?:chained_\d+\.)?optimizer\.state\.({'|'.join(_STATES)})\.)(.+)")
@@ -55,6 +56,35 @@ def portable_states(tensors: Mapping[str, DcpTensor]) -> dict[str, dict[str, Dcp
     return found
 
 
+def rounding(name: str, weight: Tensor, masters: Tensor, remedy: str) -> Replica:
+    """The comparison of a weight with its masters, which Megatron rounds into it after each step."""
+    return Replica(
+        name,
+        weight,
+        Tensor(weight.dtype, masters.view),
+        "masters, rounded, are the weights: this proves which states belong to which weight",
+        remedy,
+        "optimizer-masters-differ",
+        "an optimizer state does not belong to its weight",
+    )
+
+
+def roundings(weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> list[Replica]:
+    """The comparisons of all weights with their masters, if there are any."""
+    return [
+        rounding(name, weights[name], masters, _NOT_ROUNDED)
+        for name, masters in states.get("fp32", {}).items()
+        if name in weights and weights[name].shape == masters.shape
+        if castable(weights[name].dtype) and castable(masters.dtype)
+    ]
+
+
+_NOT_ROUNDED = (
+    "leave out --with-optimizer to convert the weights alone; megatron-core 0.16 saves wrong states with "
+    "dist_ckpt_optim_fully_reshardable if it pads several buckets: save again without that option"
+)
+
+
 def split_key(key: str) -> tuple[str, str]:
     """The beginning of the key of a state, such as "optimizer.state.exp_avg.", and the key of its weight.
 
@@ -62,6 +92,35 @@ def split_key(key: str) -> tuple[str, str]:
     """
     match = _KEY.fullmatch(key)
     return (match[1], match[3]) if match else ("", key)
+
+
+def with_groups(common: dict[str, Any], objects: Mapping[str, DcpChunk], sources: Sources) -> dict[str, Any]:
+    """`common.pt` of a run whose optimizers are bound to a layout, as if it had saved portable ones.
+
+    Each rank of such a run stores the parameter groups of its optimizers as objects, which have the same settings.
+    """
+    links: dict[int, dict[str, Any]] = {}
+    for key in sorted(objects, key=_group_of):
+        match = _GROUPS.fullmatch(key)
+        if match and match[3] not in (link := links.setdefault(int(match[1] or 0), {})):
+            content = read_torch_file(objects[key].file, sources, objects[key].offset, objects[key].length)
+            link[match[3]] = content[0] if isinstance(content, list) and content else content
+    chain = [{**links[index], "param_state_sharding_type": _PORTABLE} for index in sorted(links)]
+    if not chain:
+        return common
+    content = {**(common.get("content_metadata") or {}), _SHARDING: _PORTABLE, _MEM_EFFICIENT: False}
+    optimizer = dict(enumerate(chain)) if len(chain) > 1 else chain[0]
+    return {**common, "optimizer": optimizer, "content_metadata": content}
+
+
+_GROUPS = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(optimizer|grad_scaler)/shard_0_1"
+)
+
+
+def _group_of(key: str) -> int:
+    match = _GROUPS.fullmatch(key)
+    return int(match[2]) if match else 0
 
 
 def read_optimizer(common: Mapping[str, Any]) -> Optimizer | None:

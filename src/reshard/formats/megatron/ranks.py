@@ -45,7 +45,8 @@ class RankStates:
     """Computes the shards of each rank, and their keys under its layer spec.
 
     `tensors` have reshard's own names, `args` are Megatron-LM's. `split` returns how tensor parallelism cuts a tensor,
-    from its name and whether the MLP is gated; `below` is the prefix of a language model's names.
+    from its name and whether the MLP is gated; `below` is the prefix of a language model's names; each chunk has at
+    least `least` layers.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RankStates:
         transformer_engine: bool,
         split: Callable[[str, bool], Split | None] = split_of,
         below: str = "",
+        least: int = 1,
     ) -> None:
         self.layout = layout
         self._te = transformer_engine
@@ -74,7 +76,7 @@ class RankStates:
         self._spelling = Spelling(
             map(place_of, names), transformer_engine=transformer_engine, torch_dist=False
         )
-        self.stages = Stages(layout, int(args["num_layers"]))
+        self.stages = Stages(layout, int(args["num_layers"]), least)
         self._table = self.stages.table()
         gated = is_gated(args)
         self.below = below

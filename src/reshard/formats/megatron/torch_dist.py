@@ -39,6 +39,7 @@ from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, States
 from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.megatron import fsdp_dtensor, nemo
+from reshard.formats.megatron.buffers import SPARE, OptimizerBuffers, buckets_of
 from reshard.formats.megatron.common import READ, is_torch_dcp, read_common, respelled
 from reshard.formats.megatron.mcore import (
     BELOW,
@@ -63,8 +64,10 @@ from reshard.formats.megatron.optimizer import (
     NewOptimizer,
     portable_states,
     read_optimizer,
+    roundings,
     split_key,
     torch_file,
+    with_groups,
 )
 from reshard.formats.megatron.request import arguments, below, iteration_of, optimizer_of, run_config
 from reshard.formats.megatron.seeds import exchanged
@@ -117,7 +120,13 @@ def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
     weights, dropped = _weights_of(stored, metadata.objects)
     reader = _Reader(weights, sources)
     tensors = reader.tensors()
-    states = portable_states(stored)
+    layout, portable = layout_of(args or {}), portable_states(stored)
+    states = States({state: partial(_read_state, found, sources) for state, found in portable.items()})
+    buffers = OptimizerBuffers(buckets_of(stored), tensors, layout, args or {}, sources)
+    if buffers.buckets:
+        states, common = buffers.states(), with_groups(common, metadata.objects, sources)
+        spare = buffers.spare(dropped[OPTIMIZER])
+        dropped += Counter({SPARE: spare, OPTIMIZER: -spare})
     optimizer = None
     if states:
         optimizer = fsdp_dtensor.read_optimizer(metadata, sources) if of_fsdp else read_optimizer(common)
@@ -128,12 +137,14 @@ def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
         tensors=tensors,
         root=iterations.described_in(folder),
         beside=tuple(each for each in (folder / "tokenizer", nemo.tokenizer_of(folder)) if each.is_dir()),
-        layout=layout_of(args or {}),
+        layout=layout,
         iteration=step,
         args=args,
         engine=engine_of(folder, common, tensors),
-        states=States({state: partial(_read_state, found, sources) for state, found in states.items()}),
+        states=states,
         optimizer=optimizer,
+        proof=buffers.proof if buffers.buckets else partial(roundings, tensors, states),
+        ordered_states=bool(buffers.buckets),
         dropped=dropped,
         problems=reader.copies.problems() or [*exchanged(metadata.objects, sources)],
         notes=[
