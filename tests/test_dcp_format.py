@@ -316,7 +316,7 @@ def test_it_is_written_from_any_format(hf_model: Maker, tmp_path: Path) -> None:
 def test_large_tensors_are_cut_so_that_ranks_read_their_own(
     hf_model: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.formats.dcp.folder.CHUNK", 4096)
+    monkeypatch.setattr("reshard.containers.dcp_chunks.CHUNK", 4096)
     reshard.convert(hf_model("qwen3_moe"), tmp_path / "dcp", to="dcp")
     tables = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
     chunks = tables["model.model.layers.0.mlp.experts.gate_up_proj"].chunks

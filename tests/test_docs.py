@@ -51,6 +51,8 @@ FOREIGN_FLAGS = {
     "--no-load-optim",
     "--no-load-rng",
     "--override-opt_param-scheduler",
+    "--swiglu",
+    "--use-megatron-fsdp",
     "--save",
     "--tensor-parallel-size",
     "--use-checkpoint-args",
@@ -62,6 +64,7 @@ FOREIGN_FILES = {
     "arguments.py",  # of Megatron-LM
     "training/arguments.py",
     "training/checkpointing.py",
+    "fsdp_dtensor_checkpoint.py",  # of megatron-core
     "megatron/core/models/gpt/gpt_layer_specs.py",
     "serialization.py",  # of torch
     "distributed/checkpoint/metadata.py",

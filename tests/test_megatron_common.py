@@ -141,10 +141,3 @@ def check_the_same(folder: Path) -> None:
         reshard.convert(
             folder / "torch_dcp", folder / "no", to="megatron", with_optimizer=True, no_tokenizer=True
         )
-
-
-def test_megatron_fsdp_is_refused_by_name(tmp_path: Path) -> None:
-    torch_dcp.make(QWEN3, tmp_path, ckpt_format="fsdp_dtensor")
-    problem = refused(tmp_path / "torch_dcp")
-    assert problem["code"] == "megatron-fsdp-unsupported"
-    assert "fsdp_dtensor" in problem["message"] and "Megatron-Bridge" in problem["remedy"]

@@ -264,7 +264,11 @@ DATA = Path(__file__).parent / "data"
 
 
 @pytest.mark.parametrize(
-    "name", ["internlm/internlm2-tp2pp2", "deepspeed/z2", "deepspeed/z3", "torchtitan/llama", "verl/fsdp1"]
+    "name",
+    [
+        *("internlm/internlm2-tp2pp2", "deepspeed/z2", "deepspeed/z3", "torchtitan/llama", "verl/fsdp1"),
+        "megatron_fsdp/qwen3",
+    ],
 )
 def test_all_files_that_engines_wrote_are_noted(name: str) -> None:
     assert_noted(DATA / name)

@@ -244,7 +244,8 @@ def completed(*words: str) -> list[str]:
 def test_completion() -> None:
     assert completed("con") == ["plain,convert"]
     assert completed("convert", "--vocab") == ["plain,--vocab-divisible-by"]
-    assert completed("convert", "a", "b", "--to", "mega") == ["plain,megatron", "plain,megatron-legacy"]
+    found = ["plain,megatron", "plain,megatron-legacy", "plain,megatron-fsdp"]
+    assert completed("convert", "a", "b", "--to", "mega") == found
     assert completed("convert", "ckpt/it") == ["file,ckpt/it"]
     assert completed("train", "s") == ["plain,sft"]
 

@@ -115,7 +115,7 @@ def test_an_engine_for_a_format_that_is_the_same_for_all(copy: Copy, flags: tupl
     chosen = f"--to {name}" if flags else f"{name}, the default"
     assert problem["found"] == f"--engine mcore-bridge; the format is {chosen}"
     assert problem["remedy"].startswith("leave out --engine")
-    assert problem["remedy"].endswith("--to megatron or --to megatron-legacy")
+    assert problem["remedy"].endswith("--to megatron or --to megatron-legacy or --to megatron-fsdp")
 
 
 def test_an_engine_that_the_family_is_not_declared_for(copy: Copy) -> None:

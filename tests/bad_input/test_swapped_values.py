@@ -25,7 +25,7 @@ DATA = Path(__file__).parents[1] / "data"
 FOLDERS = (
     *("deepspeed/z2_moe", "deepspeed/z3_lora", "deepspeed/universal_z2", "internlm/internlm2-tp2pp2"),
     *("internlm/moe-tp2", "megatron_lora/swift-pp2", "megatron_lora/bridge-tp2", "torchtitan/llama"),
-    *("verl/fsdp2-lora", "verl/fsdp1"),
+    *("verl/fsdp2-lora", "verl/fsdp1", "megatron_fsdp/qwen3"),
 )
 ODD: list[Any] = [None, True, -1, 0, 10**12, 1e400, "x", [], ["x"], [[1]], {}, {"a": 1}]
 

@@ -23,7 +23,7 @@ def support() -> dict[str, list[dict[str, Any]]]:
     Examples
     --------
     >>> [row["name"] for row in reshard.support()["formats"] if row["written"]][:3]
-    ['megatron', 'megatron-legacy', 'dcp']
+    ['megatron', 'megatron-legacy', 'megatron-fsdp']
     """
     formats = [
         {

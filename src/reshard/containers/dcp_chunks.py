@@ -1,14 +1,15 @@
-"""A planned `.distcp` file: one small torch.save file per chunk, one after another."""
+"""Planned `.distcp` files: one small torch.save file per chunk, one after another; and a folder of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from reshard.algebra.dtypes import DType
-from reshard.containers.dcp_metadata import DcpChunk
+from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, write_metadata
 from reshard.containers.torchfiles.write import Image, NewTensor, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
 
@@ -85,3 +86,66 @@ def _boxed(tensor: Planned, low: tuple[int, ...], size: tuple[int, ...]) -> Call
     if size == tensor.shape:
         return tensor.source
     return lambda: tensor.source().box(low, size)
+
+
+METADATA = ".metadata"
+CHUNK = 64 << 20
+"""Maximum size of a chunk in bytes: to load its part of a tensor, a rank reads complete chunks."""
+
+
+class ChunkFolder:
+    """The `.distcp` files of a state dict, of up to `max_file_size` each, and their `.metadata`.
+
+    Chunks are complete rows, so that the files belong to no rank: any layout loads them.
+    """
+
+    def __init__(self, max_file_size: int) -> None:
+        self.metadata = DcpMetadata({}, {}, {})
+        self._files = [ChunkFile("__0_0.distcp")]
+        self._max_file_size = max_file_size
+
+    def add(self, tensor: Planned, rows: range | None = None) -> DcpTensor:
+        """Add a tensor, or some of its rows, as chunks in one file or several."""
+        shape = tensor.shape if rows is None else (len(rows), *tensor.shape[1:])
+        entry = DcpTensor(tensor.dtype, shape, [])
+        for low, size in _boxes(shape, tensor.dtype, min(CHUNK, self._max_file_size)):
+            nbytes = prod(size) * tensor.dtype.itemsize
+            if self._files[-1].size and self._files[-1].size + nbytes > self._max_file_size:
+                self._files.append(ChunkFile(f"__{len(self._files)}_0.distcp"))
+            at = (low[0] + rows.start, *low[1:]) if rows else low
+            entry.chunks.append(self._files[-1].add(tensor, at, size)._replace(offsets=low))
+        return entry
+
+    def append(self, content: bytes) -> DcpChunk:
+        """Add an object: a complete torch.save file."""
+        return self._files[-1].append(content)
+
+    def name(self, path: tuple[str, ...], entry: DcpTensor | DcpChunk) -> None:
+        """Name a tensor or an object by its path in the state dict. An entry can have several names."""
+        assert self.metadata.planner_data is not None
+        key = ".".join(path)
+        self.metadata.planner_data[key] = path
+        if isinstance(entry, DcpTensor):
+            self.metadata.tensors[key] = entry
+        else:
+            self.metadata.objects[key] = entry
+
+    def finished(self, folder: str = "") -> list[OutputFile]:
+        """All files, in `folder` of the output, `.metadata` last."""
+        path = f"{folder}/{METADATA}" if folder else METADATA
+        metadata = OutputFile.of_bytes(path, write_metadata(self.metadata))
+        return [*(file.finished(folder) for file in self._files), metadata]
+
+
+def _boxes(
+    shape: tuple[int, ...], dtype: DType, nbytes: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes (low, size) cut along the first axis, of at most `nbytes` each, or of one row if rows are longer."""
+    if not shape:
+        yield (), ()
+        return
+    rows, inner = shape[0], shape[1:]
+    step = max(1, nbytes // max(1, prod(inner) * dtype.itemsize))
+    rest = (0,) * len(inner)
+    for begin in range(0, rows, step) or (0,):
+        yield (begin, *rest), (min(step, rows - begin), *inner)

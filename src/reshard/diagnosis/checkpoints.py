@@ -19,7 +19,7 @@ from reshard.folders import iterations
 from reshard.folders.companions import CODE_MOST, find_companions, read_object
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.megatron import legacy, torch_dist, zarr
+from reshard.formats.megatron import fsdp_dtensor, legacy, torch_dist, zarr
 from reshard.formats.target import Options
 from reshard.planning import IS_ADAPTER, plan_conversion
 from reshard.transfer.sources import Sources
@@ -212,7 +212,7 @@ def _parts(inspection: Inspection, root: Path) -> Iterator[Part]:
     if is_there or NO_CONFIG in lacking:  # otherwise the checkpoint itself tells what it would contain
         yield Part(Text.same("config.json"), not is_there, "--base DIR")
     yield Part(words("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
-    if checkpoint.format in (torch_dist.NAME, zarr.NAME, legacy.NAME):
+    if checkpoint.format in (torch_dist.NAME, zarr.NAME, legacy.NAME, fsdp_dtensor.NAME):
         tracker = root / iterations.TRACKER
         yield Part(
             Text.same(iterations.TRACKER), not tracker.is_file(), f"--iteration {checkpoint.iteration}"

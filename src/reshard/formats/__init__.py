@@ -46,6 +46,7 @@ FORMATS = Registry(
         megatron.ZARR,
         megatron.LEGACY,
         megatron.NEMO,
+        megatron.FSDP_DTENSOR,
         dcp.FORMAT,
         fsdp_ranks.FORMAT,
         deepspeed.FORMAT,

@@ -22,15 +22,8 @@ from pathlib import Path
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, overlaps
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.containers.dcp_chunks import ChunkFile
-from reshard.containers.dcp_metadata import (
-    DcpChunk,
-    DcpMetadata,
-    DcpTensor,
-    read_metadata,
-    spans,
-    write_metadata,
-)
+from reshard.containers.dcp_chunks import METADATA, ChunkFolder
+from reshard.containers.dcp_metadata import DcpMetadata, DcpTensor, read_metadata, spans
 from reshard.containers.torchfiles.read import ChunkReader
 from reshard.families.dialect import HUB
 from reshard.families.torchtitan import TORCHTITAN
@@ -42,11 +35,10 @@ from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
 from reshard.formats.target import MOMENTS, Request, stateless
 from reshard.formats.wrappers import prefix_of
-from reshard.transfer.plan import OutputFile, Planned
+from reshard.transfer.plan import OutputFile
 from reshard.transfer.sources import Sources
 
 NAME = "dcp"
-METADATA = ".metadata"
 OPTIMIZER = "optimizer states"
 NAMINGS = (torchtitan.in_its_dialect,)
 """For each engine with names of its own: the checkpoint in its dialect, or None if the names are not its."""
@@ -367,9 +359,6 @@ def _read_states(found: Mapping[str, DcpTensor], sources: Sources) -> dict[str, 
 
 # ---------------------------------------------------------------------------------------------- writing
 
-CHUNK = 64 << 20
-"""Maximum size of a chunk in bytes: to load its part of a tensor, a rank reads complete chunks."""
-
 NEST = "model"
 """The key of the model in the state dict, as in torch's own examples, accelerate and Trainer."""
 
@@ -379,11 +368,11 @@ def lay_out(request: Request) -> list[OutputFile]:
     tensors = request.tensors
     writer = _Writer(request.options.max_shard_size or sys.maxsize)
     for tensor in tensors:
-        writer.name(NEST, tensor.name, writer.add(tensor))
+        writer.name((NEST, tensor.name), writer.add(tensor))
     stored = writer.metadata.tensors
     for again, name in request.again.items():
         if f"{NEST}.{again}" not in stored and f"{NEST}.{name}" in stored:
-            writer.name(NEST, again, stored[f"{NEST}.{name}"])  # the live model's state dict has both names
+            writer.name((NEST, again), stored[f"{NEST}.{name}"])  # the live model's state dict has both names
     if request.states and request.optimizer:
         optimizer = NewOptimizer(request.states, request.optimizer)
         writer.add_optimizer(optimizer, {tensor.name for tensor in tensors if len(tensor.shape) < 2})
@@ -402,59 +391,17 @@ LOADS_STATES = (
 )
 
 
-class _Writer:
-    """Files of up to `max_file_size`, and their `.metadata`."""
-
-    def __init__(self, max_file_size: int) -> None:
-        self.metadata = DcpMetadata({}, {}, {})
-        self._files = [ChunkFile("__0_0.distcp")]
-        self._max_file_size = max_file_size
-
-    def add(self, tensor: Planned) -> DcpTensor:
-        """Add a tensor as chunks, in one file or several."""
-        entry = DcpTensor(tensor.dtype, tensor.shape, [])
-        for low, size in _boxes(tensor, min(CHUNK, self._max_file_size)):
-            nbytes = prod(size) * tensor.dtype.itemsize
-            if self._files[-1].size and self._files[-1].size + nbytes > self._max_file_size:
-                self._files.append(ChunkFile(f"__{len(self._files)}_0.distcp"))
-            entry.chunks.append(self._files[-1].add(tensor, low, size))
-        return entry
-
-    def name(self, nest: str, name: str, entry: DcpTensor | DcpChunk) -> None:
-        """Name a tensor or an object `name` in the state dict called `nest`."""
-        assert self.metadata.planner_data is not None
-        self.metadata.planner_data[f"{nest}.{name}"] = (nest, name)
-        if isinstance(entry, DcpTensor):
-            self.metadata.tensors[f"{nest}.{name}"] = entry
-        else:
-            self.metadata.objects[f"{nest}.{name}"] = entry
+class _Writer(ChunkFolder):
+    """The folder of a model, and of its optimizer."""
 
     def add_optimizer(self, optimizer: NewOptimizer, vectors: Collection[str]) -> None:
         """Add the states, and the step and settings that all parameters share; `vectors` have no weight decay."""
         for key, tensor in optimizer.tensors():
-            self.name(OPTIMIZER_NEST, key, self.add(tensor))
-        append = self._files[-1].append
-        step = append(optimizer.step())
-        settings = {key: append(content) for key, content in optimizer.settings().items()}
-        undecayed = {**settings, "weight_decay": append(optimizer.without_decay())}
+            self.name((OPTIMIZER_NEST, key), self.add(tensor))
+        step = self.append(optimizer.step())
+        settings = {key: self.append(content) for key, content in optimizer.settings().items()}
+        undecayed = {**settings, "weight_decay": self.append(optimizer.without_decay())}
         for name in optimizer.names():
-            self.name(OPTIMIZER_NEST, f"state.{name}.step", step_tensor(step))
+            self.name((OPTIMIZER_NEST, f"state.{name}.step"), step_tensor(step))
             for key, chunk in (undecayed if name in vectors else settings).items():
-                self.name(OPTIMIZER_NEST, f"param_groups.{name}.{key}", chunk)
-
-    def finished(self) -> list[OutputFile]:
-        """All files, `.metadata` last."""
-        metadata = OutputFile.of_bytes(METADATA, write_metadata(self.metadata))
-        return [*(file.finished() for file in self._files), metadata]
-
-
-def _boxes(tensor: Planned, nbytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes (low, size) cut along the first axis, of at most `nbytes` each, or of one row if rows are longer."""
-    if not tensor.shape:
-        yield (), ()
-        return
-    rows, inner = tensor.shape[0], tensor.shape[1:]
-    step = max(1, nbytes // max(1, prod(inner) * tensor.dtype.itemsize))
-    rest = (0,) * len(inner)
-    for begin in range(0, rows, step) or (0,):
-        yield (begin, *rest), (min(step, rows - begin), *inner)
+                self.name((OPTIMIZER_NEST, f"param_groups.{name}.{key}"), chunk)

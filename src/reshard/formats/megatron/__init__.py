@@ -1,4 +1,7 @@
-"""Checkpoints of Megatron-Core: `torch_dist.py`, `zarr.py` and `legacy.py`, with the same names and shards."""
+"""Checkpoints of Megatron-Core: `torch_dist.py`, `zarr.py` and `legacy.py`, with the same names and shards.
+
+Those of Megatron-FSDP have the names of modules in a folder of torch's DCP: `fsdp_dtensor.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,14 @@ from pathlib import Path
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.megatron import legacy, nemo_ranks, torch_dist, zarr
+from reshard.formats.megatron import (
+    fsdp_dtensor,
+    fsdp_dtensor_writing,
+    legacy,
+    nemo_ranks,
+    torch_dist,
+    zarr,
+)
 from reshard.formats.megatron.request import complete, fit, load_with, notes
 from reshard.formats.target import MASTERS, MOMENTS, Format, Kind, Target
 from reshard.transfer.sources import Sources
@@ -25,6 +35,15 @@ _READERS = (
     (zarr.detect, zarr.open_checkpoint),
     (legacy.detect, legacy.open_checkpoint),
 )
+
+
+def _is_of_torch(path: Path) -> bool:
+    """Whether torch's DCP alone saved the iterations: names of files do not tell Megatron-FSDP from torch_dcp."""
+    common = ("common.pt", "metadata.json")
+    folders = iterations.candidates(path)
+    return torch_dist.detect(path) and not any(
+        (folder / name).is_file() for folder in folders for name in common
+    )
 
 
 _OF_RUN = (
@@ -80,4 +99,23 @@ NEMO = Format(
     instead=torch_dist.NAME,
     parts=("model_config.yaml",),
     seen={"NeMo": r"\.nemo$"},
+)
+FSDP_DTENSOR = Format(
+    fsdp_dtensor.NAME,
+    "Megatron-FSDP checkpoint (fsdp_dtensor)",
+    _is_of_torch,
+    _open,
+    Target(
+        fsdp_dtensor_writing.lay_out,
+        names=("mcore",),
+        sharded=True,
+        states=MOMENTS,
+        dtype="float32",
+        fit=fsdp_dtensor_writing.fit,
+        notes=fsdp_dtensor_writing.notes,
+        load_with=fsdp_dtensor_writing.load_with,
+    ),
+    aliases=("fsdp-dtensor", "mfsdp"),
+    parts=(*_OF_RUN, ".metadata", "*.distcp"),
+    files=(".metadata", iterations.TRACKER),
 )

@@ -11,7 +11,6 @@ torch_dcp (`--use-torch-fsdp2`) has neither stages nor tensor parallelism, and t
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,7 +36,7 @@ Reading = Callable[[Mapping[str, DcpTensor]], AbstractContextManager[ReadChunk]]
 
 _NEST = "model."
 _EXPERT = re.compile(
-    r"(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(.+)|(linear_fc[12]\.(?:weight|bias))(\d+))"
+    r"(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.(.+)|(linear_fc[12]\.(?:weight|bias))(\d+)(_[wv])?)"
 )
 
 
@@ -53,9 +52,7 @@ def read_common(folder: Path, sources: Sources, metadata: DcpMetadata | None = N
         content = _object(chunk, sources)
         return _dict(content[0] if isinstance(content, list) and content else content)
     if is_torch_dcp(objects):
-        common = {name: _object(objects[name], sources) for name in _ENTRIES if name in objects}
-        _refuse_fsdp_dtensor(folder, common.get("args"))
-        return common
+        return {name: _object(objects[name], sources) for name in _ENTRIES if name in objects}
     raise ReshardError(
         "torch-dist-file-missing",
         "a file of the checkpoint is missing",
@@ -67,33 +64,24 @@ def read_common(folder: Path, sources: Sources, metadata: DcpMetadata | None = N
 
 
 def is_torch_dcp(objects: Mapping[str, DcpChunk]) -> bool:
-    """Whether torch's DCP saved an iteration with these objects: the entries of Megatron-LM's state dict."""
-    return "args" in objects
+    """Whether torch's DCP saved an iteration with these objects: the entries of Megatron-LM's state dict.
+
+    Megatron-Bridge saves no `args`.
+    """
+    return "args" in objects or "checkpoint_version" in objects
 
 
 def respelled(tensors: Mapping[str, DcpTensor]) -> dict[str, DcpTensor]:
     """The tensors of torch_dcp under the keys that torch_dist has for them, if it does not stack layers."""
-    return {_respelled(key): tensor for key, tensor in tensors.items()}
+    return {with_expert_before_module(key.removeprefix(_NEST)): tensor for key, tensor in tensors.items()}
 
 
-def _respelled(key: str) -> str:
-    key = key.removeprefix(_NEST)
-    if expert := _EXPERT.fullmatch(key):
-        return f"{expert[1]}.experts.{expert[2] or expert[5]}.{expert[3] or expert[4]}"
-    return key
-
-
-def _refuse_fsdp_dtensor(folder: Path, args: Any) -> None:
-    if isinstance(args, Namespace) and getattr(args, "ckpt_format", None) == "fsdp_dtensor":
-        raise ReshardError(
-            "megatron-fsdp-unsupported",
-            "this is a checkpoint of Megatron-FSDP (--ckpt-format fsdp_dtensor), which reshard does not read",
-            file=str(folder),
-            expected="--ckpt-format torch_dist, torch_dcp or torch",
-            found="fsdp_dtensor",
-            remedy="load it in Megatron-Bridge with CheckpointConfig(load=FOLDER, ckpt_format='fsdp_dtensor', "
-            "load_optim=False, load_rng=False), and write a Hugging Face folder with AutoBridge.save_hf_pretrained",
-        )
+def with_expert_before_module(name: str) -> str:
+    """The name of a module's tensor as torch_dist spells it: with the number of its expert before the module."""
+    if expert := _EXPERT.fullmatch(name):
+        inner = expert[3] or f"{expert[4]}{expert[6] or ''}"
+        return f"{expert[1]}.experts.{expert[2] or expert[5]}.{inner}"
+    return name
 
 
 def _object(chunk: DcpChunk, sources: Sources) -> Any:

@@ -188,17 +188,35 @@ def _adopted(optimizer: Optimizer) -> Optimizer:
         "bias_correction": True,
         "betas": optimizer.settings.get("betas", (0.9, 0.999)),
         "eps": optimizer.settings.get("eps", 1e-8),
-        "step": optimizer.step or 0,
     }
     groups = [{**group, "wd_mult": factor, "weight_decay": decay * factor} for factor in (1.0, 0.0)]
     schedule = {"max_lr": lr, "min_lr": lr, "lr_decay_style": "constant", "wd_incr_style": "constant"}
     schedule |= {"start_wd": decay, "end_wd": decay, "lr_warmup_steps": 0, "num_steps": 0}
+    schedule |= {"lr_decay_steps": 1, "wd_incr_steps": 1}
+    return distributed_of(optimizer.step, groups, {"opt_param_scheduler": schedule}, optimizer.settings)
+
+
+def distributed_of(
+    step: int | None,
+    groups: list[dict[str, Any]],
+    entries: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+) -> Optimizer:
+    """A distributed optimizer with these parameter groups; those of parallel experts are an optimizer of their own."""
+    groups = [{**group, "step": step or 0} for group in groups]
+    chains = (
+        [group for group in groups if bool(group.get("is_expert_parallel")) is own] for own in (False, True)
+    )
     native = {
-        "chain": [{"optimizer": {"param_groups": groups}, "param_state_sharding_type": _PORTABLE}],
-        "entries": {"opt_param_scheduler": {**schedule, "lr_decay_steps": 1, "wd_incr_steps": 1}},
+        "chain": [
+            {"optimizer": {"param_groups": chain}, "param_state_sharding_type": _PORTABLE}
+            for chain in chains
+            if chain
+        ],
+        "entries": {**entries},
         "content": {_SHARDING: _PORTABLE, _MEM_EFFICIENT: False},
     }
-    return Optimizer(optimizer.step, optimizer.settings, native)
+    return Optimizer(step, settings_of(groups[0]) if settings is None else settings, native)
 
 
 @dataclass(frozen=True)
@@ -217,6 +235,11 @@ class NewOptimizer:
     def is_distributed(self) -> bool:
         """Whether a run loads it with `--use-distributed-optimizer`."""
         return bool(self.content_metadata.get(_SHARDING))
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """All parameter groups."""
+        return [group for link in _chain(self.common["optimizer"]) for group in _inner(link)["param_groups"]]
 
     def keyed(self) -> dict[str, Mapping[str, Planned]]:
         """The states by the prefix of their keys."""

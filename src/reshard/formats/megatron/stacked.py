@@ -23,7 +23,7 @@ from reshard.containers.dcp_metadata import DcpChunk, DcpTensor
 from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint, States
+from reshard.formats.checkpoint import Checkpoint, Optimizer, States
 from reshard.formats.copies import CopyFinder
 from reshard.formats.megatron import nemo, nemo_1
 from reshard.formats.megatron.buffers import SPARE, OptimizerBuffers, buckets_of
@@ -31,7 +31,6 @@ from reshard.formats.megatron.common import READ, ReadChunk, Reading
 from reshard.formats.megatron.mcore import BELOW, Place, is_carried, layout_of, name_of, unfused
 from reshard.formats.megatron.optimizer import (
     NOT_PORTABLE,
-    NUMBERED,
     portable_states,
     read_optimizer,
     roundings,
@@ -56,7 +55,7 @@ class Saved:
     """The content of an iteration folder: tensors under Megatron-Core's keys, objects, and what is common to all ranks.
 
     `swapped` finds files of other ranks by what they contain beside weights. `kind` tells apart the variants of a
-    format; `numbered` says that optimizer states have numbers instead of names.
+    format. `optimizer` finds the optimizer's data in what is common; `left_out` says why its states are not read.
     """
 
     format: str
@@ -66,7 +65,8 @@ class Saved:
     reading: Reading
     swapped: Callable[[], Iterable[Problem]] = tuple
     kind: str = ""
-    numbered: bool = False
+    optimizer: Callable[[Mapping[str, Any]], Optimizer | None] = read_optimizer
+    left_out: str = NOT_PORTABLE
 
 
 def checkpoint_of(folder: Path, step: Iteration | None, saved: Saved, sources: Sources) -> Checkpoint:
@@ -83,8 +83,8 @@ def checkpoint_of(folder: Path, step: Iteration | None, saved: Saved, sources: S
         states, common = buffers.states(), with_groups(common, saved.objects, sources)
         spare = buffers.spare(dropped[OPTIMIZER])
         dropped += Counter({SPARE: spare, OPTIMIZER: -spare})
-    optimizer = read_optimizer(common) if states else None
-    unread = [NUMBERED if saved.numbered else NOT_PORTABLE] if dropped[OPTIMIZER] and not optimizer else []
+    optimizer = saved.optimizer(common) if states else None
+    unread = [saved.left_out] if dropped[OPTIMIZER] and not optimizer else []
     return Checkpoint(
         path=folder,
         format=saved.format,

@@ -11,6 +11,7 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -32,6 +33,7 @@ from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.copies import explained
+from reshard.formats.megatron import fsdp_dtensor
 from reshard.formats.megatron.common import ReadChunk, is_torch_dcp, read_common, respelled
 from reshard.formats.megatron.mcore import (
     LINEARS_BESIDE,
@@ -48,12 +50,13 @@ from reshard.formats.megatron.mcore import (
     stored_args,
 )
 from reshard.formats.megatron.optimizer import (
+    NUMBERED,
     NewOptimizer,
     torch_file,
 )
 from reshard.formats.megatron.request import arguments, below, iteration_of, optimizer_of, run_config
 from reshard.formats.megatron.seeds import exchanged
-from reshard.formats.megatron.stacked import Saved, checkpoint_of, unprefixed
+from reshard.formats.megatron.stacked import Saved, checkpoint_of, not_a_weight, unprefixed
 from reshard.formats.sharding import shard_boxes
 from reshard.formats.target import Request
 from reshard.transfer.plan import OutputFile, Planned
@@ -87,18 +90,33 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
     metadata = read_metadata(folder / ".metadata", sources)
-    torch_dcp = is_torch_dcp(metadata.objects)
+    stored, variant = _spelled(metadata)
     saved = Saved(
         NAME,
-        respelled(metadata.tensors) if torch_dcp else unprefixed(metadata.tensors),
+        stored,
         metadata.objects,
         read_common(folder, sources, metadata),
         partial(_reading, sources),
         partial(exchanged, metadata.objects, sources),
-        "torch_dcp" if torch_dcp else "",
-        numbered=torch_dcp,
+        variant,
     )
+    if variant == "torch_dcp":
+        saved = replace(saved, left_out=NUMBERED)
+    elif variant == fsdp_dtensor.VARIANT:
+        read = partial(fsdp_dtensor.read_optimizer, metadata, sources)
+        saved = replace(saved, left_out=fsdp_dtensor.WITHOUT_GROUPS, optimizer=lambda _: read())
+        weights = {key: tensor for key, tensor in stored.items() if not not_a_weight(key)}
+        return fsdp_dtensor.recognized(checkpoint_of(folder, step, saved, sources), weights)
     return checkpoint_of(folder, step, saved, sources)
+
+
+def _spelled(metadata: DcpMetadata) -> tuple[dict[str, DcpTensor], str]:
+    """The tensors under torch_dist's own keys, and the variant of the format if it has others."""
+    if not is_torch_dcp(metadata.objects):
+        return unprefixed(metadata.tensors), ""
+    if fsdp_dtensor.is_fsdp_dtensor(metadata):
+        return fsdp_dtensor.respelled(metadata.tensors), fsdp_dtensor.VARIANT
+    return respelled(metadata.tensors), "torch_dcp"
 
 
 @contextmanager
