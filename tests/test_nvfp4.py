@@ -267,3 +267,26 @@ def test_slow_expressions_are_not_run() -> None:
     assert _compiled(r".*self_attn\.(q|k|v|o)_proj$")
     for slow in ("(a+)+$", "(a|a)*$", ".*" * 20, "(" * 9):
         assert _compiled(slow) is None
+
+
+@pytest.mark.parametrize(
+    "odd", [None, 3, "x", [], [[]], {}, {"a": []}, {"a": {"targets": 1, "weights": {}}}], ids=str
+)
+def test_settings_of_other_kinds_say_nothing(odd: object) -> None:
+    odd_group = {"a": {"targets": ["Linear"], "weights": {"num_bits": odd, "group_size": odd, "type": odd}}}
+    for method in ("modelopt", "compressed-tensors", "gptq"):
+        for groups in (odd, odd_group):
+            keys = (
+                "ignore",
+                "exclude_modules",
+                "quantized_layers",
+                "quant_algo",
+                "format",
+                "bits",
+                "extra_config",
+            )
+            told = {"quant_method": method, "config_groups": groups, **dict.fromkeys(keys, odd)}
+            settings = Settings(told)
+            settings.of("model.layers.0.mlp.up_proj")
+            assert settings.bits_of("model.layers.0.mlp.up_proj") in (None, 3)
+            assert settings.named <= {"a"}

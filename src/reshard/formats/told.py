@@ -54,6 +54,7 @@ class Settings:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
         self._method = settings.get("quant_method")
+        self._known: dict[str, Told] = {}
         self._excluded = _Names(
             [each for key in _EXCLUDED for each in _strings(settings.get(key))],
             wildcards=self._method == MODELOPT,
@@ -63,6 +64,11 @@ class Settings:
         """What is told of the weight of a module."""
         if self._method not in (MODELOPT, COMPRESSED_TENSORS):
             return NOTHING
+        if module not in self._known:
+            self._known[module] = self._told(module)
+        return self._known[module]
+
+    def _told(self, module: str) -> Told:
         named = self._by_name(module)
         if named is None and self._excluded.has(module):
             return PLAIN
@@ -146,7 +152,8 @@ def _of_group(group: Any, kind: Any) -> Told:
     if not isinstance(weights, Mapping):
         return NOTHING
     kind = group.get("format") or (None if kind == "mixed-precision" else kind)
-    bits, size = weights.get("num_bits"), weights.get("group_size")
+    told = [weights.get(key) for key in ("num_bits", "group_size")]
+    bits, size = (each if isinstance(each, int) else None for each in told)
     if weights.get("type") == "float":
         names = {_FLOATS.get((bits, size)), _FLOATS.get((bits, None))}
     else:
@@ -163,8 +170,9 @@ class _Names:
         self._names = frozenset(patterns)
         sources = [each.removeprefix("re:") for each in self._names if each.startswith("re:")]
         self._patterns = [compiled for each in sources if (compiled := _compiled(each))]
-        if wildcards:  # these are translated so that they take little time on any name
-            self._patterns += [re.compile(translate(each)) for each in self._names if "*" in each]
+        shells = [translate(each) for each in sorted(self._names) if "*" in each] if wildcards else []
+        if shells:  # together, and translated so that they take little time on any name
+            self._patterns.append(re.compile("|".join(shells)))
 
     def has(self, name: str) -> bool:
         return name in self._names or any(each.match(name) for each in self._patterns)

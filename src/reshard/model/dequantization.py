@@ -245,7 +245,7 @@ def dequantized(
     if found is None:
         return checkpoint
     plainly = _Plainly(found, checkpoint.tensors, wanted or BFLOAT16)
-    if problems := disagreements(found, checkpoint.tensors):
+    if problems := disagreements(found, checkpoint.tensors, plainly.settings):
         raise ReshardError(one_for_all(problems, found.weights, str(checkpoint.path)))
     if not found.weights or not all(plainly.knows(*each) for each in found.weights.items()):
         raise refused(found, checkpoint.path)
@@ -296,7 +296,7 @@ class _Plainly:
 
     def __init__(self, found: Quantization, tensors: Mapping[str, Tensor], wanted: DType) -> None:
         self.wanted = wanted
-        self._found, self._tensors, self._settings = found, tensors, Settings(found.settings)
+        self._found, self._tensors, self.settings = found, tensors, Settings(found.settings)
         self._packing = packing_of(found.settings)
         self._is_bitsandbytes = found.settings.get("quant_method") == "bitsandbytes"
         self._kinds: dict[tuple[Any, ...], Kind | None] = {}
@@ -311,7 +311,7 @@ class _Plainly:
         return self._kind(name, weight)[1] is not None
 
     def _kind(self, name: str, weight: Weight) -> tuple[Told, Kind | None]:
-        told = self._settings.of(module_of(name))
+        told = self.settings.of(module_of(name))
         key = (weight.scheme, self._tensors[weight.values].dtype, told)
         if key not in self._kinds:
             self._kinds[key] = kind_of(weight, told, self._found, self._tensors)

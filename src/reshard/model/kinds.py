@@ -105,9 +105,9 @@ def is_outer(tensor: Tensor) -> bool:
     return tensor.view.numel == 1 and castable(tensor.dtype)
 
 
-def disagreements(found: Quantization, tensors: Mapping[str, Tensor]) -> list[Problem]:
+def disagreements(found: Quantization, tensors: Mapping[str, Tensor], settings: Settings) -> list[Problem]:
     """A problem for each weight of which the settings say otherwise than what is stored."""
-    settings, problems = Settings(found.settings), []
+    problems = []
     for name, weight in found.weights.items():
         told = settings.of(module_of(name))
         if told.schemes and weight.scheme.name not in told.schemes:
