@@ -286,7 +286,12 @@ class Target:
     @property
     def keeps_names(self) -> bool:
         """Whether its names are derived from Hub names, so that an undeclared family can be written."""
-        return self.names[0] in (HUB, LIVE, MLX)
+        return self.takes_any_model or self.names[0] == MLX
+
+    @property
+    def takes_any_model(self) -> bool:
+        """Whether it can store a model of which only the Hub's names are known."""
+        return self.names[0] in (HUB, LIVE)
 
 
 @dataclass(frozen=True)
