@@ -67,13 +67,15 @@ _GROUP = {
 def fit(request: Request) -> Request:
     """The request with a padded vocabulary. Raises ReshardError if Megatron-FSDP does not train such a model."""
     layout = request.options.layout
-    if layout.pp > 1 or layout.vpp > 1:
+    staged = {"--pp": layout.pp, "--vpp": layout.vpp}
+    asked = [flag for flag, count in staged.items() if count > 1]
+    if asked:
         raise ReshardError(
             "megatron-fsdp-without-stages",
             "Megatron-FSDP has no pipeline stages",
             rule="it shards every layer over all data-parallel ranks",
-            found=f"--pp {layout.pp}" if layout.pp > 1 else f"--vpp {layout.vpp}",
-            remedy="leave out --pp, --vpp and --stages",
+            found=" ".join(f"{flag} {staged[flag]}" for flag in asked),
+            remedy=f"leave out {' and '.join(asked)}",
         )
     fitted = of_megatron.fit(request)
     _refuse_unsaved(fitted)
