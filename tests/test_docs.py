@@ -221,9 +221,10 @@ def test_names_in_the_text_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", (ENGLISH, CHINESE), ids=name)
 def test_tables_are_those_of_reshard_support(page: Path) -> None:
     (formats,) = (table for table in tables(page) if len(table[0]) > 3)
-    for row, (shown, what, *cells) in zip(support()["formats"], formats[1:], strict=True):
+    for row, (shown, what, *cells, judged) in zip(support()["formats"], formats[1:], strict=True):
         assert shown == f"`{row['name']}`"
         assert page != ENGLISH or what == row["what"]
+        assert judged == ", ".join(row["judged"])
         for cell, is_so in zip(cells, (row["read"], row["written"]), strict=True):
             assert cell in READ_AND_WRITTEN[is_so]
 

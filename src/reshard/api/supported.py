@@ -31,6 +31,7 @@ def support() -> dict[str, list[dict[str, Any]]]:
             "what": each.what,
             "read": True,
             "written": each.target is not None,
+            "judged": [*each.judged],
             "aliases": [*each.aliases],
         }
         for each in FORMATS.values()

@@ -25,6 +25,7 @@ def command(json_output: bool) -> None:
             each["name"],
             each["what"],
             *("yes" if each[way] else "no" for way in ("read", "written")),
+            ", ".join(each["judged"]) or NOT_TESTED,
             ", ".join(each["aliases"]),
         )
         for each in content["formats"]
@@ -39,7 +40,7 @@ def command(json_output: bool) -> None:
         )
         for each in content["families"]
     ]
-    print_table(console, ("format", "what it is", "read", "written", "also named"), formats)
+    print_table(console, ("format", "what it is", "read", "written", "tested against", "also named"), formats)
     console.print()
     print_table(console, ("family", "architecture", "computed by", "tested against", "also named"), families)
     console.print()

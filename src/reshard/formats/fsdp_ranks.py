@@ -407,4 +407,5 @@ FORMAT = Format(
         *("fsdp_config.json", "data.pt"),
     ),
     seen={"verl": r"global_step_\d+/(?:actor|critic)|model_world_size_\d+_rank_\d+"},
+    judged=("torch", "accelerate", "verl"),
 )

@@ -80,4 +80,5 @@ FORMAT = Format(
     aliases=("lora",),
     files=("adapter_config.json", *FILES),
     seen={"LoRA adapter": r"adapter_(?:model|config)\.|(?:^|/)adapter(?:_\w+)?/?$"},
+    judged=("PEFT",),
 )

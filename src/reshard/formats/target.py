@@ -302,7 +302,8 @@ class Format:
     `parts` are patterns for the names of files that belong to a checkpoint but are not read to open it.
     `files` are names in the folder of a checkpoint, for which a web server without listings is asked. `naming` are
     those of JSON files that name others beside them, each with the function that finds these in its content.
-    `seen` are expressions for paths of such checkpoints in logs, by the names of the tools that write them.
+    `seen` are expressions for paths of such checkpoints in logs, by the names of the tools that write them. `judged`
+    are the tools that it is tested against: they wrote what is read, and load what is written.
     `detect` checks by file names whether a path is in this format; it is quick and does not raise. `open` reads only
     headers and metadata, through the sources that it gets, takes the requested iteration, or None, and raises
     ReshardError.
@@ -319,6 +320,7 @@ class Format:
     files: tuple[str, ...] = ()
     naming: Mapping[str, Callable[[Any], Iterable[str]]] = field(default_factory=dict)
     seen: Mapping[str, str] = field(default_factory=dict)
+    judged: tuple[str, ...] = ()
 
     @property
     def all_names(self) -> tuple[str, ...]:

@@ -20,4 +20,5 @@ FORMAT = Format(
     seen={
         "DeepSpeed": r"global_step\d+(?:/?$|/(?:mp_rank|zero_pp|bf16_zero))|_optim_states\.pt|zero_pp_rank"
     },
+    judged=("DeepSpeed",),
 )

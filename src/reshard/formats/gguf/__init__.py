@@ -13,6 +13,7 @@ FORMAT = Format(
     write.TARGET,
     aliases=("llama.cpp", "llama-cpp"),
     seen={"GGUF": r"(?i:\.gguf$|[-_]gguf\b)"},
+    judged=("llama.cpp",),
 )
 
 __all__ = ["FORMAT"]

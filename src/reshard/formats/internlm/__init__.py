@@ -18,4 +18,5 @@ FORMAT = Format(
         "schedulder.pt",  # as InternEvo spells it
     ),
     seen={"InternEvo": r"model_tp\d+_pp\d+\.pt|model_config\.pt"},
+    judged=("InternEvo",),
 )

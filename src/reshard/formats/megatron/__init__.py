@@ -72,6 +72,7 @@ TORCH_DIST = Format(
     parts=(*_OF_RUN, "metadata.json", ".metadata", "*.distcp", "common.pt"),
     files=(".metadata", "metadata.json", "common.pt", iterations.TRACKER),
     seen={"Megatron": r"iter_\d{7}|mp_rank_\d\d(?:_\d{3})?/model_optim|latest_checkpointed_iteration"},
+    judged=("megatron-core", "Megatron-Bridge", "NeMo"),
 )
 ZARR = Format(
     zarr.NAME,
@@ -81,6 +82,7 @@ ZARR = Format(
     aliases=("zarr",),
     instead=torch_dist.NAME,
     parts=(*_OF_RUN, "metadata.json", "common.pt", ".zarray"),
+    judged=("megatron-core",),
 )
 LEGACY = Format(
     legacy.NAME,
@@ -90,6 +92,7 @@ LEGACY = Format(
     Target(legacy.lay_out, names=("mcore",), sharded=True, fit=fit, notes=notes, load_with=load_with),
     aliases=("legacy", "mcore-legacy"),
     parts=(*_OF_RUN, "distrib_optim.pt", "model_optim_rng.pt"),
+    judged=("megatron-core",),
 )
 NEMO = Format(
     nemo_ranks.NAME,
@@ -99,6 +102,7 @@ NEMO = Format(
     instead=torch_dist.NAME,
     parts=("model_config.yaml",),
     seen={"NeMo": r"\.nemo$"},
+    judged=("NeMo",),
 )
 FSDP_DTENSOR = Format(
     fsdp_dtensor.NAME,
@@ -118,4 +122,5 @@ FSDP_DTENSOR = Format(
     aliases=("fsdp-dtensor", "mfsdp"),
     parts=(*_OF_RUN, ".metadata", "*.distcp"),
     files=(".metadata", iterations.TRACKER),
+    judged=("megatron-core", "megatron-fsdp"),
 )

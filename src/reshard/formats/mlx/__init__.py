@@ -15,6 +15,7 @@ FORMAT = Format(
     aliases=("mlx-lm",),
     parts=huggingface.FORMAT.parts,
     files=huggingface.FORMAT.files,
+    judged=("mlx-lm", "mlx-vlm"),
 )
 
 __all__ = ["FORMAT"]
