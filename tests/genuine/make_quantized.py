@@ -227,7 +227,7 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
     **{
         f"{how}-{bits}{'' if symmetric else '-asym'}": auto_round(how, bits, symmetric=symmetric)
         for how in ("auto_round", "auto_gptq")
-        for bits in (2, 3, 8)
+        for bits in (2, 3, 5, 8)
         for symmetric in (True, False)
     },
     "awq": awq,

@@ -29,7 +29,7 @@ KINDS = (
     Tested("AutoGPTQ", "4 bits", ("auto-round",)),
     Tested("AutoGPTQ", "2, 3 and 8 bits", ("auto-round",)),
     Tested("AutoGPTQ", "5 to 7 bits; gptq_v2"),
-    Tested("auto-round", "2, 3 and 8 bits (auto_gptq, auto_round)", ("auto-round",)),
-    Tested("auto-round", "4 to 7 bits (auto_gptq, auto_round); gptqmodel, auto_awq"),
+    Tested("auto-round", "2, 3, 5 and 8 bits (auto_gptq, auto_round)", ("auto-round",)),
+    Tested("auto-round", "4, 6 and 7 bits (auto_gptq, auto_round); gptqmodel, auto_awq"),
     Tested("bitsandbytes", "nf4, fp4, int8", ("bitsandbytes",)),
 )
