@@ -98,7 +98,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     "--quantize",
     type=click.Choice(quantizations()),
     metavar="KIND",
-    help="Quantize the linear layers of a Hugging Face output (fp8, fp8-ue8m0; mxfp4 is for gpt-oss only), "
+    help="Quantize the linear layers of a Hugging Face output (fp8, fp8-ue8m0, nvfp4; mxfp4 is for gpt-oss only), "
     "or choose the type of a GGUF output (f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, tq1_0, tq2_0, mxfp4), or the "
     "bits and the group of an MLX output (affine-2, -3, -4, -5, -6 or -8, in groups of 64, or affine-4-32 …).",
 )

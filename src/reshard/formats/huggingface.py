@@ -280,7 +280,7 @@ def laid_out(request: Request, metadata: Mapping[str, str], *, indexed: bool = F
     return files
 
 
-QUANTIZED = ("fp8", "fp8-ue8m0", "mxfp4")
+QUANTIZED = ("fp8", "fp8-ue8m0", "mxfp4", "nvfp4")
 """The values of `--quantize`: `model/quantizer.py` computes them."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 """Suffixes of files of weights on the Hub."""
