@@ -38,6 +38,10 @@ def as_pytorch_model(out: Path) -> None:
     (out / "model.safetensors").unlink()
 
 
+def unpacked(archive: str) -> Make:
+    return lambda out: shutil.unpack_archive(DATA / archive, out, "tar")
+
+
 def adapter(out: Path) -> None:
     """An adapter in PEFT's format."""
     reshard.convert(DATA / "megatron_lora" / "swift-tp2", out, to="peft", base=LLAMA, no_tokenizer=True)
@@ -62,6 +66,11 @@ ROADS: dict[str, Road] = {
     "torch_dist to shards": Road(copied(SWIFT), ("--max-shard-size", "20kB")),
     "legacy to torch_dist": Road(
         converted(MISTRAL, to="megatron-legacy", tp=2, pp=2), ("--to", "megatron", "--tp", "4")
+    ),
+    "zarr to safetensors": Road(copied("megatron_zarr/qwen2-tp2-pp2/zarr"), ()),
+    "nemo to torch_dist": Road(unpacked("nemo/ranks-tp2-pp2.nemo"), ("--to", "megatron", "--tp", "2")),
+    "megatron-fsdp to megatron-fsdp": Road(
+        copied("megatron_fsdp/qwen3"), ("--to", "megatron-fsdp", "--with-optimizer")
     ),
     "internlm to safetensors": Road(copied("internlm/internlm2-tp2pp2"), ("--verify",)),
     "internlm to internlm": Road(copied("internlm/llama-tp2"), ("--to", "internlm", "--pp", "2")),

@@ -54,7 +54,7 @@ class Types:
         if self.wanted and not castable(self.wanted):
             raise _no_such_dtype(wanted)
         counted: Counter[DType] = Counter()
-        for each in weights if self.wanted else ():
+        for each in weights:
             counted[each.dtype] += each.nbytes
         self.main = self.wanted or (counted.most_common(1)[0][0] if counted else dtype("float32"))
         self._are_halves = bool(counted) and not widened and counted.most_common(1)[0][0].itemsize == 2
