@@ -23,7 +23,7 @@ from reshard.containers.torchfiles.read import read_dict
 from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import folders_in
+from reshard.folders.places import check_open
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron.legacy import RankReader
 from reshard.formats.megatron.mcore import is_gated
@@ -95,9 +95,12 @@ def _files(folder: Path) -> Iterator[tuple[Rank, Path]]:
     if (folder / FILE).is_file():
         yield Rank(0, 0, 0), folder / FILE
         return
-    for child in folders_in(folder):
+    for child in sorted(folder.iterdir()):
         match = _FOLDER.fullmatch(child.name)
-        if match and (child / FILE).is_file():
+        if not match:
+            continue
+        check_open(child)
+        if (child / FILE).is_file():
             yield Rank(int(match[1]), int(match[2] or 0), 0), child / FILE
 
 

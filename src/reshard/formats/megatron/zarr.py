@@ -23,7 +23,7 @@ from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
 from reshard.containers.zarr import ZarrArray
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import folders_in
+from reshard.folders.places import check_open
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron.common import FILE as COMMON
 from reshard.formats.megatron.common import ReadChunk, read_common
@@ -47,7 +47,9 @@ def _holds(folder: Path) -> bool:
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the tracked (or the requested) iteration. Raises ReshardError naming all that is missing or damaged."""
     folder, step = iterations.choose(path, iteration)
-    inside = folders_in(folder)
+    inside = sorted(child for child in folder.iterdir() if child.is_dir())
+    for each in inside:
+        check_open(each)
     found = {each.name: _array(each, sources) for each in inside if _is_array(each)}
     if problems := [problem for each in found.values() if isinstance(each, list) for problem in each]:
         raise ReshardError(problems)
