@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,22 +35,31 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 
 def detect(path: Path) -> bool:
-    """Whether `path` is a folder whose weights MLX has written, or one such file, or the index of several."""
+    """Whether `path` is a folder whose weights MLX has written, or one such file, or the index of several.
+
+    Also if that cannot be read now: `open_checkpoint` finds out, or says what is wrong.
+    """
+    try:
+        return _is_marked(path)
+    except (OSError, ReshardError):
+        return True
+
+
+def _is_marked(path: Path) -> bool:
     if path.is_file() and path.name.endswith(".safetensors.index.json"):
         path = path.parent
     files = [path] if path.is_file() else sorted(path.glob("model*.safetensors"))
-    return bool(files) and files[0].suffix == ".safetensors" and _is_marked(files[0])
-
-
-def _is_marked(file: Path) -> bool:
-    with suppress(OSError, ReshardError), open_file(file) as opened:
+    if not files or files[0].suffix != ".safetensors":
+        return False
+    with open_file(files[0]) as opened:
         return MARK in opened.read(0, min(BEGIN, opened.size)).replace(b" ", b"")
-    return False
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
     found = huggingface.open_checkpoint(path, sources, iteration)
+    if not _is_marked(path):
+        return found
     config = _config(found.root, sources)
     quantization = _settings(config, found.root)
     weights = _Weights(found.tensors, quantization, str(path))
