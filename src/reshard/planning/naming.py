@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 
 from reshard.algebra.dtypes import DType, dtype
@@ -38,14 +38,14 @@ Typed = Callable[[str, tuple[int, ...]], DType]
 
 
 class Types:
-    """The dtype of each tensor of the output: the `wanted` one, or the stored one. `main` is that of most weights.
+    """The dtype of each tensor of the output: the `wanted` one, or the stored one.
 
     Routers that the source keeps in float32, beside `weights` of which most are in 16 bits, stay in float32. In a
     source that is in float32 throughout, or of a format that has `widened` them, they are weights like all others.
     """
 
     def __init__(
-        self, wanted: str | None, weights: Iterable[Logical | Tensor] = (), *, widened: bool = False
+        self, wanted: str | None, weights: Collection[Logical | Tensor] = (), *, widened: bool = False
     ) -> None:
         try:
             self.wanted = dtype(wanted) if wanted else None
@@ -53,11 +53,20 @@ class Types:
             raise _no_such_dtype(wanted) from None
         if self.wanted and not castable(self.wanted):
             raise _no_such_dtype(wanted)
+        self._weights, self._widened = weights, widened
+
+    @cached_property
+    def _stored(self) -> DType | None:
+        """The dtype of most weights."""
         counted: Counter[DType] = Counter()
-        for each in weights:
+        for each in self._weights:
             counted[each.dtype] += each.nbytes
-        self.main = self.wanted or (counted.most_common(1)[0][0] if counted else dtype("float32"))
-        self._are_halves = bool(counted) and not widened and counted.most_common(1)[0][0].itemsize == 2
+        return counted.most_common(1)[0][0] if counted else None
+
+    @property
+    def main(self) -> DType:
+        """The dtype of most weights of the output."""
+        return self.wanted or self._stored or dtype("float32")
 
     def of(self, name: str, stored: DType) -> DType:
         """The output dtype of tensor `name`."""
@@ -68,7 +77,9 @@ class Types:
     def _stays(self, name: str, stored: DType) -> bool:
         if name.endswith(KEEPS_ITS_DTYPE):
             return True
-        return self._are_halves and stored.name == "float32" and bool(ROUTER.search(name))
+        if stored.name != "float32" or self._widened or not ROUTER.search(name):
+            return False
+        return self._stored is not None and self._stored.itemsize == 2
 
 
 def recast(format: str, logical: LogicalTensors, types: Types) -> list[str]:
