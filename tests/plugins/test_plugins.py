@@ -73,7 +73,7 @@ def test_a_format_and_a_family_of_another_package(
 
     known = json.loads(run("support", "--json").stdout)
     what = "one file of bytes, and an index"
-    row = {"name": "toy", "what": what, "read": True, "written": True, "aliases": []}
+    row = {"name": "toy", "what": what, "read": True, "written": True, "judged": [], "aliases": []}
     assert row in known["formats"]
     assert "toy" in [family["name"] for family in known["families"]]
     done = run("convert", model, tmp_path / "toy", "--to", "toy")
