@@ -12,11 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from reshard.families.live import Live
 from reshard.families.renaming import Operation, Renaming
-
-MLX = "mlx"
-"""The names of a target that has them."""
 
 
 class Left(NamedTuple):
@@ -58,10 +54,6 @@ class Naming:
     def is_rounded(self) -> bool:
         """Whether a rule adds to tensors, which rounds them."""
         return any(operation["name"] == "Add" for rule in self.rules for operation in rule.operations)
-
-    def live(self, config: Mapping[str, Any]) -> Live:
-        """The same as names of a model in memory, into which weights of the Hub are put."""
-        return Live(None, config=config, table=self.rules)
 
     def leaves_out(self, name: str, config: Mapping[str, Any]) -> str | None:
         """The rule by which a tensor of the Hub is removed, or None."""

@@ -29,6 +29,7 @@ from reshard.formats import (
     not_found,
     peft,
     quantization,
+    tables,
     wrappers,
 )
 from reshard.formats.checkpoint import Checkpoint, States
@@ -51,6 +52,7 @@ FORMATS = Registry(
         fsdp_ranks.FORMAT,
         deepspeed.FORMAT,
         peft.FORMAT,
+        *tables.FORMATS,
         internlm.FORMAT,
         mlx.FORMAT,
         huggingface.FORMAT,

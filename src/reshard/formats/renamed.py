@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.renaming import GUARDED, Renaming, saved
 from reshard.formats.operations import Context, Tensors, UnfitError, convert
@@ -36,6 +38,20 @@ def to_hub(tensors: Iterable[Planned], rules: Rules, config: Mapping[str, Any]) 
     loaded = applied(given, rules, config)
     again = applied(loaded, saving, config, to_memory=False)
     return given if _are(again, given) else again
+
+
+def on_hub(tensors: Mapping[str, Tensor], rules: Rules, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors with a tool's names under the Hub's; `rules` make the tool's names of these.
+
+    Raises ReshardError if the tensors do not fit the rules.
+    """
+    named = [Planned(name, each.dtype, each.shape, partial(_view, each)) for name, each in tensors.items()]
+    found = applied(named, saved(rules), config, to_memory=False)
+    return {each.name: Tensor(each.dtype, each.source()) for each in found}
+
+
+def _view(tensor: Tensor) -> View:
+    return tensor.view
 
 
 def _tried(

@@ -20,8 +20,8 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, listed
 from reshard.families import live_names
 from reshard.families.family import MCORE
-from reshard.families.mlx import MLX
 from reshard.families.model import Model
+from reshard.families.renaming import Renaming
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, Optimizer
 from reshard.transfer.memory import NOTHING, Need
@@ -29,7 +29,7 @@ from reshard.transfer.plan import Command, OutputFile, Planned
 from reshard.transfer.sources import Sources
 
 HUB, LIVE = "hf", "live"
-"""The Hub's names, and those in the memory of transformers; MLX's are its own; all others are dialects of families."""
+"""The Hub's names, and those in the memory of transformers; all others are a format's own, or dialects of families."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -240,7 +240,7 @@ def nothing_else(request: Request) -> list[Command]:
     return []
 
 
-def nowhere(model: Model, name: str) -> None:
+def nowhere(request: Request, name: str) -> None:
     """No tensor is left out."""
 
 
@@ -249,7 +249,8 @@ class Target:
     """What a format can be written as.
 
     `lay_out` makes the files of a request. `names` are those of the Hub, of a live model, or the dialects of an engine,
-    of which the first that a family declares is used; `leaves_out` tells the rule by which a tensor has no place there.
+    of which the first that a family declares is used; or, for a format whose names `renames` makes of the Hub's for the
+    model of a config, None if it does not know that model. `leaves_out` tells the rule by which a tensor has no place.
     `sharded` says that the files belong to ranks, so that users can choose a layout. `states` are the optimizer states
     that it stores. `dtype` is the only dtype of its weights, if there is only one; `typed` gives each tensor its dtype,
     from that of most weights. `quantized` says that it can store the scales of a source, and `quantizes` are the values
@@ -274,7 +275,8 @@ class Target:
     embeds: bool = False
     suffix: str = ""
     judges_model: bool = True
-    leaves_out: Callable[[Model, str], str | None] = nowhere
+    renames: Callable[[Mapping[str, Any]], tuple[Renaming, ...] | None] | None = None
+    leaves_out: Callable[[Request, str], str | None] = nowhere
     fit: Callable[[Request], Request] = as_asked
     complete: Callable[[Request], Request] = as_asked
     need: Callable[[Request], Need] = no_memory
@@ -286,7 +288,7 @@ class Target:
     @property
     def keeps_names(self) -> bool:
         """Whether its names are derived from Hub names, so that an undeclared family can be written."""
-        return self.takes_any_model or self.names[0] == MLX
+        return self.takes_any_model or self.renames is not None
 
     @property
     def takes_any_model(self) -> bool:

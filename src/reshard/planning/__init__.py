@@ -403,7 +403,7 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
         dropped += lost_padding(checkpoint, model, lost, with_states=options.with_optimizer)
     request = replace(request, model=sized)
     logical = logical_tensors(replace(source, checkpoint=checkpoint, model=model))
-    names = names_of(format, request, logical, target.leaves_out)
+    names = names_of(format, request, logical, target)
     left = names.dropped(logical)
     dropped += left
     states, notes, replicas = {}, [], logical.replicas

@@ -14,9 +14,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.families import live_names
 from reshard.families.binding import Bound, Dropped
 from reshard.families.live import Live
-from reshard.families.mlx import MLX, naming
-from reshard.families.model import Model
-from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, MASTERS, ROUTER, PlannedStates, Request
+from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, MASTERS, ROUTER, PlannedStates, Request, Target
 from reshard.model import fused
 from reshard.model.logical import Logical, LogicalTensors
 from reshard.transfer.elements import castable
@@ -172,22 +170,17 @@ def _types(state: str) -> Types:
     return Types("float32" if state == MASTERS else None)
 
 
-def names_of(
-    format: str, request: Request, logical: LogicalTensors, leaves_out: Callable[[Model, str], str | None]
-) -> Names:
+def names_of(format: str, request: Request, logical: LogicalTensors, target: Target) -> Names:
     """How a format names the tensors of a model. Raises ReshardError for tensors that it cannot store."""
     model = request.model
     if request.dialect == HUB or request.is_in_memory:
         name = model.family.name if model else None
         return Names(live=live_names(request.config, name) if request.is_in_memory else None)
-    if request.dialect == MLX and (found := naming(request.config)):
-        rules = {name: found.leaves_out(name, request.config) for name in logical.tensors}
-        return Names(
-            live=found.live(request.config), left={name: rule for name, rule in rules.items() if rule}
-        )
+    left = {name: rule for name in logical.tensors if (rule := target.leaves_out(request, name))}
+    rules = target.renames(request.config) if target.renames else None
+    if rules is not None:
+        return Names(live=Live(None, config=request.config, table=rules), left=left)
     binding = request.declared.binding(request.dialect)
-    rules = {name: leaves_out(request.declared, name) for name in logical.tensors}
-    left = {name: rule for name, rule in rules.items() if rule}
     problems = [
         Problem(
             "tensor-has-no-place",

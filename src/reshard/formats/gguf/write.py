@@ -19,7 +19,6 @@ from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain import json_of
 from reshard.families.gguf import GGUF
-from reshard.families.model import Model
 from reshard.families.rope import rope_parameters
 from reshard.folders.companions import CONFIG
 from reshard.formats.gguf import container
@@ -137,8 +136,9 @@ def fit(request: Request) -> Request:
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def leaves_out(model: Model, name: str) -> str | None:
+def leaves_out(request: Request, name: str) -> str | None:
     """The rule for a tensor that llama.cpp's converter leaves out of the file of a language model."""
+    model = request.declared
     family = model.family
     if family.carried([name], native=False):
         return "the parts of a multimodal model besides its language model"

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.families import mlx
-from reshard.families.renaming import saved
 from reshard.folders.companions import CONFIG, read_object
 from reshard.folders.iterations import Iteration
 from reshard.folders.places import belongs
@@ -22,7 +19,6 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.mlx.modes import SMALL, Settings, settings_in
 from reshard.formats.mlx.weights import Parts, dequantized
 from reshard.stores import open_file
-from reshard.transfer.plan import Planned
 from reshard.transfer.sources import Sources
 
 NAME = "mlx"
@@ -69,26 +65,20 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     naming = mlx.naming(config)
     if naming is None:
         raise unknown_model(config, found.root, "convert the Hugging Face folder that it was made from")
-    live = naming.live(config)
-    planned = [Planned(name, t.dtype, t.shape, partial(_view, t)) for name, t in tensors.items()]
-    hub = renamed.applied(planned, saved(live.rules), config, to_memory=False)
+    hub = renamed.on_hub(tensors, naming.rules, config)
     if naming.is_rounded:
         notes.append("mlx-lm stores zero-centred norms plus one, which rounded them: one is subtracted again")
-    lacks = mlx.VISION in naming.left and not any(mlx.VISION.names.match(each.name) for each in hub)
+    lacks = mlx.VISION in naming.left and not any(map(mlx.VISION.names.match, hub))
     if lacks:
         notes.append("mlx-lm keeps only the language model: pass the model that it was made from with --base")
     return replace(
         found,
         format=NAME,
-        tensors={each.name: Tensor(each.dtype, each.source()) for each in hub},
+        tensors=hub,
         is_part=lacks,
         variant=", ".join(dict.fromkeys(map(str, weights.kinds))),
         notes=[*found.notes, *notes],
     )
-
-
-def _view(tensor: Tensor) -> View:
-    return tensor.view
 
 
 def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:

@@ -13,8 +13,9 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
 from reshard.families import mlx
+from reshard.families.renaming import Renaming
 from reshard.formats import huggingface
-from reshard.formats.mlx.folder import FLOATS, unknown_model
+from reshard.formats.mlx.folder import FLOATS, NAME, unknown_model
 from reshard.formats.mlx.modes import AFFINE, BITS, GROUPS, USUAL_BITS, USUAL_GROUP, Settings
 from reshard.formats.mlx.weights import Items, affine
 from reshard.formats.target import Request, Target
@@ -46,6 +47,17 @@ def _naming(request: Request) -> mlx.Naming:
         remedy = "pass --to huggingface, of which mlx_lm.convert makes an MLX folder if mlx-lm has the model"
         raise unknown_model(request.config, None, remedy)
     return found
+
+
+def renames(config: Mapping[str, Any]) -> tuple[Renaming, ...] | None:
+    """The rules that make MLX's names of the Hub's."""
+    found = mlx.naming(config)
+    return found.rules if found else None
+
+
+def leaves_out(request: Request, name: str) -> str | None:
+    """The rule for a tensor that mlx-lm removes."""
+    return _naming(request).leaves_out(name, request.config)
 
 
 def complete(request: Request) -> Request:
@@ -170,8 +182,10 @@ def afterwards(request: Request) -> Iterator[Command]:
 
 TARGET = Target(
     lay_out,
-    (mlx.MLX,),
+    (NAME,),
     quantizes=tuple(METHODS),
+    renames=renames,
+    leaves_out=leaves_out,
     fit=fit,
     complete=complete,
     notes=notes,
