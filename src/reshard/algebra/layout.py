@@ -7,6 +7,8 @@ from math import lcm
 
 from reshard.base.errors import Problem, ReshardError
 
+AXES = ("tp", "pp", "vpp", "ep", "etp")
+"""The axes by which a checkpoint is divided over ranks."""
 SEVERAL = 64
 """The most stages that a remedy names."""
 
@@ -31,7 +33,7 @@ class Layout:
 
     def as_dict(self) -> dict[str, int]:
         """The five sizes of a checkpoint, for `--json`."""
-        return {axis: getattr(self, axis) for axis in ("tp", "pp", "vpp", "ep", "etp")}
+        return {axis: getattr(self, axis) for axis in AXES}
 
     def __str__(self) -> str:
         return str(SavedLayout.of(self))

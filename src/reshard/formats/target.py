@@ -251,9 +251,10 @@ class Target:
     `lay_out` makes the files of a request. `names` are those of the Hub, of a live model, or the dialects of an engine,
     of which the first that a family declares is used; or, for a format whose names `renames` makes of the Hub's for the
     model of a config, None if it does not know that model. `leaves_out` tells the rule by which a tensor has no place.
-    `sharded` says that the files belong to ranks, so that users can choose a layout. `states` are the optimizer states
-    that it stores. `dtype` is the only dtype of its weights, if there is only one; `typed` gives each tensor its dtype,
-    from that of most weights. `quantized` says that it can store the scales of a source, and `quantizes` are the values
+    `layout` are the axes by which files belong to ranks, so that users can choose their sizes. `states` are the
+    optimizer states that it stores. `dtype` is the only dtype of its weights, if there is only one; `typed` gives each
+    tensor its dtype, from that of most weights. `quantized` says that it can store the scales of a source, and
+    `quantizes` are the values
     of `--quantize`. `embeds` says that config and tokenizer are in its files, and not beside them; a file with `suffix`
     may then be the complete output, and is not divided unless users ask for it. `judges_model` says that its engine
     computes what the entries of families describe.
@@ -266,7 +267,7 @@ class Target:
     lay_out: Callable[[Request], list[OutputFile]]
     names: tuple[str, ...] = (HUB,)
     holds: frozenset[Kind] = frozenset({Kind.MODEL})
-    sharded: bool = False
+    layout: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     dtype: str | None = None
     typed: Callable[[Request, DType], Callable[[str, tuple[int, ...]], DType]] | None = None

@@ -190,20 +190,27 @@ def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options
     return target
 
 
-def _flags(layout: Layout) -> str:
-    """The flags of a layout."""
+def _flags(layout: Layout, without: tuple[str, ...]) -> str:
+    """The flags of a layout, except those of some axes."""
     sizes = layout.as_dict() | {"etp": layout.etp if layout.etp != layout.tp else 1}
-    words = [f"--{axis} {size}" for axis, size in sizes.items() if size != 1]
-    return " ".join([*words, *([f"--stages {','.join(map(str, layout.stages))}"] if layout.stages else [])])
+    words = [f"--{axis} {size}" for axis, size in sizes.items() if size != 1 and axis not in without]
+    stages = f"--stages {','.join(map(str, layout.stages))}"
+    return " ".join([*words, *([stages] if layout.stages and "pp" not in without else [])])
+
+
+def _divided(target: Target) -> str:
+    """What a target has of a layout, in words."""
+    axes = ", ".join(f"--{axis}" for axis in target.layout)
+    return f"is divided over ranks by {axes} only" if axes else "has no parallel layout"
 
 
 def _unfit(format: Format, target: Target, kind: Kind, options: Options) -> Iterator[Problem]:
     chosen = f"--to {options.to}" if options.to else f"{format.name}, the default"
-    if not target.sharded and options.layout != Layout():
+    if beyond := _flags(options.layout, target.layout):
         yield Problem(
             "format-without-layout",
-            f"{format.name} has no parallel layout",
-            found=_flags(options.layout),
+            f"{format.name} {_divided(target)}",
+            found=beyond,
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
     if options.engine and MCORE not in target.names:

@@ -153,7 +153,7 @@ def facts(
     checkpoint: Checkpoint, format: Format, request: Request, dropped: Mapping[str, int]
 ) -> dict[str, Any]:
     """The facts that `reshard.json` records: what the output was made from, and what it contains."""
-    model, sharded = request.model, format.target and format.target.sharded
+    model, sharded = request.model, format.target and format.target.layout
     found: dict[str, Any] = {
         "reshard": __version__,
         "source": {

@@ -11,7 +11,14 @@ FORMAT = Format(
     "InternEvo checkpoint, a file for each rank (model_tp*_pp*.pt)",
     detect,
     open_checkpoint,
-    Target(lay_out, names=("internlm2", "internlm"), sharded=True, fit=fit, complete=complete, notes=notes),
+    Target(
+        lay_out,
+        names=("internlm2", "internlm"),
+        layout=("tp", "pp", "vpp"),
+        fit=fit,
+        complete=complete,
+        notes=notes,
+    ),
     aliases=("internevo",),
     parts=(
         *("optimizer_tp*.pt", "optimizer_wp*.pt", "gating_*.pt", "context.pt", "sampler.pt"),

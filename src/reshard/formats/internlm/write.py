@@ -7,7 +7,7 @@ Source: the requirements of `load_model_checkpoint` of InternEvo 0.4.9, and `par
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from reshard.algebra.dtypes import dtype
@@ -23,12 +23,13 @@ from reshard.formats.target import Request
 from reshard.transfer.plan import OutputFile, Planned
 
 HEAD = "output.weight"
+Splits = Callable[[str], Split | None]
 
 
 def fit(request: Request) -> Request:
     """Refuse models that InternEvo does not have, and layouts that do not divide its sizes; all problems at once."""
     d, layout = request.declared.dims, request.layout
-    problems = [*_layout_problems(d, layout)]
+    problems = [*shares(d, layout)]
     if d.experts:
         problems.append(
             _unknown(
@@ -46,17 +47,11 @@ def fit(request: Request) -> Request:
     return request
 
 
-def _layout_problems(d: Dims, layout: Layout) -> Iterator[Problem]:
-    shares = ("attention heads", d.heads), ("query groups", d.groups), ("the MLP's width", d.ffn)
+def shares(d: Dims, layout: Layout) -> Iterator[Problem]:
+    """A problem for each size that tensor-parallel ranks cannot share."""
+    sizes = ("attention heads", d.heads), ("query groups", d.groups), ("the MLP's width", d.ffn)
     rows = ("the vocabulary", d.vocab)
-    yield from misfits("--tp", layout.tp, [divided(*share) for share in (*shares, rows)])
-    if layout.ep > 1:
-        yield Problem(
-            "internlm-model-without-experts",
-            "the model has no experts",
-            found=f"--ep {layout.ep}",
-            remedy="leave out --ep",
-        )
+    yield from misfits("--tp", layout.tp, [divided(*size) for size in (*sizes, rows)])
 
 
 def _unknown(code: str, message: str, found: str | None = None) -> Problem:
@@ -101,7 +96,7 @@ def lay_out(request: Request) -> list[OutputFile]:
         stage, key = _place(tensor.name, places, layout)
         held.setdefault(stage, []).append((key, tensor))
     files = [
-        _rank_file(f"model_tp{tp}_pp{stage}.pt", held[stage], tp, layout.tp)
+        rank_file(f"model_tp{tp}_pp{stage}.pt", held[stage], split_of_new, tp, layout.tp)
         for stage in range(layout.pp)
         for tp in range(layout.tp)
     ]
@@ -166,16 +161,21 @@ def split_of_new(name: str) -> Split | None:
     return Split(0) if name in HEADS else split_of(place_of(name).module, weight_parallel=False)
 
 
-def _rank_file(path: str, held: list[tuple[str, Planned]], tp: int, ranks: int) -> OutputFile:
-    image = layout_torch_file(OrderedDict(_shards(held, tp, ranks)))
+def rank_file(
+    path: str, held: Iterable[tuple[str, Planned]], split_of: Splits, tp: int, ranks: int
+) -> OutputFile:
+    """The file of one of `ranks`, with its shards of the tensors in `held`, by their keys."""
+    image = layout_torch_file(OrderedDict(_shards(held, split_of, tp, ranks)))
     blocks = list(blocks_of((slot.key, slot) for slot in image.slots))
     return OutputFile(path, image.size, blocks, lambda: iter(image.literals))
 
 
-def _shards(held: list[tuple[str, Planned]], tp: int, ranks: int) -> Iterator[tuple[str, NewTensor]]:
+def _shards(
+    held: Iterable[tuple[str, Planned]], split_of: Splits, tp: int, ranks: int
+) -> Iterator[tuple[str, NewTensor]]:
     """One rank's shards of the tensors of its stage; the bias of a row-parallel linear is on the first rank only."""
     for key, tensor in held:
-        split = split_of_new(tensor.name)
+        split = split_of(tensor.name)
         if split or tp == 0 or not tensor.name.endswith("bias"):
             part = shard_of(tensor, split, tp, ranks)
             yield key, NewTensor(part, part.dtype, part.shape)

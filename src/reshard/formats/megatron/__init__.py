@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reshard.algebra.layout import AXES
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
@@ -61,7 +62,7 @@ TORCH_DIST = Format(
         torch_dist.lay_out,
         names=("mcore",),
         holds=frozenset({Kind.MODEL, Kind.ADAPTER}),
-        sharded=True,
+        layout=AXES,
         states=(*MOMENTS, MASTERS),
         fit=fit,
         complete=complete,
@@ -89,7 +90,7 @@ LEGACY = Format(
     "Megatron legacy checkpoint, a file for each rank (mp_rank_*)",
     legacy.detect,
     legacy.open_checkpoint,
-    Target(legacy.lay_out, names=("mcore",), sharded=True, fit=fit, notes=notes, load_with=load_with),
+    Target(legacy.lay_out, names=("mcore",), layout=AXES, fit=fit, notes=notes, load_with=load_with),
     aliases=("legacy", "mcore-legacy"),
     parts=(*_OF_RUN, "distrib_optim.pt", "model_optim_rng.pt"),
     judged=("megatron-core",),
@@ -112,7 +113,7 @@ FSDP_DTENSOR = Format(
     Target(
         fsdp_dtensor_writing.lay_out,
         names=("mcore",),
-        sharded=True,
+        layout=AXES,
         states=MOMENTS,
         dtype="float32",
         fit=fsdp_dtensor_writing.fit,
