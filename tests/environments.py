@@ -83,6 +83,7 @@ ENVIRONMENTS = {
         ("llmcompressor==0.14.0.1", "auto-round==0.16.1"),
         on=TESTS,
     ),
+    "meta": Environment((), ("llama-models==0.3.0", "fairscale==0.4.13"), on=TESTS),
     "modelopt": Environment(
         ("omegaconf", "pulp<4", "scipy", "pydantic", "nvidia-ml-py", "regex"),
         ("nvidia-modelopt==0.47.0",),

@@ -238,13 +238,20 @@ CASES: dict[str, list[Case]] = {
         )
     ],
     "delta-net-layout-unsupported": [Case({"src": "qwen3_next"}, "convert src dst --to megatron-legacy")],
+    "meta-model-unsupported": [
+        Case(
+            {"src": "llama"},
+            "convert src dst --to meta",
+            {"--to": "dcp"},
+            config(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}),
+        )
+    ],
     "internevo-layout-fixed": [Case(EVO, f"{TO_EVO} --pp 2 --stages 1,1")],
     "internlm-layers-not-divisible": [
         Case(EVO, f"{TO_EVO} --pp 6"),
         Case(EVO, f"{TO_EVO} --pp 2 --vpp 3"),
         Case(EVO, f"{TO_EVO} --pp 6 --vpp 2"),
     ],
-    "internlm-model-without-experts": [Case(EVO, f"{TO_EVO} --ep 2")],
     "internlm-iteration-not-found": [
         Case({"src": "data internlm/internlm2-tp2pp2"}, "convert src dst --no-tokenizer --iteration 9")
     ],

@@ -53,7 +53,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"model": STATE, "step": 3}, folder / "nested.pt")
     (folder / "folder-of-plain").mkdir()
     torch.save(STATE, folder / "folder-of-plain" / "plain.pt")
-    torch.save({"tok_embeddings.weight": torch.ones(8, 4)}, folder / "consolidated.00.pth")
     torch.save(STATE, folder / "old.pth", _use_new_zipfile_serialization=False)
     torch.save({"transformer.h.0.mlp.fc_1.weight": torch.ones(8, 4)}, folder / "lit_model.pth")
     torch.save(
@@ -95,7 +94,6 @@ KINDS = {
     "tensorrt": "foreign-tensorrt-llm",
     "mistral": "foreign-mistral",
     "step100": "foreign-olmo-core",
-    "consolidated.00.pth": "foreign-meta",
     "old.pth": "foreign-torch-legacy",
     "module.pt": "foreign-torch-module",
     "script.pt": "foreign-torchscript",

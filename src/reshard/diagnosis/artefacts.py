@@ -31,7 +31,7 @@ def _kind(name: str, pattern: str, way_out: str, sought: str = "") -> Kind:
 
 
 _OTHERS = (
-    _kind("original Llama", r"(?:^|/)(?:consolidated\.\d\d\.pth|params\.json)$", "meta", "sought-meta"),
+    _kind("original Llama", r"(?:^|/)(?:consolidated\.\d\d\.pth|params\.json)$", "convert", "sought-meta"),
     _kind("Lightning", r"\.ckpt$", "lightning"),
 )
 """Those that are not among the formats."""

@@ -102,13 +102,6 @@ OLD_TORCH = Kind(
     "rewrite it: torch.save(torch.load({its_path}, weights_only=True), {new_folder} + '/pytorch_model.bin'), "
     "then run: reshard inspect {folder}",
 )
-META = Kind(
-    "foreign-meta",
-    "this is a checkpoint in the format of Meta's own Llama code",
-    "use the model's Hugging Face folder, from the same repository of the Hub; if only this format is left, "
-    "transformers 4 converts it: python -m transformers.models.llama.convert_llama_weights_to_hf "
-    "--input_dir {its_folder} --model_size 8B --llama_version 3.1 --output_dir OUT",
-)
 SCRIPT = Kind(
     "foreign-torchscript",
     "this is a TorchScript program",
@@ -186,7 +179,6 @@ ARCHIVE = r"(?s).+\.nemo"
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"/data.pkl"
 FILES = (
-    Sign(META, name=r"consolidated\.\d\d\.pth", begin=rb"(?s)."),
     Sign(LITGPT, name=r"lit_model\.pth", begin=rb"(?s)."),
     Sign(ARRAYS, member=b".npy"),
     Sign(SCRIPT, directory=b"/code/__torch__"),
@@ -200,8 +192,7 @@ FILES = (
     Sign(COMPRESSED_NEMO, name=ARCHIVE, begin=rb"\x1f\x8b", tar=True),
     Sign(NEMO, name=ARCHIVE, begin=rb"(?!PK\x03\x04)", tar=True),
 )
-"""The first that fits counts; `(?s).` fits all but empty files. Meta's code saves a file for each model-parallel rank
-(llama/generation.py)."""
+"""The first that fits counts; `(?s).` fits all but empty files."""
 FOLDERS = (
     (("_CHECKPOINT_METADATA",), ORBAX),
     (("_METADATA", "manifest.ocdbt"), ORBAX),
@@ -234,7 +225,6 @@ CODES = {
         LIGHTNING,
         TORCH,
         OLD_TORCH,
-        META,
         SCRIPT,
         MODULE,
         ONNX,

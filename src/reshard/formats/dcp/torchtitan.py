@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from reshard.algebra.tensors import Cells, Tensor
+from reshard.algebra.tensors import Tensor
 from reshard.families.torchtitan import EMBEDDING, TORCHTITAN
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.copies import same_bytes
 
 HEAD = "lm_head.weight"
 ROUTER_BIASES = "load-balancing biases of routers"
@@ -41,7 +42,9 @@ def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
     if EMBEDDING not in checkpoint.tensors:
         return None
     tensors, dropped = respelled(checkpoint.tensors), Counter(checkpoint.dropped)
-    if tied_head(tensors):
+    if HEAD in tensors and same_bytes(
+        tensors[HEAD], tensors[EMBEDDING]
+    ):  # torchtitan stores a tied head twice
         dropped["the tied head, stored twice"] += tensors.pop(HEAD).nbytes
     notes = [*checkpoint.notes, *([BALANCING] if dropped[ROUTER_BIASES] else [])]
     return replace(checkpoint, dialect=TORCHTITAN, tensors=tensors, states={}, dropped=dropped, notes=notes)
@@ -70,19 +73,3 @@ def _spelled(name: str) -> str:
         if pattern.fullmatch(name):
             return pattern.sub(newer, name)
     return name
-
-
-def tied_head(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the head is a copy of the embedding, which torchtitan stores twice: compares the chunks' checksums."""
-    return HEAD in tensors and EMBEDDING in tensors and _marks(tensors[HEAD]) == _marks(tensors[EMBEDDING])
-
-
-def _marks(tensor: Tensor) -> list[tuple[object, ...]] | object:
-    """What identifies the elements of a tensor: place, size and CRC32 of each chunk."""
-    marks: list[tuple[object, ...]] = []
-    for piece in tensor.view.pieces:
-        if not isinstance(piece.source, Cells) or piece.source.storage.crc32 is None:
-            return object()  # unequal to everything
-        storage, dtype = piece.source
-        marks.append((piece.at, piece.start, piece.axes, dtype, storage.nbytes, storage.crc32))
-    return sorted(marks, key=str)

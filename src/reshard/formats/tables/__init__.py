@@ -6,8 +6,9 @@ Each module declares which files a checkpoint has, how ranks cut its tensors, an
 
 from __future__ import annotations
 
+from reshard.formats.tables import meta
 from reshard.formats.target import Format
 
-FORMATS: tuple[Format, ...] = ()
+FORMATS: tuple[Format, ...] = (meta.FORMAT,)
 
 __all__ = ["FORMATS"]

@@ -1,0 +1,318 @@
+"""The format of Meta's own Llama code: a file for each model-parallel rank, and `params.json`.
+
+    consolidated.00.pth      rank 0's parts of the tensors, a plain state dict
+    params.json              the sizes of the model
+
+torchtune's FullModelMetaCheckpointer has `model-00001-of-00001.bin` (since 0.5), or `meta_model_<epoch>.pt`, with the
+same content. Names are those that InternLM2 took over, and query and key rows are in pairs. Rows of the embedding are
+divided over ranks, as in Llama 3, or columns, as in Llama 2. Sources: `models/llama3/{args,model}.py` and
+`checkpoint.py` of llama-models 0.3, `llama/model.py` of Llama 2, torchtune 0.6 `training/checkpointing`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reshard.algebra.layout import Layout, SavedLayout
+from reshard.algebra.tensors import Replica, Tensor
+from reshard.base.errors import Problem, ReshardError
+from reshard.base.plain import to_json
+from reshard.families.internevo import dialect
+from reshard.families.rope import rope_parameters
+from reshard.families.rules import Dims
+from reshard.folders import iterations
+from reshard.folders.companions import read_object
+from reshard.folders.iterations import Iteration
+from reshard.formats import huggingface
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.copies import same_bytes
+from reshard.formats.internlm.internevo import place_of, split_of
+from reshard.formats.internlm.write import rank_file, shares
+from reshard.formats.sharding import Split
+from reshard.formats.tables.ranks import COPY, Joined, files_of_ranks
+from reshard.formats.target import Format, Request, Target
+from reshard.transfer.plan import OutputFile
+from reshard.transfer.sources import Sources
+
+NAME = "meta"
+PARAMS = "params.json"
+RANKS = re.compile(r"consolidated\.(\d\d)\.pth")
+OF_TORCHTUNE = re.compile(r"model-00001-of-00001\.bin|meta_model_\d+\.pt")
+NAMES = dialect("internlm2", interleaved=True)
+EMBEDDING, HEAD, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
+OUTPUT = "layers.0.attention.wo.weight"
+FREQUENCIES = "rope.freqs"
+SIZES = ("dim", "n_layers", "n_heads")
+LLAMA_3 = 128256
+"""The size of Llama 3's vocabulary, which tells it from Llama 2."""
+SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 8192}
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder has the files of ranks, and no other weights, or is one of these files."""
+    if path.is_file():
+        return bool(RANKS.fullmatch(path.name)) or _is_of_torchtune(path)
+    own = any(map(RANKS.fullmatch, (each.name for each in path.glob("consolidated.*.pth"))))
+    return (own or _of_torchtune(path) is not None) and not huggingface.detect(path)
+
+
+def _is_of_torchtune(file: Path) -> bool:
+    return bool(OF_TORCHTUNE.fullmatch(file.name)) and (file.parent / PARAMS).is_file()
+
+
+def _of_torchtune(folder: Path) -> Path | None:
+    """The file with which torchtune replaces those of Meta; its names count epochs."""
+    found = (each for pattern in ("model-*.bin", "meta_model_*.pt") for each in folder.glob(pattern))
+    return max(filter(_is_of_torchtune, found), default=None)
+
+
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
+    """Open the files of all ranks. Raises ReshardError for those that are missing or do not fit."""
+    iterations.refuse(path, iteration, "a checkpoint in the format of Meta")
+    folder = path if path.is_dir() else path.parent
+    params = _params(folder, sources)
+    files = _files(path, folder)
+    contents = [huggingface.read_weights(file, sources) for file in files]
+    dropped = Counter({"rotary buffers": sum(_without_frequencies(content) for content in contents)})
+    _check_count(folder, params, contents)
+    joined = Joined(contents, partial(_split_of, by_columns=_by_columns(contents[0])))
+    tensors = joined.tensors()
+    copies = [*_tied(tensors)]
+    dropped["the tied head, stored twice"] = sum(each.second.nbytes for each in copies)
+    config = _config(params, tensors, tied=HEAD not in tensors)
+    return Checkpoint(
+        path=path,
+        format=NAME,
+        dialect=NAMES,
+        tensors=tensors,
+        root=folder,
+        layout=SavedLayout.of(Layout(tp=len(files))),
+        config=config,
+        dropped=+dropped,
+        replicas=[*joined.replicas, *copies],
+        problems=joined.problems,
+        notes=list(_assumed(params, config)),
+    )
+
+
+def _tied(tensors: dict[str, Tensor]) -> Iterator[Replica]:
+    """Removes a head that is a copy of the embedding, as in the releases of Llama 3.2, which tie them."""
+    if HEAD in tensors and EMBEDDING in tensors and same_bytes(tensors[HEAD], tensors[EMBEDDING]):
+        yield Replica(EMBEDDING, tensors[EMBEDDING], tensors.pop(HEAD), "a tied head equals the embedding")
+
+
+def _files(path: Path, folder: Path) -> list[Path]:
+    if path.is_file() and not RANKS.fullmatch(path.name):
+        return [path]
+    of_torchtune = _of_torchtune(folder)
+    is_own = any(folder.glob("consolidated.*.pth"))
+    return [of_torchtune] if of_torchtune and not is_own else files_of_ranks(folder, RANKS)
+
+
+def _params(folder: Path, sources: Sources) -> Mapping[str, Any]:
+    path = folder / PARAMS
+    found = read_object(path, sources) if path.is_file() else {}
+    wrong = [key for key in SIZES if type(found.get(key)) is not int or found[key] < 1]
+    if wrong:
+        raise ReshardError(
+            "meta-params-unusable",
+            "params.json does not have the sizes of the model",
+            file=str(path),
+            rule="it says how many heads share the rows of a projection",
+            expected=f"{', '.join(SIZES)} as positive integers",
+            found=f"{', '.join(f'{key} {found.get(key)!r}' for key in wrong)}" if found else "no such file",
+            remedy="copy it from where the weights were saved or downloaded",
+        )
+    return found
+
+
+def _without_frequencies(content: dict[str, Tensor]) -> int:
+    """Remove Llama 2's buffer of rotary frequencies; returns its bytes."""
+    return content.pop(FREQUENCIES).nbytes if FREQUENCIES in content else 0
+
+
+def _check_count(folder: Path, params: Mapping[str, Any], contents: list[dict[str, Tensor]]) -> None:
+    """Raise ReshardError if the last ranks are missing, which only the sizes tell."""
+    part = contents[0].get(OUTPUT)
+    columns = part.shape[1] if part and len(part.shape) == 2 else 0
+    ranks = params["dim"] // columns if columns else len(contents)
+    if ranks > len(contents):
+        raise ReshardError(
+            "rank-file-missing",
+            "the files of some ranks are missing",
+            tensor=OUTPUT,
+            file=str(folder),
+            rule=f"the parts of all ranks make up {params['dim']} columns, the dim of {PARAMS}",
+            expected=f"{ranks} files consolidated.*.pth",
+            found=f"{len(contents)}, with {columns} columns each",
+            remedy=COPY,
+        )
+
+
+def _by_columns(content: Mapping[str, Tensor]) -> bool:
+    """Whether the embedding is divided by its columns."""
+    table, norm = content.get(EMBEDDING), content.get(NORM)
+    return table is not None and norm is not None and table.shape[-1:] != norm.shape
+
+
+def _split_of(name: str, *, by_columns: bool) -> Split | None:
+    """How model parallelism divides a tensor."""
+    if name == EMBEDDING:
+        return Split(1) if by_columns else Split(0)
+    return Split(0) if name == HEAD else split_of(place_of(name).module, weight_parallel=False)
+
+
+def _config(params: Mapping[str, Any], tensors: Mapping[str, Tensor], *, tied: bool) -> dict[str, Any]:
+    """The config.json of the model. What `params` do not record is that of the release with this vocabulary."""
+    table = tensors.get(EMBEDDING)
+    widths = (tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".w1.weight"))
+    vocab = table.shape[0] if table and table.shape else params.get("vocab_size")
+    is_3, is_scaled = vocab == LLAMA_3, bool(params.get("use_scaled_rope"))
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": params["dim"],
+        "intermediate_size": next(widths, None),
+        "num_hidden_layers": params["n_layers"],
+        "num_attention_heads": params["n_heads"],
+        "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
+        "rms_norm_eps": params.get("norm_eps", 1e-5),
+        "max_position_embeddings": 131072 if is_scaled else 8192 if is_3 else 4096,
+        "hidden_act": "silu",
+        "rope_theta": params.get("rope_theta") or (500000.0 if is_3 else 10000.0),
+        "rope_scaling": {**SCALED, "factor": 32.0 if tied else 8.0} if is_scaled else None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": tied,
+    }
+    ids = {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]} if is_3 else {}
+    return config | ids
+
+
+def _assumed(params: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    """What the config has that is not recorded."""
+    longest, theta = config["max_position_embeddings"], config["rope_theta"]
+    rope = "" if params.get("rope_theta") else f" and a rope_theta of {theta:g}"
+    yield (
+        f"{PARAMS} does not record all of the config: a longest context of {longest}{rope} is assumed, as in the "
+        "releases of Llama (--base DIR has the model's own config)"
+    )
+    if scaling := config["rope_scaling"]:
+        tied = "tied" if config["tie_word_embeddings"] else "of its own"
+        yield (
+            f"{PARAMS} does not record the factor of the scaled rope: {scaling['factor']:g} is assumed, as in the "
+            f"releases of Llama 3 whose head is {tied}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def fit(request: Request) -> Request:
+    """Refuse models that Meta's code does not build, and ranks that do not divide its sizes; all problems at once."""
+    d = request.declared.dims
+    problems = [*shares(d, request.layout), *_unlike(d, request.config)]
+    if problems:
+        raise ReshardError(problems)
+    return request
+
+
+def _unlike(d: Dims, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of what params.json cannot say."""
+    scaling = rope_parameters(config)
+    kind = scaling.get("rope_type", "default")
+    odd = {
+        "heads that together are as wide as the model": ""
+        if d.heads * d.head_dim == d.hidden
+        else f"{d.heads} heads of {d.head_dim} in a width of {d.hidden}",
+        "a plain rope, or Llama 3's scaled one": ""
+        if kind == "default" or {**SCALED, **scaling} == {**scaling, **SCALED}
+        else f"rope_type {kind!r}",
+    }
+    for expected, found in odd.items():
+        if found:
+            yield Problem(
+                "meta-model-unsupported",
+                "Meta's code does not build this model",
+                rule=f"{PARAMS} has few settings, and the model must compute the same",
+                expected=expected,
+                found=found,
+                remedy="choose another format with --to",
+            )
+
+
+def complete(request: Request) -> Request:
+    """The request with a tied head as a tensor of its own: Meta's code always has one."""
+    table = next(tensor for tensor in request.tensors if tensor.name == EMBEDDING)
+    head = [table._replace(name=HEAD)] if request.tied else []
+    return replace(request, tensors=[*request.tensors, *head])
+
+
+def lay_out(request: Request) -> list[OutputFile]:
+    """A file for each rank, and params.json."""
+    ranks = request.layout.tp
+    held = [(tensor.name, tensor) for tensor in request.tensors]
+    is_llama_2 = request.declared.dims.vocab < LLAMA_3 and not request.tied
+    split = partial(_split_of, by_columns=is_llama_2)
+    files = [rank_file(f"consolidated.{rank:02d}.pth", held, split, rank, ranks) for rank in range(ranks)]
+    return [*files, OutputFile.of_bytes(PARAMS, to_json(_new_params(request)))]
+
+
+def _new_params(request: Request) -> dict[str, Any]:
+    d, config = request.declared.dims, request.config
+    rope = rope_parameters(config)
+    return {
+        "dim": d.hidden,
+        "n_layers": d.layers,
+        "n_heads": d.heads,
+        "n_kv_heads": d.groups,
+        "vocab_size": d.vocab,
+        **settings_of_width(d.hidden, d.ffn),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "use_scaled_rope": rope.get("rope_type") == SCALED["rope_type"],
+    }
+
+
+def settings_of_width(hidden: int, width: int) -> dict[str, Any]:
+    """The settings of which Meta's code computes the `width` of the MLP: those of a release, or others that fit."""
+    usual = ((multiple, factor) for multiple in (256, 1024, 4096) for factor in (None, 1.0, 1.3, 1.5))
+    step = width & -width
+    fitted = step, (width - step // 2 + 0.25) / int(8 * hidden / 3)
+    found = next(each for each in (*usual, fitted) if _width_of(hidden, *each) == width)
+    return dict(zip(("multiple_of", "ffn_dim_multiplier"), found, strict=True))
+
+
+def _width_of(hidden: int, multiple: int, factor: float | None) -> int:
+    width = int(8 * hidden / 3)
+    width = width if factor is None else int(factor * width)
+    return multiple * -(-width // multiple)
+
+
+def notes(request: Request) -> list[str]:
+    """What users should know of what Meta's code computes."""
+    factor = rope_parameters(request.config).get("factor", 8)
+    return (
+        [f"Meta's code scales the rope by 8, and not by the {factor:g} of config.json"] if factor != 8 else []
+    )
+
+
+FORMAT = Format(
+    NAME,
+    "Meta's own Llama files, one for each rank (consolidated.*.pth)",
+    detect,
+    open_checkpoint,
+    Target(lay_out, names=(NAMES.name,), layout=("tp",), fit=fit, complete=complete, notes=notes),
+    aliases=("llama", "consolidated"),
+    parts=("checklist.chk", "consolidated.*.pth"),
+    files=("consolidated.00.pth", PARAMS),
+    judged=("llama-models",),
+)
