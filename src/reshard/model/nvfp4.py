@@ -16,7 +16,7 @@ import numpy as np
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import FEW, Computed, Read, Tensor, least_room
 from reshard.algebra.views import View
-from reshard.base.errors import ReshardError
+from reshard.formats.quantization import not_finite
 from reshard.model.blocks import STEP, Blocks, Floats, codes_of, nearest_codes, small_floats
 from reshard.transfer.elements import as_float, cast
 from reshard.transfer.memory import Need, most
@@ -73,7 +73,7 @@ class GlobalScale(Computed):
                 high = (raw & raw.dtype.type((1 << (8 * raw.itemsize - 1)) - 1)).max(keepdims=True)
                 largest = np.maximum(largest, as_float(high, tensor.dtype).astype(np.float32))
             if not np.isfinite(largest[0]):
-                raise _nonfinite(name, tensor)
+                raise not_finite(name, tensor, "NVFP4")
         with np.errstate(over="ignore"):
             least = np.float32(np.finfo(np.float16 if kind.name == "float16" else np.float32).tiny)
             inverse = _in(
@@ -81,17 +81,6 @@ class GlobalScale(Computed):
             )  # as torch divides a number by a tensor
             scale = _in(inverse * _LARGEST, kind)
         return np.where(np.isfinite(scale), scale, np.float32(1))
-
-
-def _nonfinite(name: str, tensor: Tensor) -> ReshardError:
-    return ReshardError(
-        "quantized-source-not-finite",
-        "a weight contains NaN or Inf",
-        tensor=name,
-        file=tensor.file,
-        rule="NVFP4 cannot store NaN or Inf, which would become numbers",
-        remedy="use an earlier iteration, or leave out --quantize",
-    )
 
 
 def _in(values: Floats, kind: DType) -> Floats:

@@ -18,7 +18,7 @@ from reshard.algebra.tensors import FEW, Computed, Read, Tensor, least_room
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.quantization import blocks_told, part_of
+from reshard.formats.quantization import blocks_told, not_finite, part_of
 from reshard.model import nvfp4
 from reshard.model.blocks import STEP, Blocks, Floats, codes_of, nearest_codes, small_floats
 from reshard.model.nvfp4 import Nvfp4
@@ -106,7 +106,7 @@ class _Quantized(Computed):
         largest = blocks.largest(raw, first, last)
         floats = as_float(largest, weight.dtype).astype(np.float32, copy=False)
         if self._method.finite and not np.isfinite(floats).all():
-            raise self._nonfinite()
+            raise not_finite(self._name, self.inputs[0], "MXFP4")
         return raw, begin, floats
 
     def _room(self, scales: int, rows: int) -> int:
@@ -114,16 +114,6 @@ class _Quantized(Computed):
         blocks = self._blocks
         read = rows * blocks.columns * self.inputs[0].dtype.itemsize
         return read + scales * blocks.across * 32 + max(STEP, blocks.columns) * 48
-
-    def _nonfinite(self) -> ReshardError:
-        return ReshardError(
-            "quantized-source-not-finite",
-            "a weight contains NaN or Inf",
-            tensor=self._name,
-            file=self.inputs[0].file,
-            rule="MXFP4 cannot store NaN or Inf, which would become numbers",
-            remedy="use an earlier iteration, or leave out --quantize",
-        )
 
 
 class QuantizedScales(_Quantized):

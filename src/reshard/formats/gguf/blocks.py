@@ -16,6 +16,7 @@ from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
 from reshard.base.installing import install_command
 from reshard.formats.gguf.values import MXFP4, READ, Kind
+from reshard.formats.quantization import not_finite
 
 FLOAT32, UINT8 = dtype("float32"), dtype("uint8")
 Array = np.ndarray[Any, Any]
@@ -83,19 +84,9 @@ class Blocks(Computed):
             high = min(low + STEP // wide, last - first)
             part = raw[low * wide : high * wide].reshape(1, -1)
             if not np.isfinite(part).all():
-                raise self._nonfinite()
+                raise not_finite(self._name, self.inputs[0], self._kind.name)
             out[low * size : high * size] = _call("quantize", self._kind, part).reshape(-1)
         return out[begin - first * size : end - first * size]
-
-    def _nonfinite(self) -> ReshardError:
-        return ReshardError(
-            "quantized-source-not-finite",
-            "a weight contains NaN or Inf",
-            tensor=self._name,
-            file=self.inputs[0].file,
-            rule=f"{self._kind.name} cannot store NaN or Inf, which would become numbers",
-            remedy="use an earlier iteration, or leave out --quantize",
-        )
 
 
 class Elements(Computed):

@@ -9,8 +9,8 @@ import numpy as np
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import FEW, Computed, Read, Tensor
 from reshard.algebra.views import View
-from reshard.base.errors import ReshardError
 from reshard.formats.mlx.modes import SMALL, Array, Settings, packed, quantized, unpacked
+from reshard.formats.quantization import not_finite
 from reshard.transfer.elements import RAW, as_float, cast
 from reshard.transfer.overflow import Overflows
 
@@ -108,23 +108,13 @@ class _Quantized(Computed):
         for low in range(0, last - first, step):
             floats = as_float(raw[low : low + step], weight.dtype).astype(np.float32, copy=False)
             if not np.isfinite(floats).all():
-                raise self._nonfinite()
+                raise not_finite(self._name, self.inputs[0], "affine weights")
             out[low : low + step] = self._part(floats, read)
         return out.reshape(-1)[begin - first * each : end - first * each]
 
     def _part(self, floats: Array, read: Read) -> Array:
         """The items of some groups."""
         raise NotImplementedError
-
-    def _nonfinite(self) -> ReshardError:
-        return ReshardError(
-            "quantized-source-not-finite",
-            "a weight contains NaN or Inf",
-            tensor=self._name,
-            file=self.inputs[0].file,
-            rule="affine weights cannot store NaN or Inf, which would become numbers",
-            remedy="use an earlier iteration, or leave out --quantize",
-        )
 
 
 class Items(_Quantized):
