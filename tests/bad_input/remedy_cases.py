@@ -174,6 +174,10 @@ CASES: dict[str, list[Case]] = {
     "destination-must-be-folder": [
         Case(SRC, "convert src dst.gguf --max-shard-size 100KB", {"--max-shard-size": "1GB"})
     ],
+    "quantize-value-unknown": [
+        Case(SRC, "convert src dst.gguf --quantize q4_k_m"),
+        Case(SRC, "convert src dst.gguf --quantize q8_1"),
+    ],
     "gguf-mxfp4-without-experts": [Case(SRC, "convert src dst.gguf --quantize mxfp4")],
     "gguf-tokenizer-unreadable": [
         Case(

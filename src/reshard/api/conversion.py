@@ -15,7 +15,7 @@ from reshard.commands import conversion
 from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
 from reshard.folders.iterations import Iteration
-from reshard.formats import named_by, quantizations, writable, written
+from reshard.formats import named_by, quantized_as, writable, written
 from reshard.hub.push import OnUpload, Push
 from reshard.model.recognition import named
 from reshard.planning.naming import Types
@@ -197,7 +197,7 @@ def convert(
     given.choice("engine", engine, ENGINES)
     given.choice("trust", trust, TRUSTED)
     given.choice("adapter_for", adapter_for, ADAPTERS_FOR)
-    given.choice("quantize", quantize, quantizations())
+    given.known("quantize", quantize, quantized_as)
     given.choice("transformer_impl", transformer_impl, IMPLEMENTATIONS)
     for name, number in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}.items():
         given.count(name, number)

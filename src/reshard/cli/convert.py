@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,19 @@ from reshard.cli.options import OUTPUT, POSITIVE, SOURCE, iteration_option, memo
 from reshard.cli.usage import Command
 from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
-from reshard.formats import quantizations, writable, written
+from reshard.formats import quantizations, quantized_as, writable, written
 from reshard.transfer.plan import Plan
 
 
-class FormatName(click.Choice):  # type: ignore[type-arg]  # click 8.1 takes no arguments
-    """A format to write, by its name or one of its aliases."""
+class Known(click.Choice):  # type: ignore[type-arg]  # click 8.1 takes no arguments
+    """A word that `known` turns into one of the choices. It raises ReshardError for others."""
+
+    def __init__(self, choices: Iterable[str], known: Callable[[str], str]) -> None:
+        super().__init__(list(choices))
+        self._known = known
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return writable(value).name
+        return self._known(value)
 
 
 def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -52,7 +56,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.argument("dst", type=OUTPUT)
 @click.option(
     "--to",
-    type=FormatName(list(written())),
+    type=Known(written(), lambda name: writable(name).name),
     help="Format of the output, or an alias such as hf or mcore. [default: huggingface, unless SRC is that]",
 )
 @click.option("--base", type=SOURCE, metavar="PATH", help="Hugging Face folder with config and tokenizer.")
@@ -96,7 +100,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option(
     "--quantize",
-    type=click.Choice(quantizations()),
+    type=Known(quantizations(), quantized_as),
     metavar="KIND",
     help="Quantize the linear layers of a Hugging Face output (fp8, fp8-ue8m0, nvfp4; mxfp4 is for gpt-oss only), "
     "or choose the type of a GGUF output (f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, tq1_0, tq2_0, mxfp4), or the "

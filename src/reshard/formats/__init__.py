@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -95,6 +96,28 @@ def named_by(path: Path) -> str | None:
 def quantizations() -> list[str]:
     """The values of `--quantize`, of all targets."""
     return list(dict.fromkeys(how for target in written().values() for how in target.quantizes))
+
+
+def quantized_as(how: str) -> str:
+    """A value of `--quantize`. Raises ReshardError if no target has it."""
+    if how in quantizations():
+        return how
+    by_target = (
+        f"{name}: {', '.join(target.quantizes)}" for name, target in written().items() if target.quantizes
+    )
+    raise ReshardError(
+        "quantize-value-unknown",
+        "reshard does not write weights of this kind",
+        expected="; ".join(by_target),
+        found=f"--quantize {how}",
+        remedy="leave out --quantize: when a .gguf file is written, the command that makes K-quants of it is printed"
+        if _K_QUANT.fullmatch(how)
+        else did_you_mean(how, quantizations(), "choose one of these, of the format of the output"),
+    )
+
+
+_K_QUANT = re.compile(r"(?i)i?q\d_(k|xs|xxs|s|m|nl)(_\w+)?")
+"""Types of llama.cpp that only its llama-quantize computes."""
 
 
 def writable(name: str) -> Format:
