@@ -26,7 +26,18 @@ from tests.commandline import reshard as command
 DOCS = Path(__file__).parents[1] / "docs"
 SOURCE = Path(reshard.__file__).parent
 FUNCTIONS = (
-    *("convert", "diagnose", "doctor", "export", "from_pretrained", "inspect", "load_into", "open", "report"),
+    *(
+        "average",
+        "convert",
+        "diagnose",
+        "doctor",
+        "export",
+        "from_pretrained",
+        "inspect",
+        "load_into",
+        "open",
+        "report",
+    ),
     *("stream", "support", "train", "verify"),
 )
 COMMANDS_ALONE = ("help", "install-completion")

@@ -22,6 +22,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import reshard as api
+from reshard.api.averaging import NOT_AVERAGED
 from reshard.base.errors import listed
 from reshard.cli import cli
 from reshard.families import FAMILIES
@@ -35,6 +36,7 @@ CONTRACT = {
     "inspect": "--json",
     "convert": "--to --base --tp --pp --vpp --ep --etp --iteration --family --trust --dtype --max-shard-size "
     "--vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json --quiet --debug",
+    "average": "--weights --to --base --tp --pp --dtype --json",
     "verify": "--base --logits --proof --json",
     "train": "",
     "report": "",
@@ -49,6 +51,9 @@ BESIDES = {
     "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
     "--merge --adapter --lora-alpha --for --engine --quantize --no-resume --verify --push-to-hub --private"
     " --on --no-sync",
+    "average": "--vpp --ep --etp --stages --family --engine --trust --quantize --max-shard-size --vocab-divisible-by "
+    "--transformer-impl --memory --workers --on --dry-run --overwrite --no-tokenizer --strip --verify --no-resume "
+    "--no-sync --strict --no-checksum --push-to-hub --private --quiet --debug",
     "verify": "--html --memory --quiet --debug",
     "train": "",  # its methods have the flags: tests/train/test_cli.py
     "report": "--output --quiet --json --debug",
@@ -158,6 +163,13 @@ def test_functions_have_the_arguments_of_their_commands(
     for argument, value in arguments.items():
         if value.default is not inspect.Parameter.empty:
             assert given[argument] == value.default, argument
+
+
+def test_average_takes_what_convert_takes() -> None:
+    options = {each.name for each in command("average").params} - {"quiet", "json_output", "debug"}
+    assert options - {"ckpts", "weights"} == {*inspect.signature(api.convert).parameters} - NOT_AVERAGED - {
+        *("src", "command", "on_step", "on_plan", "on_bytes", "on_resume", "on_upload")
+    }
 
 
 def test_open_takes_what_inspect_takes() -> None:

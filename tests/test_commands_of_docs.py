@@ -71,7 +71,18 @@ def typed() -> Iterator[Command]:
             again = page in (ENGLISH, CHINESE) and tuple(words[1:]) in inside
             if words[:1] == ["reshard"] and not again and not name(page).startswith(ELSEWHERE):
                 yield Command(name(page), "", tuple(words[1:]))
-    for command in ("", "inspect", "convert", "verify", "doctor", "train", "report", "export", "support"):
+    for command in (
+        "",
+        "inspect",
+        "convert",
+        "average",
+        "verify",
+        "doctor",
+        "train",
+        "report",
+        "export",
+        "support",
+    ):
         text = reshard(*filter(None, [command]), "--help").out
         for line in EXAMPLES.findall(text):
             yield Command(f"reshard {command} --help", "", tuple(line.split()))
@@ -168,6 +179,7 @@ BY_ROW: dict[str, Make] = {
     "for Megatron-Core": hub,
     "mlx-lm": hub,
     "two checkpoints": converted,
+    "to average": converted,
     "bucket": converted,
     "on the Hub": hub,
     "that failed": converted,
@@ -232,6 +244,10 @@ class Place:
                 self._put_for_doctor(path)
             return words
         base = words[words.index("--base") + 1] if "--base" in words else "BASE"
+        if words[0] == "average":
+            for path in paths[:-1]:
+                self.put(converted, path, base)
+            return words
         self.put(make or BY_NAME[Path(paths[0]).name], paths[0], base)
         if words[0] == "verify" and len(paths) == 2:
             api.convert(paths[0], paths[1], to="huggingface", base=base if Path(base).exists() else None)

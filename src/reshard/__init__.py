@@ -23,6 +23,7 @@ from reshard.version import __version__
 if TYPE_CHECKING:
     from reshard import guard as guard
     from reshard.algebra.layout import Layout, SavedLayout
+    from reshard.api.averaging import average
     from reshard.api.conversion import convert
     from reshard.api.diagnosis import doctor
     from reshard.api.inspection import inspect
@@ -62,6 +63,7 @@ __all__ = [
     "SavedLayout",
     "Weights",
     "__version__",
+    "average",
     "convert",
     "diagnose",
     "doctor",
@@ -79,6 +81,7 @@ __all__ = [
 
 _HOMES = {
     "reshard.algebra.layout": ("Layout", "SavedLayout"),
+    "reshard.api.averaging": ("average",),
     "reshard.api.conversion": ("convert",),
     "reshard.api.diagnosis": ("doctor",),
     "reshard.api.inspection": ("inspect",),

@@ -218,6 +218,28 @@ CASES: dict[str, list[Case]] = {
         Case(SRC, TO_MEGATRON, {}, lambda there: edit_config(there / "src", model_type="frob"))
     ],
     "destination-not-empty": [Case({**TWO, "dst": "qwen3"}, "convert ckpt dst")],
+    # ------------------------------------------------------------------------------------------- averages
+    "average-of-one": [Case(BOTH, "average src dst", {"A": "src", "B": "base", "OUT": "dst"})],
+    "average-weights-wrong": [Case(BOTH, "average src base dst --weights 1,2,3")],
+    "average-dtype-differs": [
+        Case(BOTH, "average src base dst", change=lambda there: _cast(there / "src", "weight"))
+    ],
+    "average-of-quantized": [Case({"src": "fp8", "base": "qwen3"}, "average src base dst")],
+    "average-configs-differ": [
+        Case(
+            BOTH,
+            "average src base dst",
+            {"DIR": "base"},
+            lambda there: edit_config(there / "src", hidden_act="gelu"),
+        )
+    ],
+    "average-of-adapters": [
+        Case(
+            {"src": "adapter", "base": "llama"},
+            "average src base dst",
+            {"ADAPTER": "src", "MODEL": "model", "DIR": "base"},
+        )
+    ],
     "merge-without-adapter": [Case(TWO, "convert ckpt dst --merge --base base", {"DIR": "base"})],
     "adapter-not-in-source": [Case(SRC, "convert src dst --to peft", {"--to": "megatron"})],
     "private-without-push": [

@@ -16,6 +16,7 @@ from reshard.commands.conversion import Conversion
 from reshard.families.family import ENGINES
 from reshard.folders.iterations import Iteration
 from reshard.formats import named_by, quantized_as, writable, written
+from reshard.formats.target import Average
 from reshard.hub.push import OnUpload, Push
 from reshard.model.recognition import named
 from reshard.planning.naming import Types
@@ -30,7 +31,7 @@ TRUSTED = ("checkpoint", "config")
 
 @for_users()
 def convert(
-    src: StrPath,
+    src: StrPath | Average,
     dst: StrPath,
     *,
     to: str | None = None,
@@ -84,7 +85,7 @@ def convert(
     Parameters
     ----------
     src : str or path-like
-        Checkpoint to read: a folder, a file, a URL, or ``Org/Model`` on the Hub.
+        Checkpoint to read: a folder, a file, a URL, or ``Org/Model`` on the Hub. (`average` passes several.)
     dst : str or path-like
         Output: a folder, or the URL of a store that can be written (``s3://``, ``gs://``, ``oss://``, ``az://``).
     to : str, optional
@@ -187,7 +188,8 @@ def convert(
     ('megatron', [])
     """
     given = Arguments("convert")
-    given.path("src", src)
+    source, average = (src.paths[-1], src) if isinstance(src, Average) else (src, None)
+    given.path("src", source)
     given.path("dst", dst)
     if base is not None:
         given.path("base", base)
@@ -263,6 +265,7 @@ def convert(
         lora_alpha=lora_alpha,
         adapter_for=adapter_for,
         with_optimizer=with_optimizer,
+        average=average,
     )
     bar = Bar()
     how = conversion.How(
@@ -284,4 +287,4 @@ def convert(
         on_resume=on_resume or (lambda note, nbytes: bar.begin_at(nbytes)),
         on_upload=on_upload,
     )
-    return conversion.convert(source_path(src), typed_path(dst), options, how)
+    return conversion.convert(source_path(source), typed_path(dst), options, how)

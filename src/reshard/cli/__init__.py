@@ -37,6 +37,7 @@ NUMPY = 96 << 20
 COMMANDS = {
     "inspect": "Show what a checkpoint is, whether it is complete, and what to type next.",
     "convert": "Convert a checkpoint to another format or parallel layout.",
+    "average": "Average checkpoints of one model, in any format or parallel layout.",
     "verify": "Compare the weights of two checkpoints bit for bit.",
     "train": "Fine-tune on many processes, and write a Hugging Face folder at the end.",
     "report": "Draw one or several training runs on one HTML page.",

@@ -195,7 +195,7 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
         dst,
         quiet=quiet,
         json_output=json_output,
-        print_plan=_print_plan if options["dry_run"] else None,
+        print_plan=print_plan if options["dry_run"] else None,
     )
 
 
@@ -269,7 +269,8 @@ def _print_notes(plan: Plan) -> None:
         stderr().print(f"[bold]note:[/] {escape(note)}")
 
 
-def _print_plan(result: Conversion) -> None:
+def print_plan(result: Conversion) -> None:
+    """Print what a dry run has planned."""
     plan, share, console = result.plan, result.share, stdout()
     console.print(
         f"{plan.source} → {plan.target}: {count(plan.parameters)} parameters in {plan.tensors} tensors"

@@ -57,6 +57,8 @@ COMMANDS = {
     "check": "verify",
     "diagnose": "doctor",
     "merge": "convert",
+    "mean": "average",
+    "soup": "average",
     "shard": "convert",
     "formats": "support",
     "finetune": "train",

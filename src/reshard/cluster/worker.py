@@ -35,7 +35,7 @@ def identity_of(plan: Plan, options: Options, *, checksum: bool, inodes: bool = 
 
     Without `inodes`, it is the same on all machines: some file systems give a file another inode on each.
     """
-    wanted = replace(options, base=options.base and options.base.resolve())
+    wanted = _at(options, lambda path: path.resolve())
     told = sha256(f"{wanted!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
     for file in (each for each in plan.files if each.path != RECORD):
         told.update(f"\n{file.path!r} {file.size}".encode())
@@ -54,7 +54,13 @@ def _program() -> str:
 def absolute(source: Path, options: Options) -> tuple[Path, Options]:
     """The same paths, absolute, for processes in another folder."""
     beside = {name: path.absolute() for name, path in options.beside.items()}
-    return source.absolute(), replace(options, base=options.base and options.base.absolute(), beside=beside)
+    return source.absolute(), replace(_at(options, lambda path: path.absolute()), beside=beside)
+
+
+def _at(options: Options, place: Callable[[Path], Path]) -> Options:
+    """The options with other paths of what is read."""
+    average = options.average and options.average.at(place)
+    return replace(options, base=options.base and place(options.base), average=average)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from reshard.planning.adapters import BASE_WEIGHTS, OTHER_ADAPTERS, SHARED
 from reshard.planning.merge import REPLACED as REPLACED_BY_ADAPTER
 from reshard.planning.optimizer import REPLACED
 from reshard.records.record import options_of, read_unmodified, without_record
+from reshard.stores import realpath
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
 from reshard.transfer.usage import (
@@ -67,7 +68,8 @@ class Source:
 
     `elements` includes tensors that are stored more than once (`copies`). `shared` elements are used for several
     tensors of the output, and `elsewhere` counts bytes used from other files. `dropped` counts bytes by rule; `unused`
-    counts the elements of tensors among them.
+    counts the elements of tensors among them. `averaged` is the number of checkpoints of an average, which are counted
+    together.
     """
 
     tensors: int = 0
@@ -78,6 +80,7 @@ class Source:
     unused: dict[str, int] = field(default_factory=dict)
     elsewhere: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+    averaged: int = 0
 
 
 @dataclass
@@ -137,6 +140,8 @@ def prove_output(
     record = read_unmodified(output)
     options = options_of(record, output)
     options = replace(options, base=base) if base else options
+    if options.average and realpath(source) in map(realpath, options.average.paths):
+        source = options.average.paths[-1]
     try:
         plan = without_record(plan_conversion(source, options, on_step))
     except ReshardError as error:
@@ -152,6 +157,7 @@ def prove_output(
     proof.recorded = (
         record.get("plan") == identity_of(plan, options, checksum=bool(record.get("checksums"))).digest
     )
+    proof.source.averaged = len(options.average.paths) if options.average else 0
     proof.faults += _other_facts(plan, record, is_same=proof.recorded)
     return proof
 
@@ -263,10 +269,12 @@ class _Held:
         self._dtypes: dict[Storage, DType] = {}
         for name, tensor in self._tensors.items():
             self._add(name, tensor)
-        for folder in plan.sources.named[1:] if self._unknown() else ():
-            self._tensors.update(found := self._of_base(folder))
-            for name, tensor in found.items():
-                self._add(name, tensor)
+        for folder in plan.sources.named[1:]:
+            if not self._unknown():
+                break
+            for name, tensor in self._of_base(folder).items():
+                self._add(unique := f"{name} of {folder}" if name in self._tensors else name, tensor)
+                self._tensors[unique] = tensor
         self._copies = self._add_copies()
 
     def _states(self) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.layout import Layout
@@ -50,11 +50,31 @@ class Kind(Enum):
     FUSED_ADAPTER = "adapter of fused linears"
 
 
+class Average(NamedTuple):
+    """Several checkpoints of one model as a source, each with its weight; the weights add up to one."""
+
+    paths: tuple[Path, ...]
+    weights: tuple[float, ...]
+
+    def at(self, place: Callable[[Path], Path]) -> Average:
+        """The same checkpoints by other paths."""
+        return Average(tuple(map(place, self.paths)), self.weights)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Paths and weights, for a record."""
+        return {"paths": list(map(str, self.paths)), "weights": list(self.weights)}
+
+    @staticmethod
+    def of_dict(told: Mapping[str, Any]) -> Average:
+        """The paths and weights in a record."""
+        return Average(tuple(map(Path, told["paths"])), tuple(told["weights"]))
+
+
 @dataclass(frozen=True)
 class Options:
     """The requested output: the flags of `reshard convert`, and files to copy into it, by their names in the output.
 
-    Without a `max_shard_size`, weights are not divided.
+    Without a `max_shard_size`, weights are not divided. With `average`, the source is the last of its checkpoints.
     """
 
     to: str | None = None
@@ -76,13 +96,15 @@ class Options:
     lora_alpha: float | None = None
     adapter_for: str | None = None
     with_optimizer: bool = False
+    average: Average | None = None
     beside: Mapping[str, Path] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """All options, for a record; of the files in `beside`, only the names."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
-        base = None if self.base is None else str(self.base)
-        return {**found, "base": base, "layout": asdict(self.layout), "beside": sorted(self.beside)}
+        found["base"] = None if self.base is None else str(self.base)
+        found["average"] = self.average and self.average.as_dict()
+        return {**found, "layout": asdict(self.layout), "beside": sorted(self.beside)}
 
     @staticmethod
     def of_dict(told: Mapping[str, Any]) -> Options:
@@ -95,6 +117,7 @@ class Options:
         found["layout"] = Layout(**{**layout, "stages": tuple(layout["stages"])})
         found["base"] = None if found["base"] is None else Path(found["base"])
         found["strip"] = tuple(found["strip"])
+        found["average"] = found["average"] and Average.of_dict(found["average"])
         return Options(**{name: value for name, value in found.items() if name != "beside"})
 
 
@@ -118,6 +141,7 @@ OPTIONS_0_2_0: Mapping[str, Any] = {
     "lora_alpha": None,
     "adapter_for": None,
     "with_optimizer": False,
+    "average": None,
 }
 """What options meant in version 0.2.0 that a record does not contain. These values never change: they describe
 outputs that exist. A new option is added with the value that had its effect before."""

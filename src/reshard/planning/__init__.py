@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reshard.adapters import kind_of
 from reshard.algebra.dtypes import dtype
@@ -30,10 +30,11 @@ from reshard.model.logical import logical_tensors
 from reshard.model.quantizer import quantized
 from reshard.model.resolve import Resolved, resolve
 from reshard.model.vocabulary import lost_padding
-from reshard.planning import adapters, beside, merge, optimizer, served
+from reshard.planning import adapters, average, beside, merge, optimizer, served
 from reshard.planning.naming import Types, elements, names_of, recast
+from reshard.planning.tensors import Tensors
 from reshard.transfer.memory import NOTHING, Meter, Need, uncollected
-from reshard.transfer.plan import OutputFile, Plan, Planned
+from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.sources import OnStep, Sources
 
 __all__ = ["IS_ADAPTER", "Options", "Tensors", "plan_conversion", "planned_tensors"]
@@ -50,35 +51,12 @@ def plan_conversion(
 
     Reads headers and metadata only, and the lora_A of projections that may share one, within the limit of `meter`.
     """
-    sources = Sources(source, *([options.base] if options.base else []), meter=meter)
+    others = options.average.paths[:-1] if options.average else ()
+    sources = Sources(source, *others, *([options.base] if options.base else []), meter=meter)
     with sources.counted(on_step):
         checkpoint = open_checkpoint(source, options.iteration, options.strip, sources)
     on_step("planning")
     return _planned(source, checkpoint, options)
-
-
-class Tensors(NamedTuple):
-    """Tensors under the Hub's names, as `request` has them, those stored more than once, and the memory needed."""
-
-    source: Resolved
-    request: Request
-    replicas: Sequence[Replica]
-    need: Need
-
-    @property
-    def planned(self) -> Sequence[Planned]:
-        """The tensors."""
-        return self.request.tensors
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The Hugging Face config, empty if there is none."""
-        return self.request.config
-
-    def companions(self) -> list[OutputFile]:
-        """What a Hugging Face folder has besides the weights: config, tokenizer, code. Raises ReshardError."""
-        found = beside.find_companions(self.source.checkpoint, self.request)
-        return [*beside.companion_files(self.source.checkpoint, self.request, found)]
 
 
 @uncollected()
@@ -92,7 +70,7 @@ def planned_tensors(checkpoint: Checkpoint, options: Options) -> Tensors:
     merged = _merged(checkpoint.path, checkpoint, replace(options, to=to, tokenizer=False))
     prepared = _prepared(*merged)
     content = _content(*prepared)
-    return Tensors(prepared.source, content.request, content.replicas, content.need)
+    return Tensors(prepared.source, content.request, content.replicas, content.need, content.dropped)
 
 
 def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
@@ -104,7 +82,9 @@ def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
 def _merged(
     source: Path, checkpoint: Checkpoint, options: Options
 ) -> tuple[Checkpoint, Kind, Format, Options]:
-    """The source with its adapter merged and its base found; its kind, its output format, and the remaining options."""
+    """The source, averaged or with its adapter merged, and its base; its kind, its output format, the other options."""
+    if options.average:
+        checkpoint = average.averaged_source(checkpoint, options, planned_tensors)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     kind = kind_of(checkpoint)

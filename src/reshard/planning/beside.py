@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -189,7 +189,7 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
             for cells in cells_under(piece):
                 storage = cells.storage
                 file = names.get(storage.path) or names.setdefault(
-                    storage.path, _below(checkpoint.path, storage.path)
+                    storage.path, _below(checkpoint.path, storage.path, names.values())
                 )
                 told.append(f" {file} {storage.offset} {piece.start} {storage.crc32}")
         digest.update("".join(told).encode())
@@ -197,7 +197,9 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"fingerprint": digest.hexdigest(), "files": files}
 
 
-def _below(folder: Path, file: str) -> str:
-    """The path of a file below a folder; only its name if it is elsewhere, as weights of a base are."""
+def _below(folder: Path, file: str, taken: Collection[str]) -> str:
+    """The path of a file below a folder; for one elsewhere, as weights of a base are, its name, if that is unique."""
     path = as_path(file)
-    return path.relative_to(folder).as_posix() if folder in path.parents else path.name
+    if folder in path.parents:
+        return path.relative_to(folder).as_posix()
+    return file if path.name in taken or (folder / path.name).exists() else path.name
