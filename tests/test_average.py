@@ -19,6 +19,8 @@ from reshard.model.averaged import Averaged, _fused
 from tests.bad_input.damage import edit_config, flip
 from tests.commandline import reshard
 
+GENUINE = Path(__file__).parent / "data" / "megatron_average"
+"""Checkpoints of megatron-core, and their average by its tool (`tests/genuine/make_megatron_average.py`)."""
 WEIGHTS = (0.5, 0.3, 0.2)
 NORM = "model.norm.weight"
 
@@ -100,6 +102,15 @@ def test_a_sum_in_the_middle_of_two_floats_is_rounded_as_the_exact_one() -> None
     assert (_fused(total, values, weight).astype(np.float32) != total + values * weight).any()
     wanted = torch.from_numpy(total.copy()).add_(torch.from_numpy(values), alpha=float(weight))
     assert np.array_equal(_fused(total, values, weight).astype(np.float32), wanted.numpy())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_average_is_that_of_megatrons_tool(tmp_path: Path, tp: int) -> None:
+    sources = [GENUINE / str(seed) for seed in (1, 2, 3)]
+    options: dict[str, Any] = {"to": "megatron", "tp": tp, "no_tokenizer": True, "dtype": "float32"}
+    api.average(sources, tmp_path / "out", weights=WEIGHTS, **options)
+    assert api.verify(GENUINE / "merged", tmp_path / "out").equal
+    assert not api.verify(GENUINE / "1", tmp_path / "out").equal
 
 
 # ------------------------------------------------------------------------------------- sources and targets
