@@ -115,6 +115,15 @@ def test_an_engine_has_no_such_head(saved: Path, tmp_path: Path) -> None:
     assert saved.name in " ".join(refused_by_engine(saved, tmp_path / "out").split())
 
 
+def test_names_without_a_head_are_told_from_the_class_of_one(tmp_path: Path) -> None:
+    """Embedding models are published under the class of their language model."""
+    source = model("Qwen2Model", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLM"]}))
+    told = " ".join(refused_by_engine(source, tmp_path / "out").split())
+    assert "expected: Qwen2ForCausalLM" in told and "found: names without an output head" in told
+
+
 def refused_by_engine(source: Path, out: Path) -> str:
     with pytest.raises(ReshardError) as refused:
         converted(source, out, to="megatron")

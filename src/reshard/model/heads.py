@@ -54,12 +54,13 @@ def refuse_other_head(described: Described) -> None:
         return
     layers = _layers(checkpoint, family)
     if has_other_head(described.config) or (layers and layers.moved):
+        others = [each for each in _named(described.config) if each != family.architecture]
         raise ReshardError(
             "engine-without-head",
             "engines train language models, and this model has another head or none",
             file=str(checkpoint.path),
             expected=family.architecture,
-            found=", ".join(_named(described.config)) or "names without an output head",
+            found=", ".join(others) or "names without an output head",
             remedy="formats that keep the Hub's names can be written: --to huggingface, dcp or deepspeed",
         )
 
