@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from reshard.families.renaming import Operation, Renaming
+from reshard.families.renaming import Operation, Renaming, begun, rule_of
 
 
 class Left(NamedTuple):
@@ -68,11 +68,6 @@ class Naming:
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 
-def _rule(hub: str | tuple[str, ...], mlx: str | tuple[str, ...], *operations: Operation) -> Renaming:
-    before, after = ((each,) if isinstance(each, str) else each for each in (hub, mlx))
-    return Renaming(before, after, operations)
-
-
 _STACK = {"name": "MergeModulelist", "dim": 0}
 _SWAP = {"name": "Transpose", "dim0": 1, "dim1": 2}
 _HALVES = {"name": "Chunk", "dim": 1}
@@ -83,14 +78,14 @@ def _stacked(experts: str, to: str, names: Mapping[str, str] | None = None) -> I
     """Experts that the Hub has one by one, as one tensor for each projection."""
     names = names or {name: name for name in ("gate_proj", "up_proj", "down_proj")}
     for hub, mlx in names.items():
-        yield _rule(f"{experts}.*.{hub}.weight", f"{to}.{mlx}.weight", _STACK)
+        yield rule_of(f"{experts}.*.{hub}.weight", f"{to}.{mlx}.weight", _STACK)
 
 
 def _apart(experts: str, to: str, *first: Operation) -> Iterator[Renaming]:
     """Experts that the Hub stacks with gate and up in one tensor; `first` are done before these are cut apart."""
     parts = (f"{to}.gate_proj.weight", f"{to}.up_proj.weight")
-    yield _rule(f"{experts}.gate_up_proj", parts, *first, _HALVES)
-    yield _rule(
+    yield rule_of(f"{experts}.gate_up_proj", parts, *first, _HALVES)
+    yield rule_of(
         f"{experts}.down_proj(?![.\\w])", f"{to}.down_proj.weight", *((_SWAP,) if _SWAP in first else ())
     )
 
@@ -98,16 +93,16 @@ def _apart(experts: str, to: str, *first: Operation) -> Iterator[Renaming]:
 _W123 = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _BLOCK_SPARSE = tuple(_stacked("block_sparse_moe.experts", "block_sparse_moe.switch_mlp", _W123))
 _SWITCH = tuple(_stacked("mlp.experts", "mlp.switch_mlp"))
-_ABSORBED = _rule(
+_ABSORBED = rule_of(
     "self_attn.kv_b_proj.weight",
     ("self_attn.embed_q.weight", "self_attn.unembed_out.weight"),
     {"name": "AbsorbLatent"},
 )
 _LAST = {"name": "ChannelsLast"}
-_MOVED = _rule("conv1d.weight", "conv1d.weight", _LAST)
+_MOVED = rule_of("conv1d.weight", "conv1d.weight", _LAST)
 _ONE = {"name": "Add", "by": 1.0}
 _PLUS_ONE = tuple(
-    _rule(f"{norm}.weight", f"{norm}.weight", _ONE)
+    rule_of(f"{norm}.weight", f"{norm}.weight", _ONE)
     for norm in (
         *("input_layernorm", "post_attention_layernorm"),
         *("self_attn.q_norm", "self_attn.k_norm", "model.norm"),
@@ -115,24 +110,19 @@ _PLUS_ONE = tuple(
 )
 
 
-def _begun(*pairs: tuple[str, str]) -> Iterator[Renaming]:
-    for hub, mlx in pairs:
-        yield _rule(f"^{re.escape(hub)}", f"^{re.escape(mlx)}")
-
-
 def _tower(hub: str) -> Iterator[Renaming]:
     """The vision tower, which mlx-vlm keeps."""
-    yield from _begun((hub, "vision_tower."))
-    yield _rule("patch_embed.proj.weight", "patch_embed.proj.weight", _LAST)
+    yield from begun((hub, "vision_tower."))
+    yield rule_of("patch_embed.proj.weight", "patch_embed.proj.weight", _LAST)
 
 
 _NESTED = (
     *_tower("model.visual."),
-    *_begun(("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+    *begun(("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
 )
 _OUTER = (
     *_tower("visual."),
-    *_begun(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+    *begun(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
 )
 
 PLAIN = Naming()
@@ -177,13 +167,13 @@ _KNOWN: dict[str, Naming] = {
     "gpt_oss": Naming(
         (
             *_apart("mlp.experts", "mlp.experts", _SWAP, _EVEN_ODD),
-            _rule(
+            rule_of(
                 "mlp.experts.gate_up_proj_bias",
                 ("mlp.experts.gate_proj.bias", "mlp.experts.up_proj.bias"),
                 _EVEN_ODD,
                 _HALVES,
             ),
-            _rule("mlp.experts.down_proj_bias", "mlp.experts.down_proj.bias"),
+            rule_of("mlp.experts.down_proj_bias", "mlp.experts.down_proj.bias"),
         ),
         finer=("router",),
     ),

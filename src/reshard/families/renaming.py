@@ -9,7 +9,7 @@ they are on. Rules of a part of a model apply below its path.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -161,6 +161,20 @@ def renaming(
     return (Paired if kind == PAIRED else Renaming)(
         hub, memory, operations, tuple(below), kind, offset, kept=kept
     )
+
+
+def rule_of(
+    hub: str | tuple[str, ...], own: str | tuple[str, ...], *operations: Operation, below: str = ""
+) -> Renaming:
+    """A rule that makes a tool's `own` names of those of the Hub, for the names `below` a path."""
+    before, after = ((each,) if isinstance(each, str) else each for each in (hub, own))
+    return Renaming(before, after, operations, (below,) if below else ())
+
+
+def begun(*pairs: tuple[str, str]) -> Iterator[Renaming]:
+    """Rules for the beginnings of names, on the Hub and of a tool."""
+    for hub, own in pairs:
+        yield rule_of(f"^{re.escape(hub)}", f"^{re.escape(own)}")
 
 
 def _of_prefix(data: Mapping[str, Any], below: tuple[str, ...]) -> Renaming:
