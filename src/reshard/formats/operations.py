@@ -318,10 +318,13 @@ def _interleave(tensors: Tensors, operation: Operation, context: Context) -> Ten
 
 
 def _permute_for_rope(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
-    """The rows of each head: pairs that are rotated together, next to each other on the Hub, put half a head apart."""
+    """The rows of each head: pairs that are rotated together, next to each other on the Hub, put half a head apart.
+
+    `heads` is the key of their number; transformers only has tensors with as many as queries.
+    """
     wanted = operation.get("permute_layer_names")
     is_inner = len(context.before) > 1 or len(context.after) > 1
-    heads = context.size("num_attention_heads", operation.get("subconfig_key"))
+    heads = context.size(operation.get("heads", "num_attention_heads"), operation.get("subconfig_key"))
     result: Tensors = {}
     for pattern, parts in tensors.items():
         is_wanted = wanted is None or any(name in pattern for name in wanted)
