@@ -39,6 +39,7 @@ TOKENIZER = (
     "merges.txt",
     "tekken.json",
     "*.model",  # SentencePiece: tokenizer.model, spiece.model …
+    "tokenizer.model.v*",  # the same, as Mistral names its versions
     "*.tiktoken",
 )
 OF_MODELOPT = "hf_quant_config.json"
