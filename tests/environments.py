@@ -154,6 +154,7 @@ ENVIRONMENTS = {
         ("orjson", "gguf", "ipython", "soundfile"), ("sglang==0.5.23", "torchvision==0.16.2"), on="vllm"
     ),
     "mlx": Environment(("mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "mlx-vlm==0.7.10")),
+    "mistral": Environment(("simple-parsing==0.1.9",), ("mistral_inference==1.6.0",), on=TESTS),
     "fuzz": Environment(("atheris==3.0.0",), on=TESTS),
     "llama-cpp": Environment(
         (

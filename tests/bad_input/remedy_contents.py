@@ -198,6 +198,9 @@ CASES: dict[str, list[Case]] = {
     "model-part-not-kept": [
         Case({"src": "mlx qwen3_vl", "base": "qwen3_vl"}, "convert src dst --no-tokenizer", DIR)
     ],
+    "mistral-model-unsupported": [
+        Case(SRC, "convert src dst --to mistral", {}, config(model_type="nobodys"))
+    ],
     "mlx-groups-too-large": [Case({"src": "qwen2"}, "convert src dst --to mlx --quantize affine-4-128")],
     "mlx-model-unsupported": [Case(SRC, "convert src dst --to mlx", {}, config(model_type="nobodys"))],
     "quantization-method-differs": [Case(SRC, "convert src dst --quantize mxfp4")],

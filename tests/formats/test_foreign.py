@@ -65,9 +65,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rank in range(2):
             save_file(STATE, folder / name / file.format(rank))
     (folder / "mistral").mkdir()
-    save_file(
-        {"layers.0.attention.wq.weight": torch.ones(8)}, folder / "mistral" / "consolidated.safetensors"
-    )
+    save_file({"layers.0.attention.wq.weight": torch.ones(8)}, folder / "mistral" / "merged.safetensors")
     blocks = {
         "model": {"blocks.0.attention.w_q.weight": torch.ones(4, 4), "embeddings.weight": torch.ones(8, 4)}
     }

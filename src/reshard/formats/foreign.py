@@ -138,9 +138,9 @@ ARRAYS = Kind(
 )
 MISTRAL = Kind(
     "foreign-mistral",
-    "these weights have the names of Mistral's own code (consolidated.safetensors and params.json)",
-    _OF_THE_HUB + "most repositories have both; if only this format is left, convert it with "
-    "src/transformers/models/mistral/convert_mistral_weights_to_hf.py of transformers' own repository",
+    "these weights have the names of Mistral's own code, in a file that it does not call so",
+    "name it as Mistral does, consolidated.safetensors (consolidated.00.pth if torch.save wrote it), in a folder with "
+    "the model's params.json or config.json, and pass that folder",
 )
 LITGPT = Kind(
     "foreign-litgpt",
@@ -169,7 +169,6 @@ TENSORRT = Kind(
     _OF_THE_HUB + "they were made from it",
 )
 NAMES = (
-    (re.compile(r"consolidated-\d+-of-\d+\.safetensors"), MISTRAL),
     (re.compile(r"model\d+-mp\d+\.safetensors"), DEEPSEEK),
     (re.compile(r"model-rank-\d+-part-\d+\.safetensors"), VLLM),
     (re.compile(r"rank\d+\.safetensors"), TENSORRT),

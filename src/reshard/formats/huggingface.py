@@ -290,7 +290,7 @@ TWICE = ("original/*", "consolidated*")
 """Where Llama and Mistral store the same weights again, under their makers' names."""
 
 
-def _shards_in(index: Any) -> Iterable[str]:
+def shards_in(index: Any) -> Iterable[str]:
     """The names of the shards in an index of weights."""
     shards: Iterable[str] = index["weight_map"].values()
     return shards
@@ -305,6 +305,6 @@ FORMAT = Format(
     aliases=("hf", "transformers", "safetensors"),
     parts=("*.index.json",),
     files=tuple(f"{stem}.{suffix}" for stem, suffix in KINDS),
-    naming={f"{stem}.{suffix}.index.json": _shards_in for stem, suffix in KINDS},
+    naming={f"{stem}.{suffix}.index.json": shards_in for stem, suffix in KINDS},
     judged=("transformers",),
 )

@@ -1,0 +1,171 @@
+"""Folders of Mistral's own code: `consolidated.safetensors`, or its shards, with `params.json`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard.base.errors import Problem, ReshardError, listed, one_for_all
+from reshard.base.plain import to_json
+from reshard.containers import safetensors
+from reshard.families import mistral_own
+from reshard.folders.companions import CONFIG, read_object
+from reshard.folders.iterations import Iteration
+from reshard.folders.places import belongs
+from reshard.formats import foreign, huggingface, renamed
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.tables import mistral_params
+from reshard.formats.target import Format, Request, Target
+from reshard.stores import open_file
+from reshard.transfer.plan import OutputFile
+from reshard.transfer.sources import Sources
+
+NAME = "mistral"
+SINGLE, INDEX, OLD = "consolidated.safetensors", "consolidated.safetensors.index.json", "consolidated.00.pth"
+OWN = re.compile(r"consolidated(-\d{1,6}-of-\d{1,6})?\.safetensors(\.index\.json)?")
+QUANTIZED = ("qscale_act", "qscale_weight")
+"""The ends of the names of FP8 scales."""
+HERS = b'"hidden_dim"'
+"""A key of `params.json` that Meta's, whose files have the same names, does not have."""
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is one of these files, or a folder with them whose weights are not there as on the Hub, too."""
+    if path.is_file():
+        return bool(OWN.fullmatch(path.name)) or (path.name == OLD and _is_of_mistral(path.parent))
+    weights = [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]
+    if huggingface.weights_in(path) or not all(OWN.fullmatch(each.name) for each in weights):
+        return False
+    return bool(weights) or ((path / OLD).is_file() and _is_of_mistral(path))
+
+
+def _is_of_mistral(folder: Path) -> bool:
+    """Whether a folder with `consolidated.00.pth` is Mistral's, who have one such file, and not Meta's."""
+    params = folder / mistral_params.FILE
+    if not params.is_file() or (folder / "consolidated.01.pth").exists():
+        return False
+    with suppress(OSError, ReshardError), open_file(params) as file:
+        return HERS in file.read(0, min(file.size, 1 << 16))
+    return False
+
+
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
+    """Open a folder or a file. Raises ReshardError."""
+    found = huggingface.open_checkpoint(_place(path), sources, iteration)
+    config = _beside(found.root, CONFIG, sources)
+    if foreign.with_names_of_a_tool(path, found.tensors, config) is None:
+        return replace(found, path=path)  # the Hub's names, in files that are called so
+    _refuse_quantized(found)
+    derived, notes = None, list[str]()
+    if config is None:
+        params = _beside(found.root, mistral_params.FILE, sources)
+        if params is None:
+            raise _without_params(found.root)
+        config, notes = mistral_params.config_of(params, found.tensors, str(found.root / mistral_params.FILE))
+        derived = config
+    rules = mistral_own.renames(config)
+    if rules is None:
+        raise mistral_params.unsupported([f"model_type {config.get('model_type')}"], str(found.root / CONFIG))
+    hub = renamed.on_hub(found.tensors, rules, config)
+    _refuse_misfits(found, hub, config)
+    kept = [each for each in found.notes if "index" not in each]
+    return replace(found, path=path, format=NAME, tensors=hub, config=derived, notes=[*kept, *notes])
+
+
+def _place(path: Path) -> Path:
+    """The path that has all weights: the index of shards, the only file, or the folder."""
+    places = (path / name for name in (INDEX, SINGLE, OLD)) if path.is_dir() else ()
+    return next((place for place in places if place.is_file()), path)
+
+
+def _beside(folder: Path, name: str, sources: Sources) -> Mapping[str, Any] | None:
+    path = folder / name
+    return read_object(path, sources) if path.is_file() and belongs(path, folder, sources) else None
+
+
+def _refuse_quantized(found: Checkpoint) -> None:
+    scales = [name for name in found.tensors if name.endswith(QUANTIZED)]
+    if not scales:
+        return
+    raise ReshardError(
+        "mistral-weights-quantized",
+        "the weights are in FP8 with the scales of Mistral's own layout, which reshard does not read",
+        file=str(found.path),
+        found=listed(scales, 2),
+        remedy="use the files of the Hub's layout, which reshard reads in FP8, too, or the unquantized release",
+    )
+
+
+def _without_params(folder: Path) -> ReshardError:
+    return ReshardError(
+        "mistral-without-params",
+        "there is no params.json beside the weights of Mistral's own code",
+        file=str(folder),
+        rule="it tells how many heads there are, by which rows of queries and keys are put in order",
+        remedy="copy or download it, or the model's config.json, into the same folder",
+    )
+
+
+def _refuse_misfits(found: Checkpoint, hub: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise ReshardError for tensors that are missing, or that no rule has renamed: all have other names on the Hub."""
+    wanted = mistral_own.wanted(config, found.tensors)
+    missing = [
+        Problem(
+            "mistral-tensor-missing",
+            "a tensor of the model is missing",
+            tensor=name,
+            file=str(found.path),
+            rule="layers are alike, and params.json or config.json counts them",
+            remedy="copy or download the files again, or pass the params.json that belongs to these weights",
+        )
+        for name in sorted(wanted - found.tensors.keys())
+    ]
+    unknown = [
+        Problem(
+            "mistral-tensor-unknown",
+            "a tensor is not known in a model of this kind",
+            tensor=name,
+            file=found.tensors[name].file,
+            expected="the tensors that mistral_inference has for the model in params.json or config.json",
+            remedy="use the files of the Hub's layout, which most repositories have, too",
+        )
+        for name in sorted(found.tensors.keys() & hub.keys())
+    ]
+    if problems := found.problems or [*missing, *unknown]:
+        raise ReshardError(one_for_all(problems, found.tensors.keys() | wanted, str(found.path)))
+
+
+def fit(request: Request) -> Request:
+    """The request. Raises ReshardError for a model that Mistral's own code does not have."""
+    if mistral_own.renames(request.config) is None:
+        raise mistral_params.unsupported([f"model_type {request.config.get('model_type')}"])
+    mistral_params.params_of(request.config, ())
+    return request
+
+
+def lay_out(request: Request) -> list[OutputFile]:
+    """The weights, which mistral_inference reads from one file only, and what describes them."""
+    params = mistral_params.params_of(request.config, [tensor.name for tensor in request.tensors])
+    return [
+        safetensors.output_file(SINGLE, request.tensors),
+        OutputFile.of_bytes(mistral_params.FILE, to_json(params)),
+    ]
+
+
+FORMAT = Format(
+    NAME,
+    "consolidated.safetensors and params.json of Mistral's own code, as vLLM and mistral_inference read them",
+    detect,
+    open_checkpoint,
+    Target(lay_out, (NAME,), renames=mistral_own.renames, fit=fit),
+    aliases=("mistral-inference",),
+    parts=(mistral_params.FILE, INDEX),
+    files=(SINGLE, OLD, mistral_params.FILE),
+    naming={INDEX: huggingface.shards_in},
+    seen={"Mistral": r"(?:^|/)consolidated(?:-\d+-of-\d+)?\.safetensors$"},
+    judged=("mistral_inference", "transformers"),
+)

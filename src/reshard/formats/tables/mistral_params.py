@@ -1,0 +1,324 @@
+"""`params.json` of Mistral's own code, and the `config.json` of transformers that says the same.
+
+Sources: `TransformerArgs` of mistral_inference 1.6, transformers' converters, and vLLM's `configs/mistral.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from reshard.base.errors import Problem, ReshardError
+from reshard.families.mistral_own import ARCHITECTURES, SEEING
+from reshard.families.rope import rope_parameters
+
+FILE = "params.json"
+Values = dict[str, Any]
+
+SIZES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+VISION = (
+    *("hidden_size", "num_channels", "image_size", "patch_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads"),
+)
+"""Sizes of the vision tower, which have the same names on both sides."""
+YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta": "beta_fast",
+    "alpha": "beta_slow",
+}
+EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
+USUAL: Values = {
+    "model_type": "transformer",
+    "activation": "silu",
+    **dict.fromkeys(
+        ("quantization", "multimodal", "lora", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")
+    ),
+}
+"""Keys that tell another model if they have other values."""
+MERGER = "patch_merge"
+"""What Mistral calls the projector of mistral3."""
+LENGTHS = ("max_position_embeddings", "max_seq_len")
+LENGTH = {"ministral3": 262144, "mistral3": 131072, "llava": 131072}
+USUAL_LENGTH = 32768
+"""What transformers' converters set where `params.json` has no length."""
+THETA = {"mixtral": 1000000.0, "ministral3": 1000000.0}
+"""The rotary bases of transformers if a config has none; 10000 for the others."""
+HEAD, BIAS = "output.weight", "vision_language_adapter.w_in.bias"
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+"""Those of all tokenizers of Mistral."""
+IMAGE, BREAK, END = 10, 12, 13
+"""The tokens of images in all tokenizers of Mistral."""
+
+
+class Derived(NamedTuple):
+    """A config.json, and notes on what is assumed."""
+
+    config: Values
+    notes: list[str]
+
+
+def config_of(params: Mapping[str, Any], tensors: Collection[str], file: str) -> Derived:
+    """The config.json of the model with these parameters and tensors, which tell its biases. Raises ReshardError."""
+    told = {key: value for key, value in params.items() if value is not None}
+    beyond = [f"{key} {told[key]}" for key in USUAL if key in told and told[key] != USUAL[key]]
+    beyond += [f"moe.{key}" for key in told.get("moe", ()) if key not in EXPERTS]
+    beyond += _odd_rope(told)
+    if "moe" in told and "vision_encoder" in told:
+        beyond.append("moe beside vision_encoder")
+    if len({each for each in _listed(told) if each is not None}) > 1:
+        beyond.append("windows of several sizes")
+    if beyond:
+        raise unsupported(beyond, file)
+    try:
+        return _derived(told, BIAS in tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReshardError(
+            "mistral-params-unreadable",
+            "params.json does not describe a model",
+            file=file,
+            expected=f"{', '.join(SIZES)} as numbers",
+            found=f"no {error}" if isinstance(error, KeyError) else str(error),
+            remedy="copy or download it again, or put the model's config.json beside it",
+        ) from None
+
+
+def _odd_rope(told: Mapping[str, Any]) -> Iterator[str]:
+    """What is unlike Ministral 3, the only model with a scaled rotary embedding in both configs."""
+    yarn, scaling = told.get("yarn"), told.get("llama_4_scaling")
+    if not yarn and not scaling:
+        return
+    if not (isinstance(yarn, Mapping) and isinstance(scaling, Mapping)):
+        yield "only one of yarn and llama_4_scaling"
+    elif yarn.get("apply_scale") is not False:
+        yield "yarn without apply_scale false"
+    elif yarn.get(_ORIGINAL) != scaling.get(_ORIGINAL):
+        yield f"two values of {_ORIGINAL}"
+
+
+def _listed(told: Mapping[str, Any]) -> list[Any]:
+    """The windows of layers, if they are in a list."""
+    window = told.get("sliding_window", told.get("_sliding_window"))
+    return window if isinstance(window, list) else []
+
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def unsupported(found: list[str], file: str | None = None) -> ReshardError:
+    """The error for a model that is only in one of the two layouts, or that both describe differently."""
+    return ReshardError(
+        Problem(
+            "mistral-model-unsupported",
+            "reshard does not convert this model between Mistral's own layout and the Hub's",
+            file=file,
+            expected="Mistral, Mixtral, Ministral, Ministral 3, Mistral 3 or Pixtral, as Mistral's code computes them",
+            found=", ".join(found),
+            remedy="use the files of the Hub's layout, which most repositories have, too"
+            if file
+            else "pass --to huggingface, which keeps the model as it is",
+        )
+    )
+
+
+def _derived(told: Mapping[str, Any], bias: bool) -> Derived:
+    notes: list[str] = []
+    text = _text(told, notes)
+    tied = bool(told.get("tied_embeddings"))
+    text["tie_word_embeddings"] = tied
+    vision = told.get("vision_encoder")
+    kind = text["model_type"] if vision is None else _seeing(vision)
+    length = next((_number(told[key], key) for key in LENGTHS if key in told), None)
+    if length is None:
+        length = LENGTH.get(kind, USUAL_LENGTH)
+        notes.append(f"params.json has no length of sequences: {length}, as transformers' converter sets it")
+    text["max_position_embeddings"] = length
+    if vision is None:
+        return Derived({"architectures": [ARCHITECTURES[kind]], **text, **TOKENS}, notes)
+    whole = {**_with_vision(kind, vision, bias), "tie_word_embeddings": tied, "text_config": text}
+    return Derived(whole, notes)
+
+
+def _seeing(vision: Mapping[str, Any]) -> str:
+    return "mistral3" if vision.get("mm_projector_id") == MERGER else "llava"
+
+
+def _text(told: Mapping[str, Any], notes: list[str]) -> Values:
+    """The config of the language model; adds to `notes`."""
+    told = {"n_kv_heads": told["n_heads"], **told}
+    found: Values = {key: _number(told[own], own) for own, key in SIZES.items()}
+    window = told.get("sliding_window", told.get("_sliding_window"))
+    layers = found["num_hidden_layers"]
+    if "moe" in told:
+        kind = "mixtral"
+        found |= {key: _number(told["moe"][own], own) for own, key in EXPERTS.items()}
+    elif isinstance(window, list):
+        kind = "ministral"
+        if layers % len(window):
+            raise ValueError(f"{len(window)} windows for {layers} layers")
+        windows = window * (layers // len(window))
+        found["layer_types"] = ["full_attention" if each is None else "sliding_attention" for each in windows]
+        window = next(iter({each for each in window if each is not None}), None)
+    else:
+        kind = "ministral3" if "llama_4_scaling" in told else "mistral"
+    theta = told.get("rope_theta")
+    if theta is None:
+        theta = 10000.0 if window else 1000000.0
+        notes.append(
+            f"params.json has no rope_theta: {theta:.0f}, as mistral_inference took it for such a model"
+        )
+    found["rope_parameters"] = _rope(told, float(theta))
+    return {
+        "model_type": kind,
+        **found,
+        "hidden_act": "silu",
+        "sliding_window": None if window is None else int(window),
+    }
+
+
+def _rope(told: Mapping[str, Any], theta: float) -> Values:
+    if "yarn" not in told:
+        return {"rope_type": "default", "rope_theta": theta}
+    yarn = {key: told["yarn"][own] for own, key in YARN.items()}
+    scale = told["llama_4_scaling"]["beta"]
+    # Both scales are the same, and their ratio, which transformers computes with, is one.
+    return {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        **yarn,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": scale,
+    }
+
+
+def _with_vision(kind: str, vision: Mapping[str, Any], bias: bool) -> Values:
+    tower = {key: _number(vision[key], key) for key in VISION}
+    theta = float(vision.get("rope_theta", 10000.0))
+    found: Values = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "image_token_index": vision.get("image_token_id", IMAGE),
+        "multimodal_projector_bias": bias,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "vision_config": {"model_type": "pixtral", **tower, "rope_theta": theta, "hidden_act": "silu"},
+    }
+    if kind == "mistral3":
+        return {**found, "spatial_merge_size": _number(vision["spatial_merge_size"], "spatial_merge_size")}
+    return {**found, "vision_feature_select_strategy": "full", "image_seq_length": 1}
+
+
+def _number(value: Any, key: str) -> int | float:
+    kinds = (int, float) if key == "norm_eps" else (int,)
+    if type(value) not in kinds or value <= 0:
+        raise ValueError(f"{key} {value}")
+    found: int | float = value
+    return found
+
+
+def params_of(config: Mapping[str, Any], tensors: Collection[str]) -> Values:
+    """The params.json of a config's model with these tensors. Raises ReshardError for what has no place there."""
+    is_seeing = config.get("model_type") in SEEING
+    text = config["text_config"] if is_seeing else config
+    odd = [*_odd_text(text), *(_odd_vision(config) if is_seeing else ())]
+    if odd:
+        raise unsupported(odd)
+    heads = text["num_attention_heads"]
+    sizes = {
+        "head_dim": text.get("head_dim") or text["hidden_size"] // heads,
+        "num_key_value_heads": text.get("num_key_value_heads") or heads,
+    }
+    found: Values = {own: sizes.get(key, text.get(key)) for own, key in SIZES.items()}
+    found |= _own_rope(text)
+    window = _windows(text)
+    if window is not None:
+        found["sliding_window"] = window
+    if text.get("model_type") == "mixtral":
+        found["moe"] = {own: text[key] for own, key in EXPERTS.items()}
+    if HEAD not in tensors:
+        found["tied_embeddings"] = True
+    if length := text.get("max_position_embeddings"):
+        found |= dict.fromkeys(LENGTHS, length)
+    if is_seeing:
+        found["vision_encoder"] = _own_vision(config, BIAS in tensors)
+    return found
+
+
+def _odd_text(text: Mapping[str, Any]) -> Iterator[str]:
+    """Settings of a language model that Mistral's own code does not have."""
+    needed = (*(set(SIZES.values()) - {"head_dim", "num_key_value_heads"}),)
+    yield from (f"no {key}" for key in sorted(needed) if text.get(key) is None)
+    if text.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act {text['hidden_act']}"
+    rope = rope_parameters(text)
+    kind = rope.get("rope_type", "default")
+    if text.get("model_type") != "ministral3":
+        yield from () if kind == "default" else (f"rope_type {kind}",)
+    elif (
+        kind != "yarn"
+        or rope.get("mscale") != rope.get("mscale_all_dim")
+        or "llama_4_scaling_beta" not in rope
+    ):
+        yield "a rotary embedding unlike that of Ministral 3"
+
+
+def _odd_vision(config: Mapping[str, Any]) -> Iterator[str]:
+    vision = config["vision_config"]
+    yield from (f"no {key} in vision_config" for key in VISION if vision.get(key) is None)
+    if vision.get("hidden_act") != "silu":
+        yield f"hidden_act {vision.get('hidden_act')} in vision_config"
+    if config.get("vision_feature_layer", -1) != -1:
+        yield f"vision_feature_layer {config['vision_feature_layer']}"
+
+
+def _own_rope(text: Mapping[str, Any]) -> Values:
+    rope, kind = rope_parameters(text), str(text.get("model_type"))
+    found: Values = {"rope_theta": rope.get("rope_theta", THETA.get(kind, 10000.0))}
+    if kind == "ministral3":
+        original = rope[_ORIGINAL]
+        found["yarn"] = {**{own: rope[key] for own, key in YARN.items()}, "apply_scale": False}
+        found["llama_4_scaling"] = {_ORIGINAL: original, "beta": rope["llama_4_scaling_beta"]}
+    return found
+
+
+def _windows(text: Mapping[str, Any]) -> int | list[int | None] | None:
+    """The window of attention: one for all layers, or one for each."""
+    kind = text.get("model_type")
+    window: int | None = text.get("sliding_window", 4096 if kind in ("mistral", "ministral") else None)
+    if kind != "ministral":
+        return window
+    layers = text.get("layer_types") or ["sliding_attention"] * text["num_hidden_layers"]
+    return [window if each == "sliding_attention" else None for each in layers]
+
+
+def _own_vision(config: Mapping[str, Any], bias: bool) -> Values:
+    vision = config["vision_config"]
+    image = config.get("image_token_index", config.get("image_token_id", IMAGE))
+    found: Values = {
+        **{key: vision[key] for key in VISION},
+        "rope_theta": rope_parameters(vision).get("rope_theta", 10000.0),
+        "max_image_size": vision["image_size"],
+        "image_token_id": image,
+        "image_break_token_id": BREAK,
+        "image_end_token_id": END,
+        "adapter_bias": bias,
+    }
+    if config["model_type"] == "mistral3":
+        merge = config.get("spatial_merge_size", 2)
+        return {
+            **found,
+            "mm_projector_id": MERGER,
+            "spatial_merge_size": merge,
+            "add_pre_mm_projector_layer_norm": True,
+        }
+    return found
