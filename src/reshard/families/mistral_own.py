@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from reshard.families.renaming import Renaming, begun, rule_of
+from reshard.families.renaming import Renaming, begun, in_all_layers, inner, rule_of
 
 ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
@@ -63,8 +63,7 @@ def _layers(mlp: Mapping[str, str]) -> Iterator[Renaming]:
         **{f"self_attn.{each}_proj.": f"attention.w{each}." for each in "vo"},
         **mlp,
     }
-    for hub, own in pairs.items():
-        yield rule_of(hub, own, below=LAYERS)
+    yield from inner(pairs, LAYERS)
     for each, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
         names = (f"self_attn.{each}_proj.weight", f"attention.w{each}.weight")
         yield rule_of(*names, {**_IN_PAIRS, "heads": heads}, below=LAYERS)
@@ -82,10 +81,8 @@ def _tower() -> Iterator[Renaming]:
         ("multi_modal_projector.patch_merger.", "patch_merger."),
         ("multi_modal_projector.norm.", "pre_mm_projector_norm."),
     )
-    for each in "vo":
-        yield rule_of(f"attention.{each}_proj.", f"attention.w{each}.", below=TOWER)
-    for hub, own in _W123:
-        yield rule_of(f"feed_forward.{hub}.", f"feed_forward.{own}.", below=TOWER)
+    yield from inner({f"attention.{each}_proj.": f"attention.w{each}." for each in "vo"}, TOWER)
+    yield from inner({f"feed_forward.{hub}.": f"feed_forward.{own}." for hub, own in _W123}, TOWER)
     for each in "qk":
         names = (f"attention.{each}_proj.weight", f"attention.w{each}.weight")
         yield rule_of(*names, {**_IN_PAIRS, "subconfig_key": "vision_config"}, below=TOWER)
@@ -97,8 +94,5 @@ def wanted(config: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     found = {"tok_embeddings.weight", "norm.weight", *(() if tied else ("output.weight",))}
     for place, part in ((LAYERS, text), (f"{TOWER}transformer.{LAYERS}", vision)):
-        inner = {name.removeprefix(place).partition(".")[2] for name in tensors if name.startswith(place)}
-        found |= {
-            f"{place}{layer}.{name}" for layer in range(part.get("num_hidden_layers", 0)) for name in inner
-        }
+        found |= in_all_layers(place, part.get("num_hidden_layers", 0), tensors)
     return found

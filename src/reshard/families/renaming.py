@@ -9,7 +9,7 @@ they are on. Rules of a part of a model apply below its path.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -175,6 +175,18 @@ def begun(*pairs: tuple[str, str]) -> Iterator[Renaming]:
     """Rules for the beginnings of names, on the Hub and of a tool."""
     for hub, own in pairs:
         yield rule_of(f"^{re.escape(hub)}", f"^{re.escape(own)}")
+
+
+def inner(pairs: Mapping[str, str], below: str) -> Iterator[Renaming]:
+    """Rules for parts of names below a path, from those on the Hub to those of a tool."""
+    for hub, own in pairs.items():
+        yield rule_of(re.escape(hub), re.escape(own), below=below)
+
+
+def in_all_layers(place: str, layers: int, names: Iterable[str]) -> set[str]:
+    """The names below a path that layers have if they are alike: those of any, in all."""
+    parts = {name.removeprefix(place).partition(".")[2] for name in names if name.startswith(place)}
+    return {f"{place}{layer}.{part}" for layer in range(layers) for part in parts}
 
 
 def _of_prefix(data: Mapping[str, Any], below: tuple[str, ...]) -> Renaming:
