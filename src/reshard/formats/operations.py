@@ -1,4 +1,4 @@
-"""The operations of transformers, and of mlx-lm, on weights between the Hub and memory, as views.
+"""The operations of transformers, mlx-lm and LitGPT, on weights between the Hub and memory, as views.
 
 Every operation takes tensors by the pattern of names that found them, and returns tensors by pattern. `inverse` is its
 direction on the way from memory to the Hub. Source: `core_model_loading.py` of transformers 5.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -204,7 +205,7 @@ def _split(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
 
 def _rows_of(module: str, context: Context) -> int:
     """The rows of a projection by its name, from the sizes in the config."""
-    last = module.removesuffix(".weight").rpartition(".")[2]
+    last = module.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     if last in ("q_proj", "k_proj", "v_proj"):
         heads = context.size("num_attention_heads")
         head = context.size("head_dim", default=context.size("hidden_size") // heads)
@@ -487,6 +488,35 @@ def _absorb_latent(tensors: Tensors, operation: Operation, context: Context) -> 
     return {name: [part] for name, part in zip(context.after, parts, strict=True)}
 
 
+def _ungroup_heads(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
+    """The rows of queries, keys and values by groups of heads, put after each other by kind; or the reverse."""
+    tensor = _only(tensors)
+    heads = context.size("num_attention_heads")
+    groups = context.size("num_key_value_heads", default=heads)
+    size, rest = divmod(tensor.shape[0], heads + 2 * groups)
+    if rest or heads % groups:
+        raise UnfitError(
+            f"{tensor.name} {list(tensor.shape)} cannot be divided into {heads} heads in {groups} groups"
+        )
+    each, inner = (heads // groups, 1, 1), tensor.shape[1:]
+    bounds = [0, each[0], each[0] + 1, each[0] + 2]
+
+    def by_kind(view: View) -> View:
+        whole = view.reshape(groups, sum(each), size, *inner)
+        parts = [whole[:, begin:end] for begin, end in pairwise(bounds)]
+        return concat([part.reshape(groups * (part.shape[1]) * size, *inner) for part in parts], 0)
+
+    def by_group(view: View) -> View:
+        parts = [
+            view[begin * groups * size : end * groups * size].reshape(groups, end - begin, size, *inner)
+            for begin, end in pairwise(bounds)
+        ]
+        return concat(parts, 1).reshape(*tensor.shape)
+
+    change = by_group if operation.get("inverse") else by_kind
+    return {context.after[0]: [_changed(tensor, tensor.shape, change)]}
+
+
 OPERATIONS: dict[str, Callable[[Tensors, Operation, Context], Tensors]] = {
     "Chunk": _chunk,
     "Concatenate": _concatenate,
@@ -503,5 +533,6 @@ OPERATIONS: dict[str, Callable[[Tensors, Operation, Context], Tensors]] = {
     "ChannelsLast": _channels_last,
     "Add": _add,
     "AbsorbLatent": _absorb_latent,
+    "UngroupHeads": _ungroup_heads,
 }
-"""By their names in transformers; the last three are those of mlx-lm."""
+"""By their names in transformers; three are those of mlx-lm, and the last one of LitGPT."""
