@@ -155,6 +155,14 @@ ENVIRONMENTS = {
     ),
     "mlx": Environment(("mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "mlx-vlm==0.7.10")),
     "mistral": Environment(("simple-parsing==0.1.9",), ("mistral_inference==1.6.0",), on=TESTS),
+    "litgpt": Environment(
+        ("docstring_parser", "typeshed_client==2.15.0"),
+        (
+            *("litgpt==0.5.13", "jsonargparse==4.53.0", "lightning==2.6.6", "pytorch-lightning==2.6.6"),
+            *("lightning-utilities==0.15.3", "torchmetrics==1.9.0"),
+        ),
+        on=TESTS,
+    ),
     "fuzz": Environment(("atheris==3.0.0",), on=TESTS),
     "llama-cpp": Environment(
         (

@@ -87,6 +87,7 @@ ROADS: dict[str, Road] = {
     "fp8 to bfloat16": Road(
         converted(MISTRAL, to="huggingface", quantize="fp8"), ("--to", "megatron", "--dtype", "bfloat16")
     ),
+    "litgpt to safetensors": Road(copied("litgpt"), ()),
     "mistral to mistral": Road(copied("mistral"), ("--to", "mistral", "--verify")),
     "mlx to safetensors": Road(copied("mlx"), ("--no-tokenizer",)),
     "quantized for mlx": Road(copied(MISTRAL), ("--to", "mlx", "--quantize", "affine-4-32")),

@@ -54,12 +54,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "folder-of-plain").mkdir()
     torch.save(STATE, folder / "folder-of-plain" / "plain.pt")
     torch.save(STATE, folder / "old.pth", _use_new_zipfile_serialization=False)
-    torch.save({"transformer.h.0.mlp.fc_1.weight": torch.ones(8, 4)}, folder / "lit_model.pth")
+    torch.save({"transformer.h.0.mlp.fc_1.weight": torch.ones(8, 4)}, folder / "lit_step.pth")
     torch.save(
         {"model.decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(8)}, folder / "nemo.ckpt"
     )
     (folder / "folder-of-litgpt").mkdir()
-    shutil.copy(folder / "lit_model.pth", folder / "folder-of-litgpt")
+    torch.save(
+        {"transformer.h.0.attn.qkv.lora_A": torch.ones(8, 4)}, folder / "folder-of-litgpt/lit_model.pth.lora"
+    )
     for name, file in RANKS.items():
         (folder / name).mkdir()
         for rank in range(2):
@@ -84,8 +86,8 @@ KINDS = {
     "weights.npz": "foreign-numpy",
     "orbax": "foreign-orbax",
     "folder-of-plain": "foreign-torch-file",
-    "lit_model.pth": "foreign-litgpt",
-    "folder-of-litgpt": "foreign-litgpt",
+    "lit_step.pth": "foreign-litgpt",
+    "folder-of-litgpt": "foreign-litgpt-lora",
     "nemo.ckpt": "foreign-nemo-weights",
     "vllm": "foreign-vllm",
     "deepseek": "foreign-deepseek",

@@ -144,9 +144,13 @@ MISTRAL = Kind(
 )
 LITGPT = Kind(
     "foreign-litgpt",
-    "these weights have the names of LitGPT",
-    "convert them with it: litgpt convert_from_litgpt {its_folder} {folder}, then pass the file that it writes, "
-    "with the model's Hugging Face folder as --base",
+    "these weights have the names of LitGPT, in a file that it does not call so",
+    "name it as LitGPT does, lit_model.pth, in a folder with the model's model_config.yaml, and pass that folder",
+)
+LITGPT_LORA = Kind(
+    "foreign-litgpt-lora",
+    "these are weights of LoRA that LitGPT has not merged into those of the model",
+    "merge them with it: litgpt merge_lora {its_folder}, then run: reshard inspect {its_folder}",
 )
 OLMO = Kind(
     "foreign-olmo-core",
@@ -178,7 +182,7 @@ ARCHIVE = r"(?s).+\.nemo"
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"/data.pkl"
 FILES = (
-    Sign(LITGPT, name=r"lit_model\.pth", begin=rb"(?s)."),
+    Sign(LITGPT_LORA, name=r"lit_model\.pth\.lora", begin=rb"(?s)."),
     Sign(ARRAYS, member=b".npy"),
     Sign(SCRIPT, directory=b"/code/__torch__"),
     Sign(LIGHTNING, member=_PICKLE, contains=b"pytorch-lightning_version"),
@@ -232,6 +236,7 @@ CODES = {
         ARRAYS,
         MISTRAL,
         LITGPT,
+        LITGPT_LORA,
         OLMO,
         DEEPSEEK,
         VLLM,
@@ -260,8 +265,8 @@ def in_archive(path: Path) -> Path:
 
 
 def is_state_dict(path: Path) -> bool:
-    """Whether a file is one that torch.save wrote, whose tensors have names: these tell LitGPT's."""
-    return path.is_file() and _kind_of(path) in (TORCH, LITGPT)
+    """Whether a file is one that torch.save wrote, whose tensors have names."""
+    return path.is_file() and _kind_of(path) is TORCH
 
 
 def named_by_a_tool(path: Path) -> Problem | None:

@@ -1,0 +1,137 @@
+"""Folders of LitGPT: `lit_model.pth`, a file of torch, with `model_config.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, one_for_all
+from reshard.families import litgpt
+from reshard.families.renaming import in_all_layers
+from reshard.folders.iterations import Iteration
+from reshard.folders.provenance import read_yaml
+from reshard.formats import huggingface, renamed
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.tables import litgpt_config
+from reshard.formats.target import Format
+from reshard.transfer.sources import Sources
+
+NAME, FILE, SETTINGS = "litgpt", "lit_model.pth", "model_config.yaml"
+TRAINED = ("lora_", "adapter_", "gating_factor")
+"""What names of weights that are not merged contain."""
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is a folder with such a file, or the file itself."""
+    return (path / FILE).is_file() or (path.name == FILE and path.is_file())
+
+
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
+    """Open a folder or a file. Raises ReshardError."""
+    file = path / FILE if path.is_dir() else path
+    found = huggingface.open_checkpoint(file, sources, iteration)
+    settings = _settings(found.root, sources)
+    _refuse_unmerged(found)
+    rules = litgpt.renames(settings, old=any(f".{litgpt.OLD_QKV}." in name for name in found.tensors))
+    if rules is None:
+        raise _unknown_model(settings, found.root)
+    sizes = litgpt_config.sizes(settings)
+    hub = renamed.on_hub(found.tensors, rules, sizes)
+    _refuse_misfits(found, hub, sizes["num_hidden_layers"])
+    return replace(
+        found, path=path, format=NAME, tensors=hub, config=litgpt_config.config_of(settings), variant=""
+    )
+
+
+def _settings(folder: Path, sources: Sources) -> Mapping[str, Any]:
+    """The settings of the model, with all the sizes that rules need."""
+    file = folder / SETTINGS
+    if not file.is_file():
+        raise ReshardError(
+            "litgpt-without-config",
+            "there is no model_config.yaml beside the weights of LitGPT",
+            file=str(folder),
+            rule="it tells which model they are of, and how many heads there are",
+            remedy="copy it from the folder that the run started from, into the same folder",
+        )
+    try:
+        found = read_yaml(file, sources)
+        litgpt_config.sizes(found)
+    except (ValueError, *UNUSABLE) as error:
+        raise ReshardError(
+            "litgpt-config-unreadable",
+            "model_config.yaml does not describe a model",
+            file=str(file),
+            expected=f"{', '.join(litgpt_config.SIZES.values())} as numbers",
+            found=str(error),
+            remedy="copy it again from the folder that the run started from",
+        ) from None
+    return found
+
+
+def _refuse_unmerged(found: Checkpoint) -> None:
+    trained = [name for name in found.tensors if any(each in name for each in TRAINED)]
+    if trained:
+        raise ReshardError(
+            "litgpt-not-merged",
+            "the weights of an adapter are not merged into those of the model",
+            file=str(found.path),
+            found=listed(trained, 2),
+            remedy=f"merge LoRA with LitGPT: litgpt merge_lora {found.root}; its Adapter methods cannot be merged",
+        )
+
+
+def _unknown_model(settings: Mapping[str, Any], folder: Path) -> ReshardError:
+    return ReshardError(
+        "litgpt-model-unsupported",
+        "reshard does not know how LitGPT names the tensors of this model",
+        file=str(folder / SETTINGS),
+        found=f"name {settings.get('name')}, mlp_class_name {settings.get('mlp_class_name')}",
+        remedy=f"let LitGPT convert it: litgpt convert_from_litgpt {folder} OUT, and pass the file that it writes, in "
+        "a folder with the model's config.json",
+    )
+
+
+def _refuse_misfits(found: Checkpoint, hub: Iterable[str], layers: int) -> None:
+    """Raise ReshardError for tensors that are missing, or that no rule has renamed."""
+    wanted = {"transformer.wte.weight", litgpt.HEAD[0], *in_all_layers(litgpt.LAYERS, layers, found.tensors)}
+    missing = [
+        Problem(
+            "litgpt-tensor-missing",
+            "a tensor of the model is missing",
+            tensor=name,
+            file=str(found.path),
+            rule="layers are alike, and model_config.yaml counts them",
+            remedy="copy the file again, or pass the folder with the model_config.yaml of these weights",
+        )
+        for name in sorted(wanted - found.tensors.keys())
+    ]
+    unknown = [
+        Problem(
+            "litgpt-tensor-unknown",
+            "a tensor is not known in a model of this kind",
+            tensor=name,
+            file=found.tensors[name].file,
+            expected="the tensors that LitGPT has for the model in model_config.yaml",
+            remedy="pass the folder with the model_config.yaml that was written with these weights",
+        )
+        for name in sorted({*found.tensors} & {*hub} - {*litgpt.HEAD})
+    ]
+    if problems := [*missing, *unknown]:
+        raise ReshardError(one_for_all(problems, found.tensors.keys() | wanted, str(found.path)))
+
+
+FORMAT = Format(
+    NAME,
+    "LitGPT folder (lit_model.pth and model_config.yaml)",
+    detect,
+    open_checkpoint,
+    aliases=("lit-gpt",),
+    instead=huggingface.NAME,
+    parts=(SETTINGS,),
+    files=(FILE, SETTINGS),
+    seen={"LitGPT": r"(?:^|/)lit_model\.pth$"},
+    judged=("LitGPT",),
+)
