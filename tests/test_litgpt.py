@@ -222,6 +222,11 @@ def test_odd_settings_are_an_error(key: str, value: Any, folder: Path) -> None:
     assert codes(folder) == ["litgpt-config-unreadable"]
 
 
+def test_no_number_of_layers_takes_memory(folder: Path) -> None:
+    changed(folder, n_layer=10**12)
+    assert codes(folder) == ["litgpt-config-unreadable"]
+
+
 def test_what_is_no_yaml_is_an_error(folder: Path) -> None:
     (folder / SETTINGS).write_text("- [")
     assert codes(folder) == ["litgpt-config-unreadable"]

@@ -309,6 +309,11 @@ def test_other_models_are_refused(kind: str, folder: Path) -> None:
     assert codes(folder) == ["mistral-model-unsupported"]
 
 
+def test_no_number_of_layers_takes_memory(folder: Path) -> None:
+    changed(folder, n_layers=10**12)
+    assert codes(folder) == ["mistral-params-unreadable"]
+
+
 @pytest.mark.parametrize("value", [..., "16", 0, -1, 2.5, True, [16]])
 @pytest.mark.parametrize("key", ["dim", "n_layers", "n_heads", "n_kv_heads"])
 def test_odd_params_are_an_error(key: str, value: Any, folder: Path) -> None:

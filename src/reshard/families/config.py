@@ -47,7 +47,7 @@ from reshard.families.rope import (
 from reshard.families.rules import MOST_MODULES
 
 
-def _count_layers(layers: object) -> None:
+def count_layers(layers: object) -> None:
     """Raise ValueError if there are too many layers to list."""
     if isinstance(layers, int) and layers > MOST_MODULES:
         raise ValueError(f"{layers} layers")
@@ -108,12 +108,12 @@ class ConfigMap:
 
     def to_args(self, config: Config) -> Values:
         """Megatron-LM arguments for a `config.json` of transformers 4 or 5."""
-        _count_layers(config.get("num_hidden_layers"))
+        count_layers(config.get("num_hidden_layers"))
         return {name: value for entry in self.entries for name, value in entry.to_args(config).items()}
 
     def to_config(self, args: Args) -> Values:
         """A `config.json` in the keys of transformers 5 (see `portable_config`) for Megatron-LM arguments."""
-        _count_layers(args.get("num_layers"))
+        count_layers(args.get("num_layers"))
         return {key: value for entry in self.entries for key, value in entry.to_config(args).items()}
 
     def differs(self, config: Config) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ they are on. Rules of a part of a model apply below its path.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -183,10 +183,10 @@ def inner(pairs: Mapping[str, str], below: str) -> Iterator[Renaming]:
         yield rule_of(re.escape(hub), re.escape(own), below=below)
 
 
-def in_all_layers(place: str, layers: int, names: Iterable[str]) -> set[str]:
-    """The names below a path that layers have if they are alike: those of any, in all."""
+def in_all_layers(place: str, layers: int, names: Collection[str]) -> set[str]:
+    """The names below a path that layers have if they are alike: those of any, in all, or in more than there are."""
     parts = {name.removeprefix(place).partition(".")[2] for name in names if name.startswith(place)}
-    return {f"{place}{layer}.{part}" for layer in range(layers) for part in parts}
+    return {f"{place}{layer}.{part}" for layer in range(min(layers, len(names))) for part in parts}
 
 
 def _of_prefix(data: Mapping[str, Any], below: tuple[str, ...]) -> Renaming:

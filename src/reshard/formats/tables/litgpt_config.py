@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.base.errors import UNUSABLE
+from reshard.families.config import count_layers
 from reshard.families.litgpt import kind
 
 Values = dict[str, Any]
@@ -50,6 +51,7 @@ def sizes(settings: Mapping[str, Any]) -> Values:
     for own in SIZES.values():
         if type(given.get(own)) is not int or given[own] < 1:
             raise ValueError(f"{own} {given.get(own)}")
+    count_layers(given["n_layer"])
     return {key: given[own] for key, own in SIZES.items()}
 
 

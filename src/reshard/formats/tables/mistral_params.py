@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.families.config import count_layers
 from reshard.families.mistral_own import ARCHITECTURES, SEEING
 from reshard.families.rope import rope_parameters
 
@@ -158,6 +159,7 @@ def _text(told: Mapping[str, Any], notes: list[str]) -> Values:
     found: Values = {key: _number(told[own], own) for own, key in SIZES.items()}
     window = told.get("sliding_window", told.get("_sliding_window"))
     layers = found["num_hidden_layers"]
+    count_layers(layers)
     if "moe" in told:
         kind = "mixtral"
         found |= {key: _number(told["moe"][own], own) for own, key in EXPERTS.items()}
