@@ -14,47 +14,28 @@ from reshard.families import mlx
 from reshard.folders.companions import CONFIG, read_object
 from reshard.folders.iterations import Iteration
 from reshard.folders.places import belongs
-from reshard.formats import huggingface, renamed
+from reshard.formats import huggingface, marks, renamed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.mlx.modes import SMALL, Settings, settings_in
 from reshard.formats.mlx.weights import Parts, dequantized
-from reshard.stores import open_file
 from reshard.transfer.sources import Sources
 
 NAME = "mlx"
-MARK = b'"format":"mlx"'
-"""In the metadata of each file, which begin its header."""
-BEGIN = 1 << 12
+"""Also in the metadata of its files."""
 KEYS = ("quantization", "quantization_config")
 """mlx-lm stores its settings twice."""
 FLOATS = ("float32", "float16", "bfloat16")
 
 
 def detect(path: Path) -> bool:
-    """Whether `path` is a folder whose weights MLX has written, or one such file, or the index of several.
-
-    Also if that cannot be read now: `open_checkpoint` finds out, or says what is wrong.
-    """
-    try:
-        return _is_marked(path)
-    except (OSError, ReshardError):
-        return True
-
-
-def _is_marked(path: Path) -> bool:
-    if path.is_file() and path.name.endswith(".safetensors.index.json"):
-        path = path.parent
-    files = [path] if path.is_file() else sorted(path.glob("model*.safetensors"))
-    if not files or files[0].suffix != ".safetensors":
-        return False
-    with open_file(files[0]) as opened:
-        return MARK in opened.read(0, min(BEGIN, opened.size)).replace(b" ", b"")
+    """Whether `path` is a folder whose weights MLX has written, or one such file, or the index of several."""
+    return marks.may_have(path, NAME)
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
     found = huggingface.open_checkpoint(path, sources, iteration)
-    if not _is_marked(path):
+    if not marks.has(path, NAME):
         return found
     config = _config(found.root, sources)
     quantization = _settings(config, found.root)
