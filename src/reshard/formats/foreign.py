@@ -172,10 +172,23 @@ TENSORRT = Kind(
     "these files are a checkpoint of TensorRT-LLM, which divides a model over its ranks",
     _OF_THE_HUB + "they were made from it",
 )
+PADDLE = Kind(
+    "foreign-paddle",
+    "this file of Paddle is a pickle of its arrays",
+    "save the model as safetensors where PaddleNLP is installed: AutoModelForCausalLM.from_pretrained({its_folder})"
+    ".save_pretrained({new_folder}, safe_serialization=True), then run: reshard inspect {folder}",
+)
+PADDLE_RANK = Kind(
+    "foreign-paddle-rank",
+    "these files of Paddle are the parts of a model that its ranks have",
+    "save it complete where it was trained: model.save_pretrained({new_folder}, safe_serialization=True, "
+    "merge_tensor_parallel=True), then run: reshard inspect {folder}",
+)
 NAMES = (
     (re.compile(r"model\d+-mp\d+\.safetensors"), DEEPSEEK),
     (re.compile(r"model-rank-\d+-part-\d+\.safetensors"), VLLM),
     (re.compile(r"rank\d+\.safetensors"), TENSORRT),
+    (re.compile(r"model\.(tp|pp|moe)\d\d\w*\.safetensors"), PADDLE_RANK),
 )
 """Files of safetensors with the names that a tool gives them, beside a model's own (`model*.safetensors`)."""
 ARCHIVE = r"(?s).+\.nemo"
@@ -183,6 +196,8 @@ _ZIP = b"PK\x03\x04"
 _PICKLE = b"/data.pkl"
 FILES = (
     Sign(LITGPT_LORA, name=r"lit_model\.pth\.lora", begin=rb"(?s)."),
+    Sign(PADDLE_RANK, name=r"model_state\.(tp|pp|moe)\d\d\w*\.pdparams", begin=rb"\x80"),
+    Sign(PADDLE, name=r"(?s).+\.pdparams", begin=rb"\x80"),
     Sign(ARRAYS, member=b".npy"),
     Sign(SCRIPT, directory=b"/code/__torch__"),
     Sign(LIGHTNING, member=_PICKLE, contains=b"pytorch-lightning_version"),
@@ -241,6 +256,8 @@ CODES = {
         DEEPSEEK,
         VLLM,
         TENSORRT,
+        PADDLE,
+        PADDLE_RANK,
     )
 }
 

@@ -6,9 +6,9 @@ Each module declares which files a checkpoint has, how ranks cut its tensors, an
 
 from __future__ import annotations
 
-from reshard.formats.tables import litgpt, meta, mistral
+from reshard.formats.tables import litgpt, meta, mistral, paddle
 from reshard.formats.target import Format
 
-FORMATS: tuple[Format, ...] = (mistral.FORMAT, meta.FORMAT, litgpt.FORMAT)
+FORMATS: tuple[Format, ...] = (mistral.FORMAT, meta.FORMAT, litgpt.FORMAT, paddle.FORMAT)
 
 __all__ = ["FORMATS"]
