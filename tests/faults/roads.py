@@ -90,6 +90,7 @@ ROADS: dict[str, Road] = {
     "litgpt to safetensors": Road(copied("litgpt"), ()),
     "mistral to mistral": Road(copied("mistral"), ("--to", "mistral", "--verify")),
     "paddle to safetensors": Road(copied("paddle/nlp-llama-fused"), ()),
+    "sharded_state to safetensors": Road(copied("vllm/tp2"), ()),
     "mlx to safetensors": Road(copied("mlx"), ("--no-tokenizer",)),
     "quantized for mlx": Road(copied(MISTRAL), ("--to", "mlx", "--quantize", "affine-4-32")),
     "safetensors to gguf": Road(copied(MISTRAL), ("--to", "gguf")),

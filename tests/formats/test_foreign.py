@@ -20,7 +20,6 @@ from tests.commandline import reshard
 
 DATA = Path(__file__).parents[1] / "data/foreign"
 RANKS = {
-    "vllm": "model-rank-{}-part-0.safetensors",
     "paddle": "model.tp0{}.safetensors",
     "deepseek": "model{}-mp2.safetensors",
     "tensorrt": "rank{}.safetensors",
@@ -92,7 +91,6 @@ KINDS = {
     "nemo.ckpt": "foreign-nemo-weights",
     "deepseek": "foreign-deepseek",
     "tensorrt": "foreign-tensorrt-llm",
-    "vllm": "foreign-vllm",
     "paddle": "foreign-paddle-rank",
     "model_state.pdparams": "foreign-paddle",
     "mistral": "foreign-mistral",

@@ -162,11 +162,6 @@ DEEPSEEK = Kind(
     "these files are for DeepSeek's own inference code, which divides a model over its ranks",
     _OF_THE_HUB + "they were made from it, by inference/convert.py",
 )
-VLLM = Kind(
-    "foreign-vllm",
-    "these files are a sharded_state of vLLM, which divides a model over its ranks",
-    _OF_THE_HUB + "they were made from it, and vLLM may have packed the weights for its kernels",
-)
 TENSORRT = Kind(
     "foreign-tensorrt-llm",
     "these files are a checkpoint of TensorRT-LLM, which divides a model over its ranks",
@@ -186,7 +181,6 @@ PADDLE_RANK = Kind(
 )
 NAMES = (
     (re.compile(r"model\d+-mp\d+\.safetensors"), DEEPSEEK),
-    (re.compile(r"model-rank-\d+-part-\d+\.safetensors"), VLLM),
     (re.compile(r"rank\d+\.safetensors"), TENSORRT),
     (re.compile(r"model\.(tp|pp|moe)\d\d\w*\.safetensors"), PADDLE_RANK),
 )
@@ -254,7 +248,6 @@ CODES = {
         LITGPT_LORA,
         OLMO,
         DEEPSEEK,
-        VLLM,
         TENSORRT,
         PADDLE,
         PADDLE_RANK,
