@@ -165,7 +165,7 @@ DEEPSEEK = Kind(
 TENSORRT = Kind(
     "foreign-tensorrt-llm",
     "these files are a checkpoint of TensorRT-LLM, which divides a model over its ranks",
-    _OF_THE_HUB + "they were made from it",
+    _OF_THE_HUB + "they were made from it; only trtllm-build of TensorRT-LLM reads these files",
 )
 PADDLE = Kind(
     "foreign-paddle",
