@@ -84,7 +84,7 @@ def test_verify_names_a_norm_that_the_hub_rounded(folder: Path, tmp_path: Path) 
     words = " ".join(shown.out.split())
     assert shown.code == 0 and "equal but for rounding:" in words
     assert f"{NORM} is rounded: 1 of 12 elements, largest difference 0.000999" in words
-    assert "stores minus one, rounded: 1 (largest difference 0.000999)" in words
+    assert "stores changed, rounded: 1 (largest difference 0.000999)" in words
     assert "quantizing" not in words
     (row,) = command("verify", trained, tmp_path / "hub again", "--json").json["rounded"]
     assert row["tensor"] == NORM

@@ -235,7 +235,7 @@ def _print_rounded(found: Comparison) -> None:
         what = "match the other side once that is quantized, bit for bit"
         parts.append(f"{len(quantized)} {what} {_largest(quantized)}")
     if sums:
-        parts.append(f"norms that one side stores minus one, rounded: {len(sums)} {_largest(sums)}")
+        parts.append(f"tensors that one side stores changed, rounded: {len(sums)} {_largest(sums)}")
     console.print(f"[bold green]equal but for rounding:[/] {'; '.join(parts)}")
 
 

@@ -21,9 +21,9 @@ from reshard.base.shown import html_table
 from reshard.families import declared
 from reshard.families.model import Model
 from reshard.formats import open_checkpoint
+from reshard.formats.changed import FLOAT64, changed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import Quantization
-from reshard.formats.shifted import FLOAT64
 from reshard.model.configs import config_of, read_base
 from reshard.model.dequantization import BFLOAT16, FLOAT32, dequantized
 from reshard.model.described import describe, described_by
@@ -43,7 +43,7 @@ ROUNDED = "rounded"
 """Kind of a difference that quantization explains."""
 
 ROUNDED_SUM = "rounded sum"
-"""Kind of a difference that rounding explains, in a norm that one side stores minus one."""
+"""Kind of a difference that rounding explains, in a tensor that one side stores changed, such as a norm minus one."""
 
 EQUAL = "equal"
 """What `Row.values` says of values that are equal although their dtypes differ."""
@@ -111,7 +111,7 @@ class Comparison:
     """The result of comparing two checkpoints. It is true if no tensor differs and, with `logits`, the logits agree.
 
     `rows` are the tensors that differ. `rounded` are those that differ by rounding only: weights that one side stores
-    quantized, and norms that one side stores minus one. `changes` has the change of every tensor, if `html` was given.
+    quantized, and tensors that one side stores changed. `changes` has the change of every tensor, if `html` was given.
     """
 
     tensors: int
@@ -403,10 +403,16 @@ def _tensor(side: Side, name: str) -> Tensor:
 
 
 def _exact(first: Side, second: Side, name: str) -> list[Tensor]:
-    """A tensor of both sides before rounding: as stored, or in float64 if one side stores it minus a number."""
+    """A tensor of both sides before rounding: as stored, or in float64 if one side stores it minus a number.
+
+    It is compared as rounded if one side's engine rounds it itself.
+    """
     sides = (first, second)
-    if first.tensors.plus(name) == second.tensors.plus(name):
+    changes = [side.tensors.change(name) for side in sides]
+    if changes[0] == changes[1]:
         return [Tensor(side.tensors.tensors[name].dtype, side.tensors.stored_view(name)) for side in sides]
+    if any(change and change.rounds for change in changes):
+        return [_tensor(side, name) for side in sides]
     return [Tensor(FLOAT64, side.tensors.view(name)) for side in sides]
 
 
@@ -464,10 +470,21 @@ def _other_dtype(
 
 def _kind(comparer: Comparer, first: Side, second: Side, name: str) -> str:
     """What explains the difference between both sides of a tensor."""
-    if first.tensors.plus(name) != second.tensors.plus(name):
+    if first.tensors.change(name) != second.tensors.change(name):
         differ = comparer.difference(_tensor(first, name), _tensor(second, name))
-        return "values" if differ else ROUNDED_SUM
+        return "values" if differ and not _is_rounded(comparer, first, second, name) else ROUNDED_SUM
     return ROUNDED if _is_quantized(comparer, first, second, name) else "values"
+
+
+def _is_rounded(comparer: Comparer, first: Side, second: Side, name: str) -> bool:
+    """Whether one side stores what its engine computes of the other one, rounded."""
+    for side, other in ((first, second), (second, first)):
+        change = side.tensors.change(name)
+        if change and change.rounds and not other.tensors.change(name):
+            dtype = side.tensors.tensors[name].dtype
+            made = Tensor(dtype, changed(name, _tensor(other, name), change.reversed))
+            return not comparer.difference(Tensor(dtype, side.tensors.stored_view(name)), made)
+    return False
 
 
 def _is_quantized(comparer: Comparer, first: Side, second: Side, name: str) -> bool:

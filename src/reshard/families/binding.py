@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.algebra.views import Piece, View, covered, overlaps
-from reshard.families.rules import Native, Rule
+from reshard.families.rules import Change, Native, Rule
 
 
 class Dropped(NamedTuple):
@@ -28,13 +28,13 @@ class Bound(NamedTuple):
         return self.template.view.shape
 
     @property
-    def plus(self) -> float:
-        """The number added to each element of `view`."""
-        return self.template.plus
+    def change(self) -> Change | None:
+        """What is done to each element of `view`."""
+        return self.template.change
 
     @property
     def view(self) -> View:
-        """The tensor, less `plus`, as a view over the names of the other side."""
+        """The tensor, before `change`, as a view over the names of the other side."""
         return self.template.view.renamed(self._filled)
 
     @property
@@ -54,7 +54,7 @@ class _Template:
     experts: int
     copy: bool = False
     written: bool = True
-    plus: float = 0.0
+    change: Change | None = None
 
     def instances(self) -> Iterator[tuple[str, Bound]]:
         for layer in self.layers or (None,):
@@ -77,7 +77,7 @@ class Binding:
             if rule.hf:
                 view = rule.view.renamed(lambda source: source.name)  # type: ignore[attr-defined]
                 template = _Template(
-                    rule.hf, view, rule.layers, rule.experts, rule.copy, rule.written, rule.plus
+                    rule.hf, view, rule.layers, rule.experts, rule.copy, rule.written, rule.change
                 )
                 (self.copies if rule.copy else self.hf).update(template.instances())
         self.native: dict[str, Bound] = {}
@@ -92,17 +92,18 @@ class Binding:
 
 def _inverted(rules: Iterable[Rule]) -> Iterator[_Template]:
     """Invert the rules: each native tensor as a view over the Hugging Face tensors that it contains."""
-    pieces: dict[tuple[Native, tuple[int, ...], int, float], list[Piece]] = {}
+    pieces: dict[tuple[Native, tuple[int, ...], int, Change | None], list[Piece]] = {}
     for rule in rules:
         if rule.copy:
             continue
         for piece in rule.view.pieces:
             assert isinstance(piece.source, Native)
             source: Hashable = rule.hf or Dropped(rule.reason)
-            key = (piece.source, tuple(rule.layers), rule.experts, -rule.plus)
+            back = rule.change.reversed if rule.change else None
+            key = (piece.source, tuple(rule.layers), rule.experts, back)
             pieces.setdefault(key, []).append(piece.swapped(source))
-    for (tensor, layers, experts, plus), parts in pieces.items():
+    for (tensor, layers, experts, change), parts in pieces.items():
         view = View(tensor.shape, tuple(parts))
         if overlaps(view) or covered(view) != view.numel:
             raise ValueError(f"the rules for {tensor.name} {list(tensor.shape)} are no bijection")
-        yield _Template(tensor.name, view, layers, experts, plus=plus)
+        yield _Template(tensor.name, view, layers, experts, change=change)

@@ -16,7 +16,7 @@ from functools import partial
 from reshard.algebra.views import View, concat
 from reshard.families.dialect import Dialect
 from reshard.families.internevo import heads_in_halves
-from reshard.families.rules import GATED, Block, Dims, Rule, native, same, under
+from reshard.families.rules import GATED, Block, Dims, Rule, native, plus, same, under
 
 EMBEDDING = "token_embd.weight"
 GGUF = Dialect("gguf", (EMBEDDING,), widened=True, sharded=False)
@@ -198,4 +198,4 @@ def _in_turn(d: Dims, kind: str, *inner: int) -> View:
 
 
 def _plus_one(rules: list[Rule]) -> Iterator[Rule]:
-    return (replace(rule, plus=-1.0) if rule.hf.endswith("norm.weight") else rule for rule in rules)
+    return (replace(rule, change=plus(-1.0)) if rule.hf.endswith("norm.weight") else rule for rule in rules)

@@ -25,9 +25,38 @@ class Native(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Step(NamedTuple):
+    """What is done to each element: `plus` is added, or it is multiplied by `times`, or divided by `over`."""
+
+    plus: float = 0.0
+    times: float = 1.0
+    over: float = 1.0
+
+
+class Change(NamedTuple):
+    """The step from a view to a tensor, and the step `back`.
+
+    If `rounds`, the engine itself stores rounded results, so that nothing else is expected.
+    """
+
+    step: Step
+    back: Step
+    rounds: bool = False
+
+    @property
+    def reversed(self) -> Change:
+        """The change of the other side."""
+        return Change(self.back, self.step, self.rounds)
+
+
+def plus(number: float, *, rounds: bool = False) -> Change:
+    """A number is added, and subtracted on the other side."""
+    return Change(Step(plus=number), Step(plus=-number), rounds)
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The tensor named `hf` is `view` (over `Native` sources) plus `plus`, for each of `layers` and `experts`.
+    """The tensor named `hf` is `view` (over `Native` sources) after `change`, for each of `layers` and `experts`.
 
     A `copy` repeats elements of another rule (tied heads, an embedding stored twice):
     it is checked against the original and is never a source itself. `written` tells whether the Hub's
@@ -41,7 +70,7 @@ class Rule:
     copy: bool = False
     written: bool = True
     reason: str = ""
-    plus: float = 0.0
+    change: Change | None = None
 
 
 Block = list[Rule]

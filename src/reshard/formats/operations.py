@@ -17,7 +17,8 @@ from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View, concat
 from reshard.base.errors import Problem
 from reshard.families.renaming import Operation
-from reshard.formats.shifted import shifted
+from reshard.families.rules import plus
+from reshard.formats.changed import changed
 from reshard.transfer.plan import ZERO, Planned
 
 Tensors = dict[str, list[Planned]]
@@ -457,7 +458,7 @@ def _add(tensors: Tensors, operation: Operation, context: Context) -> Tensors:
     kind = tensor.dtype if tensor.dtype.itemsize > 2 else dtype("float32")  # it may be stored in more bits
 
     def added(view: View) -> View:
-        return shifted(tensor.name, Tensor(kind, view), by)
+        return changed(tensor.name, Tensor(kind, view), plus(by))
 
     return {context.after[0]: [_changed(tensor, tensor.shape, added)]}
 

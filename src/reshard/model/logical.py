@@ -13,9 +13,10 @@ from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.families import live_names
 from reshard.families.binding import Binding, Bound, Dropped
 from reshard.families.dialect import HUB
+from reshard.families.rules import Change
+from reshard.formats.changed import changed, rounding
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import Weight
-from reshard.formats.shifted import rounding, shifted
 from reshard.formats.target import HEAD
 from reshard.model.resolve import Resolved
 from reshard.transfer.plan import ZERO
@@ -60,13 +61,13 @@ class LogicalTensors:
             return self.checkpoint.tensors[str(name)].view
         return self._made(str(name), logical.bound, logical.dtype, self._native)
 
-    def plus(self, name: str) -> float:
-        """The number that `view` adds to each stored element, before it is rounded to the tensor's dtype."""
+    def change(self, name: str) -> Change | None:
+        """What `view` does to each stored element, before it is rounded to the tensor's dtype."""
         bound = self.tensors[name].bound
-        return bound.plus if bound and self.are_weights else 0.0
+        return bound.change if bound and self.are_weights else None
 
     def stored_view(self, name: str) -> View:
-        """The same as `view`, with nothing added."""
+        """The same as `view`, unchanged."""
         bound = self.tensors[name].bound
         return bound.view.through(self._native) if bound else self.view(name)
 
@@ -75,14 +76,14 @@ class LogicalTensors:
         return self._made(name, bound, dtype, self.view)
 
     def keep_exact(self, name: str, bound: Bound | None, dtype: DType) -> None:
-        """Check before anything is written that adding `bound.plus` to a tensor loses nothing.
+        """Check before anything is written that `bound.change` loses nothing, unless the engine rounds itself.
 
         `name` is a logical tensor, or an engine's tensor made of logical tensors.
         """
-        if bound is None or not bound.plus or not self.are_weights:
+        if bound is None or not bound.change or bound.change.rounds or not self.are_weights:
             return
         below = self._native if name in self.tensors else self.view
-        found = rounding(name, Tensor(dtype, bound.view.through(below)), bound.plus)
+        found = rounding(name, Tensor(dtype, bound.view.through(below)), bound.change)
         self.replicas += [found] if found else []
 
     def _native(self, name: Hashable) -> View:
@@ -90,7 +91,9 @@ class LogicalTensors:
 
     def _made(self, name: str, bound: Bound, dtype: DType, below: Callable[[Hashable], View]) -> View:
         view = bound.view.through(below)
-        return shifted(name, Tensor(dtype, view), bound.plus) if bound.plus and self.are_weights else view
+        if bound.change is None or not self.are_weights:
+            return view
+        return changed(name, Tensor(dtype, view), bound.change)
 
 
 _ANY = dtype("uint8")

@@ -30,6 +30,7 @@ from reshard.families.rules import (
     moe,
     native,
     norms,
+    plus,
     same,
     stacked_experts,
     under,
@@ -66,7 +67,7 @@ def delta_net(d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> B
         Rule("linear_attn.conv1d.weight", concat([kernel.merge(0) for kernel in kernels.values()])),
         same("linear_attn.A_log", "self_attention.A_log", d.value_heads),
         same("linear_attn.dt_bias", "self_attention.dt_bias", d.value_heads),
-        Rule("linear_attn.norm.weight", norm, plus=0.0 if by_head else 1.0),
+        Rule("linear_attn.norm.weight", norm, change=None if by_head else plus(1.0)),
         same("linear_attn.out_proj.weight", "self_attention.out_proj.weight", d.hidden, width),
     ]
 
