@@ -9,13 +9,16 @@ from dataclasses import dataclass
 class Dialect:
     """The tensor names of one engine: `name`, as in `Family.dialects`, and what it calls the embedding in any family.
 
-    Without `embeddings`, sizes are checked only by the rules of a family. If it is `widened`, small tensors are in
-    float32, whatever the model has. Only if it is `sharded`, tensors may belong to ranks.
+    Without `embeddings`, sizes are checked only by the rules of a family. If it is `padded`, the embedding and `head`
+    may have more rows than the model has tokens. If it is `widened`, small tensors are in float32, whatever the model
+    has. Only if it is `sharded`, tensors may belong to ranks.
     """
 
     name: str
     embeddings: tuple[str, ...] = ()
     widened: bool = False
+    padded: bool = False
+    head: str = ""
     sharded: bool = True
 
     def __str__(self) -> str:
@@ -28,5 +31,5 @@ HUB = Dialect(
     sharded=False,
 )
 """The names on the Hub."""
-MEGATRON = Dialect("mcore", ("embedding.word_embeddings.weight",))
+MEGATRON = Dialect("mcore", ("embedding.word_embeddings.weight",), padded=True, head="output_layer.weight")
 """The names of Megatron-Core's local layer spec, with the numbers of layers and experts in the complete model."""

@@ -13,7 +13,6 @@ import numpy as np
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family
-from reshard.families.dialect import MEGATRON
 from reshard.families.model import Model
 from reshard.folders.companions import find_companions
 from reshard.formats.checkpoint import Checkpoint
@@ -33,10 +32,11 @@ PADDING = "vocabulary padding"
 def lost_padding(
     checkpoint: Checkpoint, model: Model, rows: int, *, with_states: bool = False
 ) -> Counter[str]:
-    """Bytes of the last `rows` of Megatron's embedding and head, which the output lacks, and of their states."""
-    if not checkpoint.has_megatron_names or rows <= 0:
+    """Bytes of the last `rows` of a padded embedding and head, which the output lacks, and of their states."""
+    dialect = checkpoint.dialect
+    if not dialect.padded or rows <= 0:
         return Counter()
-    tables = MEGATRON.embeddings if model.dims.tied else (*MEGATRON.embeddings, "output_layer.weight")
+    tables = dialect.embeddings if model.dims.tied else (*dialect.embeddings, dialect.head)
     held = [checkpoint.tensors, *(checkpoint.states.values() if with_states else ())]
     width = sum(tensors[name].dtype.itemsize for tensors in held for name in tables if name in tensors)
     return Counter({PADDING: rows * width * model.dims.hidden})
@@ -69,8 +69,8 @@ def embedding(checkpoint: Checkpoint, family: Family | None = None) -> tuple[str
 
 
 def padded_rows(checkpoint: Checkpoint) -> int | None:
-    """Rows of Megatron's padded embedding; None for a checkpoint in another dialect."""
-    return embedding_rows(checkpoint) if checkpoint.has_megatron_names else None
+    """Rows of the embedding, if it may be padded; None for a checkpoint in another dialect."""
+    return embedding_rows(checkpoint) if checkpoint.dialect.padded else None
 
 
 def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
@@ -84,9 +84,9 @@ def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
 
 
 def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> tuple[int, str] | None:
-    """The true `vocab_size` and the reason, if the rows of Megatron's embedding contradict the config."""
+    """The true `vocab_size` and the reason, if the rows of a padded embedding contradict the config."""
     declared = config.get("vocab_size")
-    if not checkpoint.has_megatron_names or not isinstance(declared, int) or declared < 1:
+    if not checkpoint.dialect.padded or not isinstance(declared, int) or declared < 1:
         return None
     rows = embedding_rows(checkpoint)
     if rows == declared:
@@ -114,8 +114,8 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
 
 
 def _tables(checkpoint: Checkpoint) -> Iterator[Tensor]:
-    """Megatron's tensors with one row per token."""
-    for name in (*MEGATRON.embeddings, "output_layer.weight"):
+    """The tensors of a padded vocabulary, with one row per token."""
+    for name in (*checkpoint.dialect.embeddings, checkpoint.dialect.head):
         if name in checkpoint.tensors:
             yield checkpoint.tensors[name]
 
@@ -130,7 +130,7 @@ def _has_values(table: Tensor, begin: int, end: int) -> bool:
 
 
 def disagreement(checkpoint: Checkpoint, vocab: int) -> Problem | None:
-    """The problem with Megatron's embedding if it is too small for `vocab` tokens, or much too large."""
+    """The problem with a padded embedding if it is too small for `vocab` tokens, or much too large."""
     name, table = embedding(checkpoint)
     rows = table.shape[0]
     args = checkpoint.args or {}
