@@ -18,7 +18,7 @@ from reshard.folders.places import belongs
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import plain_config, settings_as_told, settings_of
 from reshard.formats.target import HEAD, Format, Kind, Options, Request, main_dtype
-from reshard.stores import as_path
+from reshard.stores import arrays_of, as_path
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import OutputFile
 from reshard.version import __version__
@@ -200,6 +200,6 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
 def _below(folder: Path, file: str, taken: Collection[str]) -> str:
     """The path of a file below a folder; for one elsewhere, as weights of a base are, its name, if that is unique."""
     path = as_path(file)
-    if folder in path.parents:
-        return path.relative_to(folder).as_posix()
+    if home := next((each for each in (folder, arrays_of(folder)) if each in path.parents), None):
+        return path.relative_to(home).as_posix()
     return file if path.name in taken or (folder / path.name).exists() else path.name

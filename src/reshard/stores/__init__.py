@@ -12,6 +12,7 @@ from reshard.stores.entry import Stamp
 from reshard.stores.files import File
 from reshard.stores.path import (
     StorePath,
+    arrays_of,
     as_path,
     at_home,
     contents_of,
@@ -32,6 +33,7 @@ __all__ = [
     "File",
     "Stamp",
     "StorePath",
+    "arrays_of",
     "as_path",
     "at_home",
     "contents_of",

@@ -21,6 +21,7 @@ from reshard.stores import hub, registry
 from reshard.stores.archive import inside
 from reshard.stores.entry import Entry
 from reshard.stores.files import File, LocalFile
+from reshard.stores.orbax import arrays_in
 from reshard.stores.remote import RemoteFile
 
 
@@ -203,6 +204,11 @@ def source_path(typed: str | PathLike[str]) -> Path:
 def contents_of(archive: Path) -> Path:
     """The contents of a tar archive on a disk, as a folder."""
     return StorePath(inside(archive))
+
+
+def arrays_of(folder: Path) -> Path:
+    """The arrays in a folder of Orbax, as a folder."""
+    return StorePath(arrays_in(folder))
 
 
 def entered(archive: Path) -> Path:

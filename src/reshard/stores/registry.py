@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from threading import RLock
 
 from reshard.base.errors import ReshardError
@@ -11,11 +12,15 @@ from reshard.stores.address import Address
 from reshard.stores.archive import ArchiveStore
 from reshard.stores.hub import HubStore, url_of_page
 from reshard.stores.objects import AlibabaOss, AzureBlobs, GoogleCloud
+from reshard.stores.orbax import Container, OrbaxStore, arrays_in
 from reshard.stores.s3 import S3
 from reshard.stores.store import Store
 from reshard.stores.web import WebStore
 
-KINDS: tuple[type[Store], ...] = (S3, GoogleCloud, AlibabaOss, AzureBlobs, HubStore, WebStore, ArchiveStore)
+KINDS: tuple[type[Store], ...] = (
+    *(S3, GoogleCloud, AlibabaOss, AzureBlobs, HubStore, WebStore),
+    *(ArchiveStore, OrbaxStore),
+)
 """All kinds of stores."""
 
 SCHEMES = {scheme: each for each in KINDS for scheme in each.kind.schemes}
@@ -67,6 +72,17 @@ def connect(typed: str) -> str:
             before = _stores[made.url] = made
         before.begin(place)
     return place.shown
+
+
+def container(folder: Path) -> Container:
+    """The arrays in a folder of Orbax, as it is now; what was decoded of them before is forgotten."""
+    made = OrbaxStore(arrays_in(folder))
+    with _lock:
+        before = _stores.get(made.url)
+        if isinstance(before, OrbaxStore):
+            before.forget()
+        _stores[made.url] = made
+    return made.container
 
 
 def at(url: str) -> Store:

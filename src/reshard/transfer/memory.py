@@ -136,6 +136,7 @@ class Meter:
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
+        self._aside = 0
         self._now, self._peak = resident()
 
     def left(self, need: Need) -> int:
@@ -146,9 +147,9 @@ class Meter:
         now, peak = resident()
         held = max(0, now - self._now)
         planning = max(held, peak - self._now if peak > self._peak else 0)
-        enough = max(planning, held + _least(need) + LEAST_LEDGER)
+        enough = max(planning, held + _least(need) + LEAST_LEDGER) + self._aside
         if enough <= self._memory:
-            return self._memory - held
+            return self._memory - held - self._aside
         found = f"the plan takes {_mebibytes(planning)}, one thread {_mebibytes(_least(need) + LEAST_LEDGER)}"
         raise self._too_little(enough, planning, found, tensor=need.tensor)
 
@@ -157,7 +158,12 @@ class Meter:
         return nbytes < SLACK or self._enough(nbytes) <= self._memory
 
     def _enough(self, nbytes: int) -> int:
-        return max(0, resident()[0] - self._now) + nbytes
+        return max(0, resident()[0] - self._now) + self._aside + nbytes
+
+    def set_aside(self, nbytes: int, path: str) -> None:
+        """Keep bytes for what a package allocates during the run. Raises ReshardError if too few are left."""
+        self.expect(nbytes, path)
+        self._aside = max(self._aside, nbytes)
 
     def expect(self, nbytes: int, path: str) -> None:
         """Raise ReshardError if reading a file, and what is made from it, takes more than is left."""

@@ -20,7 +20,17 @@ from typing import Any
 from isal.isal_zlib import crc32
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.stores import File, Stamp, as_path, contents_of, is_remote, open_file, realpath, refresh
+from reshard.stores import (
+    File,
+    Stamp,
+    arrays_of,
+    as_path,
+    contents_of,
+    is_remote,
+    open_file,
+    realpath,
+    refresh,
+)
 from reshard.transfer.ledger import Passed, Range, Ranges
 from reshard.transfer.memory import Meter
 
@@ -138,7 +148,7 @@ class Sources:
         read.
         """
         first = self.named[0].absolute() if self.named else None
-        homes = (first, contents_of(first)) if first else ()
+        homes = (first, contents_of(first), arrays_of(first)) if first else ()
         found = []
         for path, note in self._notes.items():
             full = as_path(path).absolute()

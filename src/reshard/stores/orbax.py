@@ -1,0 +1,341 @@
+"""Arrays in an Orbax container, decoded by tensorstore, as files: one for each chunk, with its elements in their order.
+
+`orbax://tmp/run/0/items/params.step/0.0` is the chunk 0, 0 of the array `params.step` in the folder `/tmp/run/0/items`.
+A container stores arrays in zarr 2 or zarr 3, compressed, as files of its own or in a database of tensorstore (OCDBT).
+A chunk that is read is decoded once, into a temporary file, because any order of reading must be fast: in a chunk of
+many layers, the elements of one layer are far apart. Sources: orbax-checkpoint 0.12.8 and tensorstore 0.1.86.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property
+from importlib import import_module
+from itertools import count
+from math import prod
+from pathlib import Path
+from threading import RLock
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from reshard.base.errors import ReshardError
+from reshard.base.installing import install_command
+from reshard.stores.address import Address, Kind, shown
+from reshard.stores.entry import Entry, Stamp
+from reshard.stores.files import File, LocalFile
+from reshard.stores.ranges import Wanted
+from reshard.stores.store import Store
+
+SCHEME, PACKAGE = "orbax", "tensorstore"
+METADATA, DATABASE = "_METADATA", "manifest.ocdbt"
+LARGE = 256 << 20
+"""Bytes of a chunk above which its parts are decoded one by one, if it has parts."""
+
+_numbers = count()
+_decoding = RLock()
+"""One chunk is decoded at a time, so that memory for one is enough."""
+
+
+class Array(NamedTuple):
+    """The shapes of an array and of its chunks, and its dtype under numpy's name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of chunks along each axis."""
+        return tuple(-(-size // step) for size, step in zip(self.shape, self.chunk, strict=True))
+
+    def box(self, at: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The first element of a chunk, and its size. Those at the end of an axis may be smaller."""
+        low = tuple(index * step for index, step in zip(at, self.chunk, strict=True))
+        size = (min(step, end - first) for step, end, first in zip(self.chunk, self.shape, low, strict=True))
+        return low, tuple(size)
+
+
+class Container:
+    """One folder of arrays. What opens them raises ReshardError if tensorstore is missing, or cannot read them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._opened: dict[str, Any] = {}
+        self._decoded: dict[tuple[str, tuple[int, ...]], Path] = {}
+
+    @cached_property
+    def _told(self) -> dict[str, Any]:
+        told = json.loads(_content(self.folder / METADATA))
+        return told if isinstance(told, dict) else {}
+
+    @property
+    def is_zarr3(self) -> bool:
+        """Whether its arrays are in zarr 3."""
+        return bool(self._told.get("use_zarr3"))
+
+    @property
+    def is_database(self) -> bool:
+        """Whether its arrays are in OCDBT. Versions that do not say so have its manifest."""
+        return bool(self._told.get("use_ocdbt", (self.folder / DATABASE).is_file()))
+
+    @cached_property
+    def _tensorstore(self) -> Any:
+        return _package()
+
+    @cached_property
+    def _context(self) -> Any:
+        limits = {"cache_pool": {"total_bytes_limit": 1 << 24}, "data_copy_concurrency": {"limit": 1}}
+        return self._tensorstore.Context(limits)
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """The names of everything stored: of arrays, their metadata and chunks."""
+        with _understood(self.folder, None):
+            store = self._tensorstore.KvStore.open(self._place(""), context=self._context).result()
+            return frozenset(key.decode("utf-8", "replace") for key in store.list().result())
+
+    def _place(self, name: str) -> Any:
+        base = f"{self.folder.absolute().as_posix()}/"
+        path = f"{name}/" if name else ""
+        if not self.is_database:
+            return {"driver": "file", "path": base + path}
+        return {"driver": "ocdbt", "base": {"driver": "file", "path": base}, "path": path}
+
+    def _open(self, name: str) -> Any:
+        with _decoding, _understood(self.folder, name):
+            if name not in self._opened:
+                spec = {"driver": "zarr3" if self.is_zarr3 else "zarr", "kvstore": self._place(name)}
+                found = self._tensorstore.open(spec, read=True, open=True, context=self._context)
+                self._opened[name] = found.result()
+            return self._opened[name]
+
+    def is_plain(self, name: str) -> bool:
+        """Whether an array is not compressed, so that its chunks can be read as they are."""
+        file = self.folder / name / ".zarray"
+        if self.is_database or self.is_zarr3 or not file.is_file():
+            return False
+        return b'"compressor":null' in _content(file).replace(b" ", b"")
+
+    def array(self, name: str) -> Array:
+        """An array, from its metadata."""
+        opened = self._open(name)
+        shape, dtype = tuple(opened.shape), opened.dtype
+        layout = opened.chunk_layout
+        chunk = tuple(layout.write_chunk.shape or ())
+        if prod(chunk) * dtype.numpy_dtype.itemsize > LARGE:
+            chunk = tuple(layout.read_chunk.shape or ())
+        return Array(dtype.name, shape, chunk)
+
+    def missing(self, name: str) -> list[str]:
+        """The names of chunks that are not stored."""
+        opened = self._open(name)
+        steps = opened.chunk_layout.write_chunk.shape or ()
+        counts = [-(-size // step) for size, step in zip(opened.shape, steps, strict=True)]
+        return [key for at in places(counts) if (key := f"{name}/{self._key(at)}") not in self.keys]
+
+    def _key(self, at: Sequence[int]) -> str:
+        if self.is_zarr3:
+            return "/".join(["c", *map(str, at)])
+        return ".".join(map(str, at)) or "0"
+
+    def modified(self, name: str) -> int:
+        """When the container last changed, or the array in it, in nanoseconds."""
+        mark = DATABASE if self.is_database else f"{name}/{'zarr.json' if self.is_zarr3 else '.zarray'}"
+        return (self.folder / mark).stat().st_mtime_ns
+
+    def decoded(self, name: str, at: tuple[int, ...]) -> Path:
+        """A temporary file with the elements of a chunk."""
+        with _decoding:
+            if (name, at) not in self._decoded:
+                self._decoded[name, at] = self._decode(name, at)
+            return self._decoded[name, at]
+
+    def forget(self) -> None:
+        """Remove the temporary files."""
+        with _decoding:
+            for path in self._decoded.values():
+                path.unlink(missing_ok=True)
+            self._decoded.clear()
+
+    def _decode(self, name: str, at: tuple[int, ...]) -> Path:
+        opened = self._open(name)
+        low, size = self.array(name).box(at)
+        box = tuple(slice(first, first + n) for first, n in zip(low, size, strict=True))
+        _check_space(prod(size) * opened.dtype.numpy_dtype.itemsize)
+        with _understood(self.folder, name):
+            elements = opened[box].read(order="C").result()
+        path = _scratch() / f"{next(_numbers)}"
+        with path.open("wb") as file:
+            elements.tofile(file)
+        return path
+
+
+def places(counts: Sequence[int]) -> Iterable[tuple[int, ...]]:
+    """The places in a grid, one after another."""
+    steps = [prod(counts[axis + 1 :]) for axis in range(len(counts))]
+    for number in range(prod(counts)):
+        yield tuple(number // step % count for step, count in zip(steps, counts, strict=True))
+
+
+class OrbaxStore(Store):
+    """One container. It is never listed: readers know its arrays from its metadata."""
+
+    kind = Kind((SCHEME,), PACKAGE, "", "FOLDER/ARRAY/CHUNK")
+
+    @classmethod
+    def address(cls, url: str) -> Address:
+        scheme, _, rest = url.partition("://")
+        return Address(scheme, shown(scheme, rest, cls.kind))
+
+    @classmethod
+    def holding(cls, place: Address) -> OrbaxStore:
+        return cls(place.shown.rsplit("/", 2)[0])
+
+    @cached_property
+    def container(self) -> Container:
+        """What decodes it."""
+        return Container(Path("/", *self.url.split("/")[2:]))
+
+    def forget(self) -> None:
+        """Remove the temporary files."""
+        self.container.forget()
+
+    def _find(self, root: str, *, deep: bool) -> dict[str, Entry]:
+        return {}
+
+    def _look(self, url: str) -> Entry | None:
+        name, at = _chunk_of(url)
+        array = self.container.array(name)
+        size = self.container._open(name).dtype.numpy_dtype.itemsize * prod(array.box(at)[1])
+        return Entry(size, self.container.modified(name))
+
+    def opened(self, url: str, entry: Entry) -> File:
+        return _Chunk(self.container, *_chunk_of(url), entry)
+
+    def fetch(self, wanted: Wanted) -> bytes:
+        with LocalFile(self.container.decoded(*_chunk_of(wanted.url))) as file:
+            return file.read(wanted.begin, wanted.end - wanted.begin)
+
+
+def arrays_in(folder: Path) -> str:
+    """The URL of the arrays in a folder."""
+    return f"{SCHEME}:/{folder.absolute().as_posix()}"
+
+
+def chunk_in(folder: Path, name: str, at: Sequence[int]) -> str:
+    """The URL of a chunk of an array."""
+    return f"{arrays_in(folder)}/{name}/{'.'.join(map(str, at)) or 'all'}"
+
+
+def _chunk_of(url: str) -> tuple[str, tuple[int, ...]]:
+    name, at = url.split("/")[-2:]
+    return name, () if at == "all" else tuple(map(int, at.split(".")))
+
+
+class _Chunk:
+    """A chunk, open for reading; it is decoded when something is read."""
+
+    def __init__(self, container: Container, name: str, at: tuple[int, ...], entry: Entry) -> None:
+        self._container, self._name, self._at, self._entry = container, name, at, entry
+        self._found: LocalFile | None = None
+
+    @property
+    def size(self) -> int:
+        return self._entry.size
+
+    def stamp(self) -> Stamp:
+        return Stamp(self._entry.size, self._entry.modified, self._entry.identity)
+
+    @property
+    def _file(self) -> LocalFile:
+        if self._found is None:
+            self._found = LocalFile(self._container.decoded(self._name, self._at))
+        return self._found
+
+    def read(self, at: int, count: int) -> bytes:
+        return self._file.read(at, count)
+
+    def fill(self, parts: Iterable[tuple[int, memoryview]]) -> int | None:
+        return self._file.fill(parts)
+
+    def close(self) -> None:
+        if self._found is not None:
+            self._found.close()
+            self._found = None
+
+    def __enter__(self) -> _Chunk:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _content(path: Path) -> bytes:
+    """The content of a file, whose name is in the error if it cannot be read."""
+    with LocalFile(path) as file:
+        return file.read(0, file.size)
+
+
+@cache
+def _scratch() -> Path:
+    """A temporary folder of this process, which is removed when it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="reshard-orbax-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _check_space(nbytes: int) -> None:
+    free = shutil.disk_usage(_scratch()).free
+    if free < nbytes:
+        raise ReshardError(
+            "orbax-scratch-full",
+            "the disk with temporary files is full",
+            file=str(_scratch()),
+            rule="chunks of Orbax are decoded into temporary files, which together are as large as the model",
+            expected=f"{nbytes:,} bytes more",
+            found=f"{free:,} bytes free",
+            remedy="free some space there, or choose a folder on another disk: TMPDIR=/path/to/folder reshard …",
+        )
+
+
+class _understood:  # noqa: N801
+    """Turns the errors of tensorstore into those of reshard."""
+
+    def __init__(self, folder: Path, name: str | None) -> None:
+        self._folder, self._name = folder, name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ValueError | NotImplementedError):
+            raise ReshardError(
+                "orbax-array-unreadable",
+                "tensorstore cannot read an array of an Orbax checkpoint",
+                tensor=self._name,
+                file=str(self._folder),
+                found=" ".join(str(error).split("[tensorstore_spec=")[0].split())[:300],
+                remedy="copy the checkpoint again from where it was saved, or use another step of the run",
+            ) from error
+
+
+def _package() -> Any:
+    """The package. Raises ReshardError if it is not installed."""
+    try:
+        return import_module(PACKAGE)
+    except ImportError as error:
+        raise ReshardError(
+            "orbax-package-missing",
+            "reading an Orbax checkpoint needs tensorstore",
+            rule="its arrays are compressed in formats that tensorstore decodes; JAX is not needed",
+            found=str(error),
+            remedy=f"install it: {install_command(PACKAGE)}",
+        ) from error
