@@ -131,6 +131,7 @@ class Dims:
     key_dim: int
     value_dim: int
     kernel: int
+    rope_scaled: bool
 
     def __post_init__(self) -> None:
         """Raise ValueError for impossible sizes: rules loop over some sizes, and multiply others."""
@@ -213,6 +214,7 @@ class Dims:
             key_dim=linear("linear_key_head_dim"),
             value_dim=linear("linear_value_head_dim"),
             kernel=linear("linear_conv_kernel_dim"),
+            rope_scaled=bool(get("use_rope_scaling", False)),
         )
 
 

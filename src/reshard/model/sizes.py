@@ -96,7 +96,7 @@ def disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Pr
         ("hidden size", "hidden_size", dims.hidden, hidden),
         ("experts", "num_experts", dims.experts, _experts(checkpoint, family, names)),
     ]
-    if not mcore:
+    if not checkpoint.dialect.padded:
         pairs.append(("vocabulary", "vocab_size", dims.vocab, rows))
         pairs += _heads(checkpoint, family, dims)
     problems = [
@@ -115,7 +115,7 @@ def disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Pr
         for what, key, wanted, found in pairs
         if wanted != found
     ]
-    if mcore and (wrong := vocabulary.disagreement(checkpoint, dims.vocab)):
+    if checkpoint.dialect.padded and (wrong := vocabulary.disagreement(checkpoint, dims.vocab)):
         problems.append(wrong)
     return problems
 
@@ -134,7 +134,8 @@ def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple
 
 _LAYER = re.compile(r"^(?:model\.|decoder\.)?(?:layers|blocks|blk)\.(\d+)\.", re.MULTILINE)
 _MTP_LAYER = re.compile(r"^(?:mtp\.|model\.mtp_)layers\.(\d+)\.", re.MULTILINE)
-_STACKED = (".experts.down_proj", ".ffn_down_exps.weight")  # of gpt-oss, and of llama.cpp
+# Of gpt-oss, of llama.cpp and of MaxText.
+_STACKED = (".experts.down_proj", ".ffn_down_exps.weight", ".moe_block.wo", "MoeBlock_0.wo")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from reshard.families import gguf
+from reshard.families import gguf, maxtext
 from reshard.families.architectures.llama import dense
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, QK_NORM, TIED
 from reshard.families.entries import (
@@ -131,7 +131,7 @@ GEMMA2 = Family(
         Key("final_logit_softcapping", "final_logit_softcapping", default=30.0),
         NO_QK_NORM,
     ),
-    dialects=gguf.SANDWICH,
+    dialects={**gguf.SANDWICH, **maxtext.GEMMA2},
     computed_by=MEGATRON_BRIDGE,
     judged=(MEGATRON_BRIDGE,),
 )
@@ -148,7 +148,7 @@ GEMMA3 = Family(
         QueryScale(),
         QK_NORM,
     ),
-    dialects=gguf.SANDWICH,
+    dialects={**gguf.SANDWICH, **maxtext.GEMMA3},
     computed_by=MEGATRON_BRIDGE,
     judged=(MEGATRON_BRIDGE,),
 )

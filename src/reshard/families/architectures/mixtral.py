@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import gguf
+from reshard.families import gguf, maxtext
 from reshard.families.config import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import Key, SlidingWindow
 from reshard.families.family import MCORE, Family
@@ -34,7 +34,7 @@ MIXTRAL = Family(
         Key("num_experts_per_tok", "moe_router_topk", default=2),
         *EXPERTS_EVERYWHERE,
     ),
-    dialects=gguf.MIXTRAL,
+    dialects={**gguf.MIXTRAL, **maxtext.MIXTRAL},
     live=BLOCK_SPARSE,
     precedence=1,
     judged=(MCORE,),

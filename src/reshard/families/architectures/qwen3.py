@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.families import gguf, torchtitan
+from reshard.families import gguf, maxtext, torchtitan
 from reshard.families.architectures.llama import dense
 from reshard.families.architectures.qwen2 import sparse
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, QK_NORM, QWEN_EXPERTS
@@ -11,7 +11,7 @@ from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.live import Live
 from reshard.families.rope import Rope
 
-DIALECTS = {torchtitan.TORCHTITAN.name: torchtitan.qwen3, **gguf.QWEN}
+DIALECTS = {torchtitan.TORCHTITAN.name: torchtitan.qwen3, **gguf.QWEN, **maxtext.QWEN}
 UNBIASED = (NO_BIAS, Const(config={"attention_bias": False}), QK_NORM)
 
 QWEN3 = Family(
