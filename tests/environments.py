@@ -95,6 +95,12 @@ ENVIRONMENTS = {
     # Its own requirements do not install beside current releases of their packages; its code is read, not imported.
     "nemo": Environment(("omegaconf==2.3.0",), ("nemo_toolkit==1.23.0",), on="zarr"),
     "nemo-2": Environment((), ("nemo_toolkit==2.3.0",), on="zarr"),
+    "orbax": Environment(
+        (
+            *("orbax-checkpoint==0.12.8", "jax==0.10.2", "jaxlib==0.10.2", "tensorstore==0.1.86"),
+            *("numpy==2.4.6", "ml_dtypes==0.6.0", "safetensors"),
+        )
+    ),
     "release": Environment(
         (
             *("build==1.6.1", "hatchling==1.33.0", "hatch-fancy-pypi-readme==25.1.0", "twine==7.0.0"),

@@ -95,6 +95,13 @@ ROADS: dict[str, Road] = {
     "quantized for mlx": Road(copied(MISTRAL), ("--to", "mlx", "--quantize", "affine-4-32")),
     "safetensors to gguf": Road(copied(MISTRAL), ("--to", "gguf")),
     "gguf to safetensors": Road(converted(MISTRAL, to="gguf", no_tokenizer=True), ("--to", "huggingface")),
+    "safetensors to orbax": Road(copied(LLAMA), ("--to", "orbax", "--no-tokenizer")),
+    "orbax to unscanned": Road(
+        converted(LLAMA, to="orbax", no_tokenizer=True), ("--to", "orbax-unscanned", "--no-tokenizer")
+    ),
+    "unscanned to safetensors": Road(
+        converted(LLAMA, to="orbax-unscanned", no_tokenizer=True), ("--no-tokenizer",)
+    ),
     "quantized": Road(copied(MISTRAL), ("--to", "huggingface", "--quantize", "fp8")),
     "continued": Road(copied(MISTRAL), ("--to", "megatron", "--tp", "2"), interrupted=True),
     "average of dcp and safetensors": Road(

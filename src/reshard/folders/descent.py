@@ -15,6 +15,7 @@ PARTS = tuple(
         r"pytorch_model_fsdp_\d+",  # accelerate and Trainer, FSDP with SHARDED_STATE_DICT
         r"checkpoints?",  # torchtitan
         r"actor|policy|model|weights|model_weights|model_and_optim",  # verl; torchtitan; NeMo; OLMo-core
+        r"items|model_params|default",  # MaxText; Orbax
     )
 )
 STEPS = tuple(
@@ -24,7 +25,8 @@ STEPS = tuple(
         r"checkpoint-(\d+)",  # Trainer
         r"(?:.*-)?step=(\d+)(?:-.*)?",  # NeMo
         r"epoch[_-](\d+)",
-        r"(\d+)",  # InternEvo
+        r"(\d+)",  # InternEvo, Orbax
+        r"(\d+)\.orbax-checkpoint-tmp(?:-\d+)?",  # Orbax, unfinished
     )
 )
 RUN = re.compile(r"v(\d+)-\d{8}-\d{6}")

@@ -28,6 +28,7 @@ from reshard.formats import (
     megatron,
     mlx,
     not_found,
+    orbax,
     peft,
     quantization,
     tables,
@@ -58,6 +59,8 @@ FORMATS = Registry(
         mlx.FORMAT,
         huggingface.FORMAT,
         gguf.FORMAT,
+        orbax.FORMAT,
+        orbax.UNSCANNED,
     ),
     names=lambda each: each.all_names,
 )

@@ -1,6 +1,6 @@
 """Weight files of other tools that are not in one of the formats: what they are, and how to convert them.
 
-They are recognized by their content (`FILES`, `FOLDERS`); by their names only Flax's msgpack files, which have no
+They are recognized by their content (`FILES`); by their names only Flax's msgpack files, which have no
 magic, and ordinary files of torch and of safetensors (`NAMES`). Where neither tells, the names of their tensors do
 (`TENSORS`):
 
@@ -10,7 +10,7 @@ magic, and ordinary files of torch and of safetensors (`NAMES`). Where neither t
   TorchScript has members below `code/`. Before torch 1.6 the file was a sequence of pickles.
 - numpy's `.npz`: a zip archive whose first member ends in `.npy`.
 - ONNX: a protobuf message without a magic, whose first field is `ir_version` (onnx/onnx.proto): byte 08.
-- Orbax: a folder with `_CHECKPOINT_METADATA`, or `_METADATA` next to `manifest.ocdbt` (orbax.checkpoint 0.12).
+- Orbax: containers with MaxText's names are read (`orbax/`), which finds those of others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.in_memory import renamings
-from reshard.folders.places import can_list
 from reshard.stores import entered, is_remote, open_file
 from reshard.stores.tar import is_tar
 
@@ -35,7 +34,7 @@ BEGIN = 1 << 16
 """Bytes read from either end of a file."""
 
 MOST = 64
-"""Number of files and subfolders of a folder that are examined."""
+"""Number of files of a folder that are examined."""
 
 
 class Kind(NamedTuple):
@@ -121,9 +120,10 @@ ONNX = Kind(
 )
 ORBAX = Kind(
     "foreign-orbax",
-    "this is a JAX checkpoint of Orbax",
-    "convert it with the script of its trainer (MaxText has to_huggingface), or restore it with orbax.checkpoint and "
-    "save the arrays as {folder}/model.safetensors under their Hugging Face names",
+    "this Orbax checkpoint does not have MaxText's names, the only ones that are read",
+    "export it with its trainer (EasyDeL: model.to_torch(); Levanter: python -m levanter.main.export_lm_to_hf; T5X: "
+    "convert_t5x_checkpoint_to_pytorch.py of transformers 4), or restore it with orbax.checkpoint and save the arrays "
+    "as {folder}/model.safetensors under their Hugging Face names",
 )
 FLAX = Kind(
     "foreign-flax",
@@ -205,11 +205,6 @@ FILES = (
     Sign(NEMO, name=ARCHIVE, begin=rb"(?!PK\x03\x04)", tar=True),
 )
 """The first that fits counts; `(?s).` fits all but empty files."""
-FOLDERS = (
-    (("_CHECKPOINT_METADATA",), ORBAX),
-    (("_METADATA", "manifest.ocdbt"), ORBAX),
-)
-"""Files that are all in a folder."""
 TENSORS = (
     (
         re.compile(
@@ -261,9 +256,6 @@ def recognized(path: Path) -> Problem | None:
         kind = _kind_of(path) if path.is_file() else None
         return problem(kind, path) if kind else None
     children = sorted(path.iterdir())[:MOST]
-    for folder in (path, *(child for child in children if child.is_dir() and can_list(child))):
-        if kind := _kind_of_folder(folder):
-            return problem(kind, folder)
     found = ((kind, child) for child in children if child.is_file() and (kind := _kind_of(child)))
     return next((problem(kind, child) for kind, child in found), None)
 
@@ -329,11 +321,6 @@ def _end(path: Path) -> bytes:
     with suppress(OSError, ReshardError), open_file(path) as file:
         return file.read(max(file.size - BEGIN, 0), BEGIN)
     return b""
-
-
-def _kind_of_folder(folder: Path) -> Kind | None:
-    found = (kind for names, kind in FOLDERS if all((folder / name).is_file() for name in names))
-    return next(found, None)
 
 
 def _kind_of(path: Path) -> Kind | None:
