@@ -258,6 +258,13 @@ CASES: dict[str, list[Case]] = {
     "internlm-iteration-not-found": [
         Case({"src": "data internlm/internlm2-tp2pp2"}, "convert src dst --no-tokenizer --iteration 9")
     ],
+    "nanotron-step-not-found": [
+        Case(
+            {"src": "data nanotron/llama-tp2-pp2"},
+            "convert src dst --no-tokenizer --iteration 9",
+            {"--iteration": "10"},
+        )
+    ],
     "dcp-iteration-mismatch": [Case({"src": "dcp"}, "convert src dst --iteration 5")],
     "iteration-folder-missing": [Case({"src": "dcp"}, "convert run dst --iteration 5", {}, _in_a_run)],
     "deepspeed-step-not-found": [

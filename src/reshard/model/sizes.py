@@ -132,10 +132,12 @@ def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple
             yield what, key, wanted, first[0] // size
 
 
-_LAYER = re.compile(r"^(?:model\.|decoder\.)?(?:layers|blocks|blk)\.(\d+)\.", re.MULTILINE)
+_LAYER = re.compile(r"^(?:(?:model\.|decoder\.)?(?:layers|blocks|blk)|model\.decoder)\.(\d+)\.", re.MULTILINE)
 _MTP_LAYER = re.compile(r"^(?:mtp\.|model\.mtp_)layers\.(\d+)\.", re.MULTILINE)
-# Of gpt-oss, of llama.cpp and of MaxText.
-_STACKED = (".experts.down_proj", ".ffn_down_exps.weight", ".moe_block.wo", "MoeBlock_0.wo")
+_STACKED = (
+    *(".experts.down_proj", ".ffn_down_exps.weight"),  # gpt-oss; llama.cpp
+    *(".moe_block.wo", "MoeBlock_0.wo", ".experts.merged_down_proj"),  # MaxText; nanotron
+)
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 

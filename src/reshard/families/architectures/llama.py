@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import gguf, maxtext, torchtitan
+from reshard.families import gguf, maxtext, nanotron, torchtitan
 from reshard.families.config import GROUPED_HEADS, NO_QK_NORM
 from reshard.families.entries import Biases
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
@@ -29,6 +29,7 @@ LLAMA = Family(
         **dialects("internlm2", evo_llama),
         **gguf.LLAMA,
         **maxtext.LLAMA,
+        **nanotron.DIALECTS,
     },
     # transformers builds iquestcoder as Llama; the two keys come from the code that it was published with.
     aliases={"seed_oss": {}, "iquestcoder": {"clip_qkv": None, "use_sliding_window": False}},

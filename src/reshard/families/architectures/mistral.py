@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.families import gguf, maxtext
+from reshard.families import gguf, maxtext, nanotron
 from reshard.families.architectures.llama import dense
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import SlidingWindow
@@ -14,7 +14,7 @@ MISTRAL = Family(
     "MistralForCausalLM",
     dense,
     (*GROUPED_HEADS, Rope(), SlidingWindow(default=4096), NO_BIAS, NO_QK_NORM),
-    dialects={**gguf.LLAMA, **maxtext.LLAMA},
+    dialects={**gguf.LLAMA, **maxtext.LLAMA, **nanotron.DIALECTS},
     precedence=1,  # before cwm, which has a list of windowed layers
     judged=(MCORE, MEGATRON_BRIDGE),
 )

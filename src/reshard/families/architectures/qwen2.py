@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import gguf, maxtext
+from reshard.families import gguf, maxtext, nanotron
 from reshard.families.architectures.llama import dense
 from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS, QWEN_EXPERTS
 from reshard.families.entries import Const, FullAttention, Key
@@ -26,7 +26,7 @@ QWEN2 = Family(
     "Qwen2ForCausalLM",
     dense,
     (*DERIVED_HEADS, Rope(), FullAttention(), QKV_BIAS, NO_QK_NORM),
-    dialects={**gguf.QWEN, **maxtext.QWEN},
+    dialects={**gguf.QWEN, **maxtext.QWEN, **nanotron.DIALECTS},
     precedence=2,  # above Llama: if nothing names the family, a bias on q, k and v alone means Qwen2
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )
@@ -44,6 +44,7 @@ QWEN2_MOE = Family(
         *QWEN_EXPERTS,
         Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     ),
+    dialects=nanotron.DIALECTS,
     live=Live(),
     precedence=1,
     judged=(MCORE, MCORE_BRIDGE),

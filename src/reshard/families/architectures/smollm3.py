@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from reshard.families import nanotron
 from reshard.families.architectures.llama import dense
 from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, TIED
 from reshard.families.entries import Biases, FullAttention
@@ -21,5 +22,6 @@ SMOLLM3 = Family(
         Biases("attention_bias", "mlp_bias"),
         NO_QK_NORM,
     ),
+    dialects=nanotron.DIALECTS,
     judged=(MCORE,),
 )

@@ -6,9 +6,16 @@ Each module declares which files a checkpoint has, how ranks cut its tensors, an
 
 from __future__ import annotations
 
-from reshard.formats.tables import litgpt, meta, mistral, paddle, vllm
+from reshard.formats.tables import litgpt, meta, mistral, nanotron, paddle, vllm
 from reshard.formats.target import Format
 
-FORMATS: tuple[Format, ...] = (mistral.FORMAT, meta.FORMAT, litgpt.FORMAT, paddle.FORMAT, vllm.FORMAT)
+FORMATS: tuple[Format, ...] = (
+    mistral.FORMAT,
+    meta.FORMAT,
+    litgpt.FORMAT,
+    nanotron.FORMAT,
+    paddle.FORMAT,
+    vllm.FORMAT,
+)
 
 __all__ = ["FORMATS"]

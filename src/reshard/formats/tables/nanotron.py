@@ -1,0 +1,318 @@
+"""Nanotron's checkpoints: a folder for each module, with a safetensors file for each parameter and rank.
+
+    10/model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-1-of-2.safetensors
+    10/model/model/final_layer_norm/pp_block/model_weight.safetensors             the same on all ranks
+    10/model_config.json, 10/optimizer/…, latest.txt
+
+The metadata of a part says which slices of the complete tensor it has. Nanotron 1.2 to 1.5 of the format are alike.
+Source: `serialize/{main,weights,utils,metadata}.py`, `parallel/parameters.py` and `trainer.py` of nanotron.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.algebra.layout import SavedLayout
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View, assemble, overlaps
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, one_for_all, said
+from reshard.containers.safetensors import read_file
+from reshard.containers.torchfiles.untrusted import shape_of
+from reshard.families.nanotron import dialect
+from reshard.folders.iterations import Iteration
+from reshard.folders.places import folders_in
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.tables.nanotron_config import hub_config, read_model_config, rows_are_interleaved
+from reshard.formats.tables.ranks import COPY
+from reshard.formats.target import Format
+from reshard.stores import open_file
+from reshard.transfer.sources import Sources
+
+NAME = "nanotron"
+MODEL = "model"
+LATEST = "latest.txt"
+SLICES, SHAPE = "local_global_slices_pairs", "unsharded_shape"
+DATA = "data"
+MOST_SLICES = 64
+"""The most slices of a part: query, key and value are three."""
+DROPPED = (
+    ("optimizer", "optimizer states"),
+    ("lr_scheduler", "learning rate schedules"),
+    ("random", "random number states"),
+)
+"""Folders beside the weights, and the rules by which their files are dropped."""
+_FILE = re.compile(
+    r"model_(?P<weight>\w+?)"
+    r"(?:_pp-rank-(?P<pp>\d{1,5}-of-\d{1,5})_tp-rank-(?P<tp>\d{1,5}-of-\d{1,5})"
+    r"(?:_exp-rank-(?P<ep>\d{1,5}-of-\d{1,5}))?)?\.safetensors"
+)
+_NUMBER = re.compile(r"(?<![\w.])\d+")
+
+
+class Place(NamedTuple):
+    """The rank whose part a file has, and the number of ranks, on the axes of pipeline, tensor and experts."""
+
+    rank: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a parameter; without a `place`, it has the complete one."""
+
+    path: Path
+    place: Place | None
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is the folder of a step, or of all steps."""
+    return _weights(path) is not None or bool((path / LATEST).is_file() and _steps(path))
+
+
+def _weights(path: Path) -> Path | None:
+    """The folder of the modules of a step."""
+    above = (path / MODEL, path)
+    return next((each for each in above if (each / MODEL / "token_position_embeddings").is_dir()), None)
+
+
+def _steps(path: Path) -> dict[int, Path]:
+    """The folders of all steps, in their order."""
+    found = {int(child.name): child for child in folders_in(path) if child.name.isdecimal()}
+    return {step: found[step] for step in sorted(found) if _weights(found[step])}
+
+
+def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
+    """Open a step: the requested or else the last one. Raises ReshardError naming all files that are missing."""
+    step = _step(path, iteration)
+    weights = _weights(step) or step
+    folder = weights.parent
+    config = read_model_config(folder, sources)
+    files = _files(weights)
+    tensors = _read(files, weights, sources)
+    interleaved, note = rows_are_interleaved(config)
+    number = folder.resolve().name
+    return Checkpoint(
+        path=folder,
+        format=NAME,
+        dialect=dialect(interleaved=interleaved),
+        tensors=tensors,
+        root=folder,
+        layout=_layout(files),
+        iteration=int(number) if number.isdecimal() else None,
+        config=hub_config(config, tensors, folder, sources),
+        dropped=+Counter({rule: _size_of(folder / name) for name, rule in DROPPED}),
+        notes=[note] if note else [],
+    )
+
+
+def _step(path: Path, iteration: Iteration | None) -> Path:
+    """The folder of the requested step, or of the one that latest.txt names: it is written after all files."""
+    steps = _steps(path) if _weights(path) is None else {}
+    if not steps and iteration is None:
+        return path
+    wanted = _latest(path / LATEST) if iteration is None else iteration
+    there = steps or _steps(path.resolve().parent)
+    if wanted in there:
+        return there[int(wanted)]
+    raise ReshardError(
+        "nanotron-step-not-found",
+        "this step does not exist",
+        file=str(path / str(wanted)),
+        expected=f"step {wanted}, as {'--iteration' if iteration is not None else LATEST} says",
+        found=f"steps {listed(list(map(str, there)), 8)}" if there else "no steps",
+        remedy="choose another with --iteration, or pass the folder of a step",
+    )
+
+
+def _latest(path: Path) -> int | str:
+    # Not read through `sources`: a running job rewrites it, and it is not needed once the step is chosen.
+    with open_file(path) as file:
+        text = file.read(0, min(file.size, 20)).decode("utf-8", "replace").strip()
+    return int(text) if text.isdecimal() and text.isascii() else repr(text)
+
+
+def _size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.pt"))
+
+
+def _files(weights: Path) -> dict[str, list[File]]:
+    """The files of each parameter."""
+    found: dict[str, list[File]] = defaultdict(list)
+    for path in sorted(weights.rglob("model_*.safetensors")):
+        if match := _FILE.fullmatch(path.name):
+            name = ".".join((*path.relative_to(weights).parent.parts, match["weight"]))
+            found[name].append(File(path, _place(match)))
+    return found
+
+
+def _place(match: re.Match[str]) -> Place | None:
+    axes = [match[axis].split("-of-") for axis in ("pp", "tp", "ep") if match[axis]]
+    return Place(*zip(*(map(int, axis) for axis in axes), strict=True)) if axes else None
+
+
+def _layout(files: Mapping[str, Sequence[File]]) -> SavedLayout:
+    """The layout, by the names of all files; experts are told apart only where their ranks have files of their own."""
+    ranks = [each.place.ranks for found in files.values() for each in found if each.place]
+    pp, tp, ep = (max((each[axis] for each in ranks if len(each) > axis), default=1) for axis in range(3))
+    return SavedLayout(tp=tp, pp=pp, vpp=1, ep=ep, etp=tp)
+
+
+def _read(files: Mapping[str, list[File]], folder: Path, sources: Sources) -> dict[str, Tensor]:
+    """All parameters of a folder. Raises ReshardError for each that is not complete."""
+    tensors: dict[str, Tensor] = {}
+    problems: list[Problem] = []
+    for name, found in files.items():
+        lacking = [*_lacking(name, found)]
+        problems += lacking
+        if lacking:
+            continue
+        try:
+            tensors[name] = _joined(name, [_part(each.path, sources) for each in found])
+        except ReshardError as error:
+            problems += error.problems
+    if problems:
+        raise ReshardError(one_for_all(problems, files, str(folder)))
+    return tensors
+
+
+def _lacking(name: str, found: Sequence[File]) -> Iterator[Problem]:
+    """Problems of the files of a parameter: some are missing, or they are of two saves."""
+    places = [each.place for each in found]
+    first = places[0]
+    if first is None or any(each is None or each.ranks != first.ranks for each in places):
+        if len(found) > 1:
+            yield Problem(
+                "nanotron-saves-mixed",
+                "the files of a parameter are of two layouts",
+                tensor=name,
+                file=str(found[-1].path),
+                rule="a save has either one file of a parameter, or one for each rank of its layout",
+                found=listed([each.path.name for each in found], 4),
+                remedy="two saves are mixed: save again into an empty folder, or move away the files of one",
+            )
+        return
+    there = {each.rank[1:] for each in places if each}
+    wanted = (each for each in product(*map(range, first.ranks[1:])) if each not in there)
+    missing = [*islice(wanted, 8)]  # a name can say any number
+    if missing:
+        axes = ("tp", "exp")
+        ranks = [", ".join(f"{axis} {n}" for axis, n in zip(axes, each, strict=False)) for each in missing]
+        yield Problem(
+            "nanotron-rank-missing",
+            "the files of some ranks are missing",
+            tensor=name,
+            file=str(found[0].path.parent),
+            rule="each rank has a part of the parameter, and all are read",
+            expected=f"{prod(first.ranks[1:])} files",
+            found=f"{len(there)}, and none of rank {'; '.join(ranks)}",
+            remedy=COPY,
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a file has of a parameter: its tensor, the complete shape, and views with their offsets in that."""
+
+    path: Path
+    tensor: Tensor
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], View], ...]
+
+
+def _part(path: Path, sources: Sources) -> Part:
+    tensors, metadata = read_file(path, sources)
+    try:
+        (tensor,) = (tensors[DATA],)
+        if not metadata:
+            return Part(path, tensor, tensor.shape, (((0,) * len(tensor.shape), tensor.view),))
+        shape = shape_of([int(size) for size in _NUMBER.findall(metadata[SHAPE])])
+        return Part(path, tensor, shape, tuple(_boxes(tensor, shape, metadata[SLICES])))
+    except UNUSABLE as error:
+        raise ReshardError(
+            "nanotron-part-unreadable",
+            "a file of nanotron does not say what it has",
+            file=str(path),
+            expected=f"a tensor {DATA}, and {SHAPE} and {SLICES} in the metadata, or none",
+            found=said(error),
+            remedy="copy the file again from where it was saved",
+        ) from None
+
+
+def _boxes(tensor: Tensor, shape: tuple[int, ...], pairs: str) -> Iterator[tuple[tuple[int, ...], View]]:
+    """The slices of a part, as views at their offsets."""
+    if pairs.count(";") >= MOST_SLICES:
+        raise ValueError(f"{pairs.count(';') + 1} slices")
+    for pair in pairs.split(";"):
+        own, whole = pair.split("#")
+        (low, size), (begin, extent) = _box(own, tensor.shape), _box(whole, shape)
+        if size != extent:
+            raise ValueError(f"{own} and {whole} have other sizes")
+        yield begin, tensor.view.box(low, size)
+
+
+def _box(text: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and size of slices such as `0,16,None|None,None,None`."""
+    axes = []
+    for axis, length in zip(text.split("|"), shape, strict=True):
+        start, stop, step = (None if each == "None" else int(each) for each in axis.split(","))
+        begin, end = start or 0, length if stop is None else stop
+        if not 0 <= begin <= end <= length or step not in (None, 1):
+            raise ValueError(f"{text} of {list(shape)}")
+        axes.append((begin, end - begin))
+    low, size = zip(*axes, strict=True) if axes else ((), ())
+    return low, size
+
+
+def _joined(name: str, parts: Sequence[Part]) -> Tensor:
+    """The complete parameter. Raises ReshardError unless the parts cover it exactly."""
+    first = parts[0]
+    kinds = {(part.tensor.dtype.name, part.shape) for part in parts}
+    if len(kinds) > 1:
+        raise _misfit(name, parts, ", ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds)))
+    boxes = [box for part in parts for box in part.boxes]
+    whole = assemble(first.shape, boxes)
+    held = sum(view.numel for _, view in boxes)
+    if held != whole.numel or overlaps(whole):
+        raise _misfit(name, parts, f"{held} of {whole.numel} elements{_twice(parts)}")
+    return Tensor(first.tensor.dtype, whole)
+
+
+def _twice(parts: Iterable[Part]) -> str:
+    """The names of files that have the same slices: one is a copy of the other."""
+    seen: dict[Any, Path] = {}
+    for part in parts:
+        place = tuple((low, view.shape) for low, view in part.boxes)
+        first = seen.setdefault(place, part.path)
+        if first is not part.path:
+            return f"; {part.path.name} has the slices of {first.name}"
+    return ""
+
+
+def _misfit(name: str, parts: Sequence[Part], found: str) -> ReshardError:
+    return ReshardError(
+        "nanotron-parts-misfit",
+        "the parts of a parameter do not fit together",
+        tensor=name,
+        file=str(parts[-1].path),
+        rule="the slices in the metadata of all files cover the complete parameter once",
+        expected=f"{parts[0].tensor.dtype} {list(parts[0].shape)}",
+        found=found,
+        remedy=COPY,
+    )
+
+
+FORMAT = Format(
+    NAME,
+    "nanotron checkpoint, a file for each parameter and rank",
+    detect,
+    open_checkpoint,
+    instead="huggingface",
+    judged=("nanotron",),
+)
