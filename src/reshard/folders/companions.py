@@ -364,6 +364,14 @@ def read_object(path: Path, sources: Sources) -> dict[str, Any]:
     return content
 
 
+def of_the_hub(
+    beside: Mapping[str, Any] | None, derived: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """The config beside weights, unless it is a tool's own, which names no model, and one was `derived` from it."""
+    named = beside and (beside.get("model_type") or beside.get("architectures"))
+    return beside if named or not derived else derived
+
+
 def _pointer(path: Path) -> ReshardError:
     return ReshardError(
         "git-lfs-companion",

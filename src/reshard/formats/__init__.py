@@ -254,7 +254,7 @@ def refuse_unfinished(path: Path, sources: Sources) -> None:
 
 def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """The config of a checkpoint, if it is readable."""
-    return _object_beside(checkpoint, companions.CONFIG) or checkpoint.config
+    return companions.of_the_hub(_object_beside(checkpoint, companions.CONFIG), checkpoint.config)
 
 
 def _object_beside(checkpoint: Checkpoint, name: str) -> Mapping[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.base.errors import UNUSABLE, ReshardError
 from reshard.families import declared
 from reshard.families.rope import rope_contradictions
-from reshard.folders.companions import read_object
+from reshard.folders.companions import of_the_hub, read_object
 from reshard.folders.places import belongs
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.not_found import download
@@ -58,7 +58,11 @@ def read_base(base: Path, sources: Sources) -> dict[str, Any]:
 def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any] | None:
     """The config of a checkpoint: that of `base`, else the one next to it, else the one its reader derived; or None."""
     sources = checkpoint.sources
-    config = read_base(base, sources) if base else read_config(checkpoint.root, sources) or checkpoint.config
+    config = (
+        read_base(base, sources)
+        if base
+        else of_the_hub(read_config(checkpoint.root, sources), checkpoint.config)
+    )
     if not config:
         return None
     return changed(config, checkpoint.changes)
