@@ -21,7 +21,6 @@ from tests.commandline import reshard
 DATA = Path(__file__).parents[1] / "data/foreign"
 RANKS = {
     "paddle": "model.tp0{}.safetensors",
-    "deepseek": "model{}-mp2.safetensors",
     "tensorrt": "rank{}.safetensors",
 }
 """The names that tools give to the files of ranks."""
@@ -89,7 +88,6 @@ KINDS = {
     "lit_step.pth": "foreign-litgpt",
     "folder-of-litgpt": "foreign-litgpt-lora",
     "nemo.ckpt": "foreign-nemo-weights",
-    "deepseek": "foreign-deepseek",
     "tensorrt": "foreign-tensorrt-llm",
     "paddle": "foreign-paddle-rank",
     "model_state.pdparams": "foreign-paddle",

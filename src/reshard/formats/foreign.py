@@ -157,11 +157,6 @@ OLMO = Kind(
     "these weights have the names of OLMo-core",
     "convert them with its src/examples/huggingface/convert_checkpoint_to_hf.py",
 )
-DEEPSEEK = Kind(
-    "foreign-deepseek",
-    "these files are for DeepSeek's own inference code, which divides a model over its ranks",
-    _OF_THE_HUB + "they were made from it, by inference/convert.py",
-)
 TENSORRT = Kind(
     "foreign-tensorrt-llm",
     "these files are a checkpoint of TensorRT-LLM, which divides a model over its ranks",
@@ -180,7 +175,6 @@ PADDLE_RANK = Kind(
     "merge_tensor_parallel=True), then run: reshard inspect {folder}",
 )
 NAMES = (
-    (re.compile(r"model\d+-mp\d+\.safetensors"), DEEPSEEK),
     (re.compile(r"rank\d+\.safetensors"), TENSORRT),
     (re.compile(r"model\.(tp|pp|moe)\d\d\w*\.safetensors"), PADDLE_RANK),
 )
@@ -242,7 +236,6 @@ CODES = {
         LITGPT,
         LITGPT_LORA,
         OLMO,
-        DEEPSEEK,
         TENSORRT,
         PADDLE,
         PADDLE_RANK,

@@ -6,7 +6,7 @@ Each module declares which files a checkpoint has, how ranks cut its tensors, an
 
 from __future__ import annotations
 
-from reshard.formats.tables import litgpt, meta, mistral, nanotron, paddle, vllm
+from reshard.formats.tables import deepseek, litgpt, meta, mistral, nanotron, paddle, vllm
 from reshard.formats.target import Format
 
 FORMATS: tuple[Format, ...] = (
@@ -14,6 +14,7 @@ FORMATS: tuple[Format, ...] = (
     meta.FORMAT,
     litgpt.FORMAT,
     nanotron.FORMAT,
+    deepseek.FORMAT,
     paddle.FORMAT,
     vllm.FORMAT,
 )
