@@ -54,6 +54,8 @@ def _made(make: Callable[[Path], Path], name: str, call: Callable[[Path], object
     )
 
 
+NANOTRON = "nanotron/llama-interleaved-tp2/10"
+QKV = "model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-1-of-2.safetensors"
 MISTRAL, SWIFT = "peers/bridge/base-mistral", "peers/swift/qwen3/checkpoint-3"
 RANKS = (
     "fsdp_ranks/*/*/*rank*0.*",
@@ -88,6 +90,14 @@ TARGETS: dict[str, Target] = {
     "litgpt-config": _text(lambda: files("litgpt/*.yaml"), file_of("litgpt", "model_config.yaml")),
     "mlx-config": _json(lambda: files("mlx/config.json"), file_of("mlx", "config.json")),
     "mlx-weights": _bytes(lambda: files("mlx/model.safetensors"), file_of("mlx", "model.safetensors")),
+    "nanotron-config": _json(
+        lambda: files("nanotron/*/10/model_config.json"), file_of(NANOTRON, "model_config.json")
+    ),
+    "nanotron-part": _bytes(lambda: files(f"nanotron/*/10/{QKV}"), file_of(NANOTRON, QKV)),
+    "deepseek-config": _json(
+        lambda: files("deepseek_inference/*/config_*.json"),
+        file_of("deepseek_inference/v3.2", "config_v3.2.json"),
+    ),
     "index": _made(calls.sharded, "model.safetensors.index.json", calls.to_megatron),
     "tokenizer": _json(seeds.vocabularies, file_of(MISTRAL, "tokenizer.json", calls.to_megatron)),
     "tokenizer-config": _json(
