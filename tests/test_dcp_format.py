@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +30,9 @@ from reshard.oracle.transformers import transformers_logits
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from tests.commandline import reshard as command
-from tests.environments import python
-from tests.genuine import make_dcp, make_torchtitan
+from tests.genuine import make_dcp
 from tests.genuine.live import live_and_hub
+from tests.genuine.make_torchtitan import SAVED as TITAN
 from tests.genuine.ranks import on_ranks
 from tests.judges import TOKENS, assert_agree, assert_same_tensors, tensors_of
 
@@ -45,7 +43,6 @@ LIKE_OTHERS = ("fsdp2-model", "accelerate-1", "trainer-1")
 KINDS = [
     pytest.param(kind, marks=pytest.mark.slow) if kind in LIKE_OTHERS else kind for kind in make_dcp.KINDS
 ]
-TITAN = Path(__file__).parent / "data" / "torchtitan"
 
 
 @pytest.fixture(scope="module")
@@ -179,64 +176,6 @@ def test_the_step_is_that_of_the_folder(saved: Callable[[str], Path]) -> None:
     assert reshard.open(saved("trainer-2"), iteration=1).checkpoint.iteration == 1
     with pytest.raises(ReshardError, match="the folder of this iteration does not exist"):
         reshard.open(saved("fsdp2-flat"), iteration=2)
-
-
-# ---------------------------------------------------------------------------------------- torchtitan
-
-
-@pytest.mark.parametrize("name", make_torchtitan.VARIANTS)
-def test_torchtitan_becomes_what_its_own_adapter_and_its_model_compute(name: str, tmp_path: Path) -> None:
-    """Bit for bit the output of torchtitan's adapter for Hugging Face, and the logits of torchtitan's model.
-
-    torchtitan computes experts in bfloat16.
-    """
-    check_torchtitan(TITAN / name, tmp_path / "hf")
-
-
-def check_torchtitan(source: Path, out: Path) -> None:
-    """Convert, and compare with the files that torchtitan saved next to it."""
-    reshard.convert(source, out, no_tokenizer=True)
-    found = {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors_of(out).items()}
-    assert found == json.loads((source / "digests.json").read_text())
-    ours, theirs = transformers_logits(out, make_torchtitan.TOKENS), np.load(source / "logits.npy")
-    if "moe" in source.name:
-        assert np.abs(ours - theirs).max() < 0.01 * np.abs(theirs).max()
-    else:
-        assert_agree(ours, theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in make_torchtitan.VARIANTS if name != "llama-older"])
-def test_what_torchtitan_writes_now_is_read(name: str, tmp_path: Path) -> None:
-    code = [python("torchtitan"), "-m", "tests.genuine.make_torchtitan", str(tmp_path), name]
-    subprocess.run(code, check=True, cwd=Path(__file__).parents[1])
-    check_torchtitan(tmp_path / name, tmp_path / "hf")
-
-
-def test_torchtitan_of_2024_nests_the_model(tmp_path: Path) -> None:
-    state = as_torch_reads(TITAN / "llama-older" / "checkpoint" / "step-1")
-    save({"model": state}, tmp_path / "nested")
-    save({f"model.{name}": tensor for name, tensor in state.items()}, tmp_path / "flat")
-    plain = reshard.open(TITAN / "llama-older").tensors
-    for folder in ("nested", "flat"):
-        checkpoint = reshard.open(tmp_path / folder).checkpoint
-        assert checkpoint.dialect.name == "torchtitan" and checkpoint.tensors.keys() == plain.keys()
-
-
-def test_torchtitan_without_a_config_asks_for_the_base(tmp_path: Path) -> None:
-    shutil.copytree(TITAN / "llama" / "checkpoint", tmp_path / "checkpoint")
-    with pytest.raises(ReshardError, match="--base"):
-        reshard.convert(tmp_path / "checkpoint", tmp_path / "hf", no_tokenizer=True)
-    reshard.convert(tmp_path / "checkpoint", tmp_path / "hf", base=TITAN / "llama", no_tokenizer=True)
-
-
-def test_a_head_that_is_not_the_embedding_is_not_dropped(tmp_path: Path) -> None:
-    """The config says that the head is tied, but torchtitan trained a separate one."""
-    state = as_torch_reads(TITAN / "qwen3" / "checkpoint" / "step-1")
-    state["lm_head.weight"] = state["lm_head.weight"] + 1
-    save(state, tmp_path / "dcp")
-    with pytest.raises(ReshardError, match=r"is unknown(?s:.*)lm_head.weight"):
-        reshard.convert(tmp_path / "dcp", tmp_path / "hf", base=TITAN / "qwen3", no_tokenizer=True)
 
 
 # ------------------------------------------------------------------------------------- names in memory

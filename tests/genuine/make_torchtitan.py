@@ -3,7 +3,7 @@
     python -m tests.genuine.make_torchtitan OUT [NAME...]
 
 with torchtitan importable (`pip install --no-deps torchtitan==0.3.0`, and its dependencies; 0.2.2 for
-`llama-older`). Each `OUT/<name>/`
+those called older). Each `OUT/<name>/`
 gets `checkpoint/step-1/`, a Hugging Face `config.json` of the same model, and `logits.npy` by torchtitan.
 """
 
@@ -18,11 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.genuine import titan_experts
 from tests.genuine.ranks import on_ranks
 
+SAVED = Path(__file__).parents[1] / "data" / "torchtitan"
+"""What it wrote."""
 VOCABULARY = 64
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 12))
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
@@ -158,16 +161,22 @@ def randomise(model: torch.nn.Module) -> None:
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.copy_(1 + 0.2 * noise if "norm" in name else noise * tensor.shape[-1] ** -0.5)
+        if "DeepSeek" in type(model).__name__:  # of the others, transformers' models have none
+            for name, tensor in model.named_buffers():
+                if "expert_bias" in name:
+                    tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
 
 
 def save(rank: int, folder: Path, model: Any, states: bool) -> None:
     """Train one step on two ranks, and save through torchtitan's own checkpoint manager."""
     model = model.build() if hasattr(model, "build") else model
     randomise(model)
+    policy = MixedPrecisionPolicy(param_dtype=titan_experts.computed_in(model))
     for layer in model.layers.values():
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     tokens = torch.from_numpy(TOKENS)
+    masks = titan_experts.flex_masks(model, tokens)
     optimizers = schedulers = None
     if states:
         optimizers, schedulers = containers(model)
@@ -177,9 +186,10 @@ def save(rank: int, folder: Path, model: Any, states: bool) -> None:
     manager(folder, model, optimizers, schedulers)
     keep_digests(rank, folder, model)
     with torch.no_grad():
-        logits = model(tokens)
+        logits = model(tokens) if masks is None else model(tokens, attention_masks=masks)
     if rank == 0:
-        np.save(folder / "logits.npy", logits.numpy())
+        logits = logits[0] if isinstance(logits, list) else logits  # of the layers for multi-token prediction
+        np.save(folder / "logits.npy", logits.float().numpy())
 
 
 def keep_digests(rank: int, folder: Path, model: Any) -> None:
@@ -191,7 +201,7 @@ def keep_digests(rank: int, folder: Path, model: Any) -> None:
     if rank == 0:
         hub = adapter(model).to_hf(whole)
         digests = {
-            name: sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+            name: sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
             for name, tensor in hub.items()
         }
         (folder / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
@@ -199,6 +209,8 @@ def keep_digests(rank: int, folder: Path, model: Any) -> None:
 
 def adapter(model: Any) -> Any:
     """The adapter of a model's own package."""
+    if other := titan_experts.adapter(model):
+        return other
     if any(base.__module__.startswith("torchtitan.models.qwen3") for base in type(model).__mro__):
         from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
@@ -259,6 +271,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "llama-older": (older_llama, OLDER_LLAMA, False),
     "qwen3": (qwen3, {**QWEN3, "tie_word_embeddings": True}, False),
     "qwen3_moe": (lambda: qwen3(experts=4), QWEN3_MOE, False),
+    **titan_experts.VARIANTS,
 }
 """How to build each model, the config of the same model for transformers, and whether to save optimizer states."""
 
@@ -274,5 +287,5 @@ def make(name: str, out: Path) -> Path:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[2:] or [name for name in VARIANTS if name != "llama-older"]:
+    for wanted in sys.argv[2:] or [name for name in VARIANTS if "older" not in name]:
         print(make(wanted, Path(sys.argv[1])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -123,14 +123,18 @@ def logical_tensors(source: Resolved) -> LogicalTensors:
             if name in checkpoint.tensors  # copies are optional
         }
         return LogicalTensors(
-            checkpoint, found, [*_copies(checkpoint, binding), *_spare(checkpoint, binding)]
+            checkpoint,
+            found,
+            [*_copies(checkpoint, binding), *_spare(checkpoint, {*binding.hf, *binding.copies})],
         )
     _check(checkpoint, binding.native, {})
     found = {}
     for name, bound in binding.written():
         native = next(bound.sources)
         found[name] = Logical(checkpoint.tensors[str(native)].dtype, bound.shape, bound)
-    return LogicalTensors(checkpoint, found, _zeros(checkpoint, binding))
+    return LogicalTensors(
+        checkpoint, found, [*_zeros(checkpoint, binding), *_spare(checkpoint, binding.native)]
+    )
 
 
 def _as_stored(checkpoint: Checkpoint) -> dict[str, Logical]:
@@ -148,10 +152,10 @@ def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
     return result
 
 
-def _spare(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
+def _spare(checkpoint: Checkpoint, declared: Collection[str]) -> list[Replica]:
     """Tensors that a tool added and the family does not have."""
     rule = "the family has no such tensor: it can be left out if it is zeros"
-    names = checkpoint.spare & checkpoint.tensors.keys() - binding.hf.keys() - binding.copies.keys()
+    names = (checkpoint.spare & checkpoint.tensors.keys()).difference(declared)
     return [_must_be_zeros(name, checkpoint.tensors[name], rule) for name in sorted(names)]
 
 

@@ -180,7 +180,7 @@ def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...
     """The Hub shapes of the tensors that are copied unchanged, by hub name."""
     if family.within is None:
         return {}
-    native = checkpoint.has_megatron_names
+    native = not checkpoint.has_hub_names
     quantization = checkpoint.quantization
     there = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
     names = family.within.parts(there, native=native)
@@ -205,9 +205,9 @@ def _completed(checkpoint: Checkpoint, family: Family, folder: Path) -> tuple[Ch
         return checkpoint, [
             f"the checkpoint has no {named}, nor has {folder}: pass the model that it was trained from (--base)"
         ]
-    if checkpoint.has_megatron_names:
+    if not checkpoint.has_hub_names:
         added = {
-            family.within.part(hub).to_native(hub, checkpoint.engine): each for hub, each in added.items()
+            family.within.part(hub).to_native(hub, checkpoint.rules): each for hub, each in added.items()
         }
     tensors = {**checkpoint.tensors, **added}
     return replace(checkpoint, tensors=tensors), [f"{named} are copied from {folder}: the engine keeps none"]

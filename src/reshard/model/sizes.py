@@ -136,7 +136,8 @@ _LAYER = re.compile(r"^(?:(?:model\.|decoder\.)?(?:layers|blocks|blk)|model\.dec
 _MTP_LAYER = re.compile(r"^(?:mtp\.|model\.mtp_)layers\.(\d+)\.", re.MULTILINE)
 _STACKED = (
     *(".experts.down_proj", ".ffn_down_exps.weight"),  # gpt-oss; llama.cpp
-    *(".moe_block.wo", "MoeBlock_0.wo", ".experts.merged_down_proj"),  # MaxText; nanotron
+    *(".moe_block.wo", "MoeBlock_0.wo"),  # MaxText
+    *(".experts.merged_down_proj", ".experts.mlp2_weight"),  # nanotron; torchtitan
 )
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import maxtext
+from reshard.families import maxtext, torchtitan
 from reshard.families.architectures.deepseek_v3 import rules
 from reshard.families.config import DEEPSEEK_EXPERTS, LATENT_ATTENTION, SOFTMAX_ROUTER
 from reshard.families.entries import Args, Config, Const, RouterGroups, Values
@@ -51,7 +51,7 @@ DEEPSEEK_V2 = Family(
         ),
         GroupLimited(),
     ),
-    dialects=maxtext.DEEPSEEK,
+    dialects={torchtitan.TORCHTITAN.name: torchtitan.deepseek, **maxtext.DEEPSEEK},
     live=Live(),
     precedence=2,  # above DeepSeek-V3: if nothing names the family, a router without a bias means V2
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),

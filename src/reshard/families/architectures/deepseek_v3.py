@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import gguf, maxtext
+from reshard.families import gguf, maxtext, torchtitan
 from reshard.families.config import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP
 from reshard.families.entries import Const, Key, RouterGroups, SigmoidNorm
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
@@ -56,7 +56,7 @@ DEEPSEEK_V3 = Family(
         SigmoidNorm(),
         MTP,
     ),
-    dialects={**gguf.DEEPSEEK, **maxtext.DEEPSEEK},
+    dialects={torchtitan.TORCHTITAN.name: torchtitan.deepseek, **gguf.DEEPSEEK, **maxtext.DEEPSEEK},
     live=Live(),
     aliases={"kimi_k2": {}, "glm4_moe_lite": {}},
     precedence=1,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reshard.algebra.views import View
-from reshard.families import gguf
+from reshard.families import gguf, torchtitan
 from reshard.families.config import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
 from reshard.families.entries import (
     Activation,
@@ -148,7 +148,7 @@ GPT_OSS = Family(
         Key("num_experts_per_tok", "moe_router_topk", aliases=("experts_per_token",), default=4),
         *EXPERTS_EVERYWHERE,
     ),
-    dialects=gguf.GPT_OSS,
+    dialects={torchtitan.TORCHTITAN.name: torchtitan.gpt_oss, **gguf.GPT_OSS},
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
     turned_pairs=True,
 )

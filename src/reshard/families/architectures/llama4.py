@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from reshard.families import torchtitan
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import Args, Config, Const, Entry, Key, Values, first, moe_layer_freq
 from reshard.families.family import MCORE_BRIDGE, Family
@@ -93,6 +94,7 @@ LLAMA4_TEXT = Family(
             }
         ),
     ),
+    dialects={torchtitan.TORCHTITAN.name: torchtitan.llama4},
     computed_by=MCORE_BRIDGE,
 )
 LLAMA4 = replace(

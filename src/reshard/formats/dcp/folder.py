@@ -55,7 +55,6 @@ NOT_WEIGHTS = tuple(
         (r"data_?loader\w*(\..*)?", "data loader states"),
         (r"(train_state|trainer_state|progress)(\..*)?", PROGRESS),
         (r".*\b_extra_state\b.*", "extra states"),
-        (torchtitan.EXPERT_BIAS.pattern, torchtitan.ROUTER_BIASES),
         (r".*\.rotary_emb\.inv_freq|freqs_cis|.*\brope\.cache", "rotary buffers"),
     )
 )
