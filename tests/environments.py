@@ -73,6 +73,17 @@ ENVIRONMENTS = {
         ("torchtitan==0.3.0", "spmd_types==0.3.1", "torch_checkpointing==0.1.1", "triton==3.7.0"),
         on=TESTS,
     ),
+    "olmo-core": Environment(
+        (
+            "cached-path==1.8.10",
+            "dataclass-extensions==0.5.0",
+            "bettermap==1.3.1",
+            "importlib_resources",
+            "pandas",
+        ),
+        ("ai2-olmo-core==3.0.0",),
+        on=TESTS,
+    ),
     "quantizers": Environment(
         ("compressed-tensors==0.20.0", "bitsandbytes==0.50.2", "py-cpuinfo", "requests"),
         ("autoawq==0.2.9", "auto-round==0.16.1", "torchao==0.18.0"),

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from reshard.formats import foreign
@@ -67,10 +66,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             save_file(STATE, folder / name / file.format(rank))
     (folder / "mistral").mkdir()
     save_file({"layers.0.attention.wq.weight": torch.ones(8)}, folder / "mistral" / "merged.safetensors")
-    blocks = {
-        "model": {"blocks.0.attention.w_q.weight": torch.ones(4, 4), "embeddings.weight": torch.ones(8, 4)}
-    }
-    dcp.save(blocks, checkpoint_id=folder / "step100/model_and_optim", no_dist=True)
+    (folder / "unsharded").mkdir()
+    save_file({"blocks.0.attention.w_q.weight": torch.ones(4, 4)}, folder / "unsharded" / "model.safetensors")
     torch.save(linear, folder / "module.pt")
     torch.jit.save(torch.jit.script(linear), str(folder / "script.pt"))
     (folder / "folder-of-nemo").mkdir()
@@ -92,7 +89,7 @@ KINDS = {
     "paddle": "foreign-paddle-rank",
     "model_state.pdparams": "foreign-paddle",
     "mistral": "foreign-mistral",
-    "step100": "foreign-olmo-core",
+    "unsharded": "foreign-olmo-core",
     "old.pth": "foreign-torch-legacy",
     "module.pt": "foreign-torch-module",
     "script.pt": "foreign-torchscript",

@@ -2,7 +2,7 @@
 
 It is a pickled `torch.distributed.checkpoint.metadata.Metadata`. Megatron-Core's torch_dist format has the same file,
 and also stores its save plans in it, which are not needed. Sources: `metadata.py` and `filesystem.py` in
-`torch/distributed/checkpoint` of torch 2.4 to 2.13, and files that both wrote.
+`torch/distributed/checkpoint` of torch 2.4 to 2.13, OLMo-core 3.0.0, and files that these wrote.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from reshard.transfer.sources import Sources
 
 MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
+OLMO_CORE = "olmo_core.distributed.checkpoint.filesystem._StorageInfo"
+"""The class of OLMo-core's own writer, with the same attributes as torch's."""
 
 OPEN, CLOSE = b")\x81}(", b"ub"
 """Opcodes: instantiate the class on the stack and begin the dict of its attributes; end it."""
@@ -133,7 +135,7 @@ def _record_classes() -> dict[str, type]:
     records = {
         f"{MODULE}.MetadataIndex": _Index,
         f"{MODULE}.ChunkStorageMetadata": _Box,
-        f"{STORAGE_MODULE}._StorageInfo": _Place,
+        **dict.fromkeys((f"{STORAGE_MODULE}._StorageInfo", OLMO_CORE), _Place),
     }
     return {name: type(cls.__name__, (cls,), {"__slots__": ()}) for name, cls in records.items()}
 

@@ -155,7 +155,8 @@ LITGPT_LORA = Kind(
 OLMO = Kind(
     "foreign-olmo-core",
     "these weights have the names of OLMo-core",
-    "convert them with its src/examples/huggingface/convert_checkpoint_to_hf.py",
+    "pass the folder of the step that they were taken from, with model_and_optim and config.json in it; "
+    "if only these are left, its src/examples/huggingface/convert_checkpoint_to_hf.py converts them",
 )
 TENSORRT = Kind(
     "foreign-tensorrt-llm",

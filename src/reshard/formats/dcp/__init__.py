@@ -15,5 +15,5 @@ FORMAT = Format(
     parts=(".metadata", "*.distcp"),
     files=(".metadata",),
     seen={"FSDP": r"pytorch_model_fsdp_\d|\.distcp$|__\d+_\d+\.distcp"},
-    judged=("torch", "torchtitan"),
+    judged=("torch", "torchtitan", "OLMo-core"),
 )

@@ -1,12 +1,13 @@
-"""Folders of torch.distributed.checkpoint: FSDP1 and FSDP2 on any mesh, accelerate, Trainer, torchtitan.
+"""Folders of torch.distributed.checkpoint: FSDP1 and FSDP2 on any mesh, accelerate, Trainer, torchtitan, OLMo-core.
 
 `.metadata` maps every tensor of a flattened state dict to chunks in `__<rank>_<n>.distcp` files, so names do not depend
 on ranks. The model may be nested in the user's state dict, and optimizer states may be next to it:
 
     pytorch_model_fsdp_0/, optimizer_0/    accelerate and Trainer, SHARDED_STATE_DICT: `model.<name>`
     checkpoint/step-5/                     torchtitan: `<name>`, `optimizer.state.<name>.exp_avg`, `train_state` …
+    step5/model_and_optim/                 OLMo-core: `model.<name>`, `optim.state.<name>.exp_avg` …
 
-Sources: torch 2.4 to 2.13, accelerate 1.15, torchtitan 0.3.0; folders that they wrote.
+Sources: torch 2.4 to 2.13, accelerate 1.15, torchtitan 0.3.0, OLMo-core 3.0.0; folders that they wrote.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from reshard.families.torchtitan import TORCHTITAN
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, States
 from reshard.formats.copies import CopyFinder, explained
-from reshard.formats.dcp import torchtitan
+from reshard.formats.dcp import olmo_core, torchtitan
 from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
 from reshard.formats.target import MOMENTS, Request, stateless
@@ -40,8 +41,8 @@ from reshard.transfer.sources import Sources
 
 NAME = "dcp"
 OPTIMIZER = "optimizer states"
-NAMINGS = (torchtitan.in_its_dialect,)
-"""For each engine with names of its own: the checkpoint in its dialect, or None if the names are not its."""
+NAMINGS = (torchtitan.in_its_dialect, olmo_core.in_its_dialect)
+"""For each engine with names of its own: the checkpoint in its dialect or the Hub's; None if the names are not its."""
 
 ALONE = "load the model that you want with dcp.load, and save it alone with dcp.save"
 WEIGHTS_ONLY = "a Trainer FSDP checkpoint: weights only, no config or tokenizer; pass --base"
@@ -123,6 +124,7 @@ def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
         problems=reader.copies.problems(),
         notes=[*_notes(path), *_copy_notes(parts)],
         variant=f"names below {parts.prefix}" if parts.prefix else "",
+        sources=sources,
     )
     named = (in_its_dialect(checkpoint) for in_its_dialect in NAMINGS)
     return next((found for found in named if found), checkpoint)
