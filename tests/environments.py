@@ -61,6 +61,14 @@ ENVIRONMENTS = {
         on="torch-2.6",
     ),
     "transformers-4.57": Environment(("transformers==4.57.6",), on=TESTS),
+    "composer": Environment(
+        (
+            *("torchmetrics==1.7.4", "torch_optimizer==0.3.0", "coolname==2.2.0", "tabulate==0.9.0"),
+            *("py-cpuinfo", "psutil", "requests", "importlib-metadata", "mosaicml-cli", "pillow==11.3.0"),
+        ),
+        ("mosaicml==0.32.1", "torchvision==0.21.0"),
+        on="transformers-4.51",
+    ),
     "deepspeed": Environment(
         ("hjson", "msgpack", "py-cpuinfo", "einops", "ninja", "setuptools", "wheel"),
         ("deepspeed==0.19.8",),

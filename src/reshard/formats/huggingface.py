@@ -20,7 +20,7 @@ from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Format, Request, Target
-from reshard.formats.wrappers import state_dict_in, without_buffers
+from reshard.formats.wrappers import config_in, state_dict_in, without_buffers
 from reshard.stores import as_path, fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.sources import Sources
@@ -50,7 +50,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     tensors = _read_all(files, sources, problems)
     if index and not problems:
         problems += _index_mismatches(index, named, tensors)
-    if not (problems or tensors) and any(file.suffix != ".safetensors" for file in files):
+    if not (problems or tensors) and any(map(_is_torchs, files)):
         problems.append(
             Problem(
                 "weights-empty",
@@ -70,6 +70,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         dialect=HUB,
         tensors=tensors,
         root=folder,
+        config=config_in(_content(path, sources)) if files == [path] and _is_torchs(path) else None,
         dropped=+dropped,
         problems=[] if index else list(_incomplete(files)),
         variant=", ".join(sorted({file.suffix.lstrip(".") for file in files})),
@@ -216,13 +217,18 @@ def read_weights(file: Path, sources: Sources) -> dict[str, Tensor]:
 
 def _read(file: Path, sources: Sources) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The same, and the metadata of safetensors."""
-    if file.suffix == ".safetensors":
+    if not _is_torchs(file):
         return safetensors.read_file(file, sources)
-    content = read_dict(
-        file, sources, "not-a-state-dict", "not a state dict", "save the model's state_dict()"
-    )
-    weights = state_dict_in(content, str(file))
+    weights = state_dict_in(_content(file, sources), str(file))
     return {name: Tensor.stored(item) for name, item in weights.items()}, {}
+
+
+def _is_torchs(file: Path) -> bool:
+    return file.suffix != ".safetensors"
+
+
+def _content(file: Path, sources: Sources) -> dict[Any, Any]:
+    return read_dict(file, sources, "not-a-state-dict", "not a state dict", "save the model's state_dict()")
 
 
 def _index_mismatches(

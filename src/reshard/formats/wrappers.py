@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed
+from reshard.base.plain import json_of, to_json
 
 T = TypeVar("T")
 
@@ -26,8 +28,11 @@ ANCHORS = (
 """The beginning of a name in the model's own state dict: embeddings, and PEFT's wrapper."""
 
 
-NESTS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys of the weights in the dict that training loops save: Lightning, DeepSpeed, and many scripts."""
+NESTS = ("state_dict", "model_state_dict", "model", "module", "state.model")
+"""Paths of the weights in what training loops save: Lightning, DeepSpeed, many scripts, and Composer."""
+
+CONFIG = ("state", "integrations", "huggingface", "model", "config", "content")
+"""The path of config.json in a file of Composer, whose HuggingFaceModel puts it there."""
 
 NO_WEIGHTS = re.compile(r"(?i)optim|sched|rng|random_state")
 """Keys, and names of files, whose tensors are not weights."""
@@ -47,11 +52,11 @@ def without_buffers(tensors: dict[str, Tensor]) -> int:
 def state_dict_in(content: dict[Any, Any], file: str) -> dict[str, StoredTensor]:
     """The tensors of the model in what a training loop saved; none if there are no tensors at all.
 
-    They are at the top, below one of `NESTS`, or in the only other dict with tensors. Raises ReshardError if there are
-    several such dicts.
+    They are at the top, below one of `NESTS`, or in the only other dict with tensors. The prefix that the module of a
+    training loop adds to names below a key is removed. Raises ReshardError if there are several such dicts.
     """
-    nests = dict(_nests(content))
-    for path in ((), *((key,) for key in NESTS)):
+    nests = {path: _unwrapped(found) if path else found for path, found in _nests(content)}
+    for path in ((), *(tuple(key.split(".")) for key in NESTS)):
         if path in nests:
             return nests[path]
     if len(nests) > 1:
@@ -89,6 +94,22 @@ def _nests(content: dict[Any, Any]) -> Iterator[tuple[tuple[str, ...], dict[str,
                 for key, value in reversed(each.items())
                 if isinstance(key, str) and isinstance(value, dict) and not NO_WEIGHTS.search(key)
             ]
+
+
+def _unwrapped(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    prefix = prefix_of(tensors)
+    return {name.removeprefix(prefix): item for name, item in tensors.items()}
+
+
+def config_in(content: Mapping[Any, Any]) -> dict[str, Any] | None:
+    """The config.json that Composer saved with the weights, or None."""
+    found: Any = content
+    for key in CONFIG:
+        found = found.get(key) if isinstance(found, dict) else None
+    with suppress(*UNUSABLE):
+        if isinstance(found["model_type"], str):
+            return dict(json_of(to_json(found)))
+    return None
 
 
 def prefix_of(names: Iterable[str], anchors: Sequence[str] = ANCHORS) -> str:
