@@ -1,4 +1,4 @@
-"""Checkpoints of Composer and LLM Foundry are read: one file, or a folder of torch.distributed.checkpoint."""
+"""Checkpoints of Composer and LLM Foundry are read, one file or a folder, and other files whose names have a prefix."""
 
 from __future__ import annotations
 
@@ -74,3 +74,10 @@ def test_without_a_usable_config_the_base_is_asked_for(config: object, tmp_path:
         reshard.convert(tmp_path / "ep0-ba2-rank0.pt", tmp_path / "hf", no_tokenizer=True)
     reshard.convert(tmp_path / "ep0-ba2-rank0.pt", tmp_path / "hf", base=SAVED / "trained", no_tokenizer=True)
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(SAVED / "trained"))
+
+
+def test_the_prefix_that_a_module_of_lightning_adds_is_removed(tmp_path: Path) -> None:
+    weights = tensors_of(SAVED / "trained")
+    torch.save({"state_dict": {f"model.{n}": t for n, t in weights.items()}}, tmp_path / "pytorch_model.bin")
+    reshard.convert(tmp_path, tmp_path / "hf", base=SAVED / "trained", no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "hf"), weights)
