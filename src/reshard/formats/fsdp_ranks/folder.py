@@ -28,7 +28,6 @@ from reshard.formats import flat
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.copies import copied
 from reshard.formats.sharding import add_shard
-from reshard.formats.target import Format
 from reshard.formats.wrappers import without_buffers
 from reshard.transfer.sources import Sources
 
@@ -393,19 +392,3 @@ def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> l
     if entries:
         notes.append(f"skipped, because they are not weights: {', '.join(sorted(entries))}")
     return notes
-
-
-FORMAT = Format(
-    NAME,
-    "FSDP state dicts, a file for each rank (model_world_size_*_rank_*.pt, pytorch_model_fsdp*.bin)",
-    detect,
-    open_checkpoint,
-    aliases=("fsdp", "fsdp1", "fsdp2"),
-    instead="dcp, which FSDP and FSDP2 load with torch.distributed.checkpoint",
-    parts=(
-        *("optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt"),
-        *("fsdp_config.json", "data.pt"),
-    ),
-    seen={"verl": r"global_step_\d+/(?:actor|critic)|model_world_size_\d+_rank_\d+"},
-    judged=("torch", "accelerate", "verl"),
-)
