@@ -13,6 +13,7 @@ wrote.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -58,14 +59,24 @@ class Part(NamedTuple):
     ranks: frozenset[int] = frozenset()
 
 
+class Pickled(Enum):
+    """The releases of torch that pickle a mesh alike: another one cannot load it."""
+
+    AS_TENSOR = "torch 2.6 to 2.9"
+    AS_SHAPE = "torch 2.10 to 2.12"
+    AS_AXES = "torch 2.13"
+
+
 class Mesh(NamedTuple):
-    """A mesh as one rank sees it."""
+    """A mesh as one rank sees it. `device` is the type of its devices, and `pickled` tells who pickled it."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
     rank: int | None
     ranks: frozenset[int]
+    device: str = "cuda"
+    pickled: Pickled = Pickled.AS_AXES
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {size}" for name, size in zip(self.names, self.shape, strict=True))
@@ -127,6 +138,11 @@ class PartReader:
         boxes = tuple(_boxes(Tensor.stored(local).view, axes)) if local.numel else ()
         return Part("DTensor", dtype, shape, spread, boxes, mesh.rank, mesh.ranks)
 
+    @property
+    def meshes(self) -> Sequence[Mesh]:
+        """The meshes of the tensors that were read."""
+        return [*self._meshes.values()]
+
     def _mesh(self, value: Any) -> Mesh:
         if id(value) not in self._meshes:
             self._meshes[id(value)] = _read_mesh(_attributes(value))
@@ -156,10 +172,13 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def _read_mesh(state: dict[str, Any]) -> Mesh:
     """A `DeviceMesh`: a tensor of ranks until torch 2.9, then a layout over a list of ranks."""
-    stored = state.get("mesh", state.get("_mesh"))
-    shape = (
-        stored.shape if isinstance(stored, StoredTensor) else _shape_of_layout(_attributes(state["_layout"]))
-    )
+    stored, pickled = state.get("mesh", state.get("_mesh")), Pickled.AS_TENSOR
+    if isinstance(stored, StoredTensor):
+        shape = stored.shape
+    else:
+        layout = _attributes(state["_layout"])
+        pickled = Pickled.AS_AXES if "axes" in layout else Pickled.AS_SHAPE
+        shape = _shape_of_layout(layout)
     coordinate = state["_coordinate_on_dim"]
     if coordinate is None:
         raise ValueError("the rank that wrote the file is not part of the mesh")
@@ -173,7 +192,8 @@ def _read_mesh(state: dict[str, Any]) -> Mesh:
     rank = state.get("_rank")
     if rank is None and len(ranks) == prod(shape):
         rank = ranks[_number(coordinate, shape)]
-    return Mesh(tuple(map(text, names)), shape, coordinate, rank, frozenset(ranks))
+    device = text(state.get("device_type", state.get("_device_type", "cuda")))
+    return Mesh(tuple(map(text, names)), shape, coordinate, rank, frozenset(ranks), device, pickled)
 
 
 def _number(coordinate: Sequence[int], shape: Sequence[int]) -> int:

@@ -312,6 +312,13 @@ class Persistent:
     key: tuple[Any, ...]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Once:
+    """An object that is written where it first occurs, and referenced from then on."""
+
+    value: Any
+
+
 class Pickler:
     """Writes protocol 2, which `torch.load(weights_only=True)` reads.
 
@@ -339,6 +346,7 @@ class Pickler:
             Global: self._global,
             Reduce: self._reduce,
             Persistent: self._persistent,
+            Once: self._once,
             DType: lambda value: self.write(Global("torch", value.name)),
             argparse.Namespace: self._namespace,
             Namespace: self._namespace,
@@ -451,6 +459,11 @@ class Pickler:
         if value.state is not None:
             self.write(value.state)
             self.raw(b"b")
+
+    def _once(self, value: Once) -> None:
+        if not self.recall(value):
+            self.write(value.value)
+            self.memoize(value)
 
     def _persistent(self, value: Persistent) -> None:
         self._tuple(value.key)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from bisect import bisect_right
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -106,19 +107,35 @@ def layout_torch_file(content: Any) -> Image:
 
 def image_bytes(image: Image, contents: Mapping[Hashable, bytes] = MappingProxyType({})) -> bytes:
     """The complete file. `contents` has the bytes of each tensor, by key. Raises ValueError if any are missing."""
-    whole = bytearray(image.size)
-    for offset, content in image.literals:
-        whole[offset : offset + len(content)] = content
+    image = filled(image, contents)
     for slot in image.slots:
-        content = contents.get(slot.key, b"")
-        if len(content) != slot.nbytes:
+        if slot.nbytes:
             raise ValueError(
                 f"the image has tensors, whose bytes are not known: {slot.key!r} has {slot.nbytes}"
             )
-        whole[slot.offset : slot.offset + slot.nbytes] = content
-        for place in slot.crc_at:
-            struct.pack_into("<I", whole, place, zlib.crc32(content))
+    whole = bytearray(image.size)
+    for offset, content in image.literals:
+        whole[offset : offset + len(content)] = content
     return bytes(whole)
+
+
+def filled(image: Image, contents: Mapping[Hashable, bytes]) -> Image:
+    """The image with the bytes of the tensors in `contents` as literals. Raises ValueError if one has another size."""
+    starts = [offset for offset, _ in image.literals]
+    texts = [bytearray(text) for _, text in image.literals]
+    known = []
+    for slot in image.slots:
+        content = contents.get(slot.key)
+        if content is None:
+            continue
+        if len(content) != slot.nbytes:
+            raise ValueError(f"{slot.key!r} has {slot.nbytes} bytes, not {len(content)}")
+        known.append((slot.offset, content))
+        for place in slot.crc_at:
+            at = bisect_right(starts, place) - 1
+            struct.pack_into("<I", texts[at], place - starts[at], zlib.crc32(content))
+    literals = sorted([*zip(starts, map(bytes, texts), strict=True), *known])
+    return Image(image.size, tuple(literals), tuple(s for s in image.slots if s.key not in contents))
 
 
 def _serialization_id(pickled: bytes) -> bytes:
