@@ -254,7 +254,7 @@ def test_inspect_names_what_verl_saved_beside_the_weights() -> None:
 def test_verl_writes_what_is_kept_here(kind: str, tmp_path: Path) -> None:
     words = [python("verl"), "-m", "tests.genuine.make_fsdp_ranks", "verl", kind, str(tmp_path)]
     subprocess.run(words, check=True, cwd=Path(__file__).parents[1], timeout=300)
-    fresh, kept = reshard.open(tmp_path), reshard.open(VERL / kind)
+    fresh, kept = reshard.open(tmp_path).checkpoint, reshard.open(VERL / kind).checkpoint
     assert {name: (t.dtype, t.shape) for name, t in fresh.tensors.items()} == {
         name: (t.dtype, t.shape) for name, t in kept.tensors.items()
     }

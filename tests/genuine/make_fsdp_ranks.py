@@ -2,7 +2,7 @@
 
 Run it to make the files in `tests/data`: `python -m tests.genuine.make_fsdp_ranks verl` if verl is installed,
 `… verl KIND OUT [SIZES]` makes one of them elsewhere, with other SIZES in JSON, `… torch` with an old version of torch,
-which does not need transformers.
+which does not need transformers; `… load WORLD FOLDER` loads what was made of the latter for other ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num
 TINY |= {"num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True}
 VERL: dict[str, tuple[int, int, tuple[int, ...], bool]] = {
     "fsdp1": (1, 2, (2,), True),
+    "fsdp2": (2, 2, (2,), True),
     "fsdp2-hsdp": (2, 4, (2, 2), False),
     "fsdp2-lora": (2, 2, (2,), False),
 }
@@ -240,6 +241,23 @@ def of_this_torch(rank: int, out: Path) -> None:
     save(model.state_dict(), out / "fsdp2-tp")
 
 
+def load_this_torch(rank: int, folder: Path) -> None:
+    """Load this rank's file of the small model with this version of torch, and compare it with the model itself."""
+    world = dist.get_world_size()
+    model = small()
+    fully_shard(model, mesh=mesh_of((world,), "fsdp"))
+    state = torch.load(folder / f"model_world_size_{world}_rank_{rank}.pt", weights_only=False)
+    for name, tensor in model.state_dict().items():
+        assert state[name]._spec == tensor._spec, name
+        assert torch.equal(state[name].to_local(), tensor.to_local()), name
+    for parameter in model.parameters():
+        parameter.data.to_local().fill_(7)
+    model.load_state_dict(state)
+    for name, tensor in small().state_dict().items():
+        assert torch.equal(model.state_dict()[name].full_tensor(), tensor), name
+        assert torch.equal(state[name].full_tensor(), tensor), name  # by the process group of its own mesh
+
+
 def small() -> nn.Module:
     """A model whose sizes no number of ranks divides."""
     torch.manual_seed(0)
@@ -328,7 +346,9 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 3:
+    if sys.argv[1] == "load":
+        on_ranks(int(sys.argv[2]), load_this_torch, Path(sys.argv[3]))
+    elif len(sys.argv) > 3:
         verl(sys.argv[2], Path(sys.argv[3]), **json.loads("".join(sys.argv[4:]) or "{}"))
     else:
         main(sys.argv[1])

@@ -125,6 +125,8 @@ class Checkpoint:
         Whether its format keeps only the language model of a larger model.
     spare : frozenset of str
         Tensors that are dropped if the family does not have them and they are zeros.
+    native : object
+        What only its format knows, for a target of the same format.
     sources : Sources
         What opened its files, and opens those beside it.
     """
@@ -154,6 +156,7 @@ class Checkpoint:
     quantization: Quantization | None = None
     is_part: bool = False
     spare: frozenset[str] = frozenset()
+    native: Any = None
     sources: Sources = field(default_factory=Sources, compare=False)
 
     def __repr__(self) -> str:
