@@ -34,7 +34,7 @@ from tools.site import commands
 
 CONTRACT = {
     "inspect": "--json",
-    "convert": "--to --base --tp --pp --vpp --ep --etp --iteration --family --trust --dtype --max-shard-size "
+    "convert": "--to --base --tp --pp --vpp --ep --etp --dp --iteration --family --trust --dtype --max-shard-size "
     "--vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json --quiet --debug",
     "average": "--weights --to --base --tp --pp --dtype --json",
     "verify": "--base --logits --proof --json",
@@ -51,9 +51,9 @@ BESIDES = {
     "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
     "--merge --adapter --lora-alpha --for --engine --quantize --no-resume --verify --push-to-hub --private"
     " --on --no-sync",
-    "average": "--vpp --ep --etp --stages --family --engine --trust --quantize --max-shard-size --vocab-divisible-by "
-    "--transformer-impl --memory --workers --on --dry-run --overwrite --no-tokenizer --strip --verify --no-resume "
-    "--no-sync --strict --no-checksum --push-to-hub --private --quiet --debug",
+    "average": "--vpp --ep --etp --dp --stages --family --engine --trust --quantize --max-shard-size "
+    "--vocab-divisible-by --transformer-impl --memory --workers --on --dry-run --overwrite --no-tokenizer --strip "
+    "--verify --no-resume --no-sync --strict --no-checksum --push-to-hub --private --quiet --debug",
     "verify": "--html --memory --quiet --debug",
     "train": "",  # its methods have the flags: tests/train/test_cli.py
     "report": "--output --quiet --json --debug",

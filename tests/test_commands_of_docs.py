@@ -168,7 +168,7 @@ BY_ROW: dict[str, Make] = {
     "Megatron-Bridge": stored("peers/bridge/mistral", "peers/bridge/base-mistral/config.json"),
     "NeMo": nemo,
     "archive": archive,
-    "verl": stored("verl/fsdp1/global_step_3/actor"),
+    "verl": stored("verl/fsdp2/global_step_3/actor"),
     "FSDP": fsdp,
     "torchtitan": stored("torchtitan/llama/checkpoint/step-1", "torchtitan/llama/config.json"),
     "OLMo-core": stored("olmo_core/llama/step1", "torchtitan/llama/config.json"),

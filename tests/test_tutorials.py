@@ -11,6 +11,7 @@ import pytest
 import reshard as api
 from reshard.algebra.layout import Layout
 from tests.commandline import reshard
+from tests.genuine.make_fsdp_ranks import DATA
 from tests.test_docs import commands
 
 PAGES = sorted(path for path in (Path(__file__).parents[1] / "docs" / "tutorials").glob("*.md"))
@@ -66,6 +67,7 @@ def case(hf_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         elif page == "fsdp-and-deepspeed":
             api.convert(model, "fsdp", to="dcp")
             api.convert(model, "zero", to="deepspeed")
+            shutil.copytree(DATA / "verl/fsdp2", "verl")
         elif page == "lora":
             adapter_of(model, Path("adapter"))
         elif page == "quantized":

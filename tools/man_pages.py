@@ -82,8 +82,14 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Text in which roff finds no requests; dashes can be copied into a shell."""
-    plain = text.replace("\\", "\\e").replace("-", "\\-").replace("…", "\\[u2026]").replace("·", "\\[pc]")
+    """Text in which roff finds no requests, and may break after a bar; dashes can be copied into a shell."""
+    plain = (
+        text.replace("\\", "\\e")
+        .replace("-", "\\-")
+        .replace("|", "|\\:")
+        .replace("…", "\\[u2026]")
+        .replace("·", "\\[pc]")
+    )
     return f"\\&{plain}" if plain[:1] in (".", "'") else plain
 
 

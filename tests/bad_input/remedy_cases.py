@@ -197,7 +197,9 @@ CASES: dict[str, list[Case]] = {
     "engine-not-for-format": [Case(TWO, "convert ckpt dst --engine mcore-bridge")],
     "dtype-not-convertible": [Case(SRC, f"{TO_MEGATRON} --dtype int4", {"--dtype": "bfloat16"})],
     "format-unknown": [Case(SRC, "convert src dst --to megatorn"), Case(SRC, "convert src dst --to onnx")],
-    "format-only-read": [Case(SRC, "convert src dst --to fsdp-ranks")],
+    "format-only-read": [Case(SRC, "convert src dst --to nemo")],
+    "ranks-not-passed": [Case(SRC, "convert src dst --to fsdp-ranks", {"--dp": "2"})],
+    "ranks-not-for-format": [Case(SRC, f"{TO_MEGATRON} --dp 2")],
     "family-not-found": [
         Case(SRC, f"{TO_MEGATRON} --family qwen33"),
         Case(SRC, f"{TO_MEGATRON} --family zzz", {"--family": "qwen3"}),

@@ -25,12 +25,15 @@ NATIVE = {"src": "torch_dist", "base": "qwen3"}
 ADAPTER = {"src": "adapter", "base": "llama"}
 BRIDGE = {"src": "data megatron_lora/bridge-tp2", "base": "data megatron_lora/base-llama"}
 ZERO = {"src": "data deepspeed/z2"}
+VERL = {"src": "data verl/fsdp2/global_step_3/actor"}
+RANKS = "convert src dst --to fsdp-ranks --dp 3 --with-optimizer"
 TRAINED = {"src": "frozen q_proj", "base": "qwen3"}
 EVO = {"src": "internlm2"}
 DIR = {"DIR": "base"}
 MERGE = "convert src dst --merge --base base"
 FUSE = "convert src dst --to megatron --base base"
 STATES = "convert src dst --to megatron --base base --with-optimizer"
+STATES_IN_DCP = ("--to", "dcp", "--with-optimizer")
 BUFFERS = "convert src dst --to megatron --with-optimizer --no-tokenizer"
 TO_EVO = "convert src dst --to internlm --no-tokenizer"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -46,6 +49,13 @@ def config(**changes: Any) -> Change:
 def without_config(there: Path) -> None:
     for path in (there / "src").rglob("config.json"):
         path.unlink()
+
+
+def with_tensors_in_schedule(there: Path) -> None:
+    import torch
+
+    for path in (there / "src").glob("extra_state*"):
+        torch.save({"lr_scheduler": {"base_lrs": [torch.tensor(1.0)]}}, path)
 
 
 def tensors(change: Callable[[Tensors], object], folder: str = "src") -> Change:
@@ -146,6 +156,15 @@ def _in_a_run(there: Path) -> None:
 
 
 CASES: dict[str, list[Case]] = {
+    "fsdp-order-unknown": [
+        Case(
+            VERL,
+            RANKS.replace("src", "dcp"),
+            {},
+            lambda there: reshard("convert", "src", "dcp", *STATES_IN_DCP),
+        )
+    ],
+    "fsdp-schedule-unknown": [Case(VERL, RANKS, {}, with_tensors_in_schedule)],
     "tensor-missing": [
         Case({"src": "llama"}, TO_MEGATRON, {"--family": "llama"}, config(model_type="qwen3")),
     ],

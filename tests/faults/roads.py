@@ -82,6 +82,9 @@ ROADS: dict[str, Road] = {
     "internlm to internlm": Road(copied("internlm/llama-tp2"), ("--to", "internlm", "--pp", "2")),
     "dcp to safetensors": Road(copied("torchtitan/qwen3"), ()),
     "fsdp-ranks to safetensors": Road(copied("verl/fsdp2-hsdp/global_step_3/actor"), ("--dtype", "float32")),
+    "fsdp-ranks to fsdp-ranks": Road(
+        copied("verl/fsdp2/global_step_3/actor"), ("--to", "fsdp-ranks", "--dp", "3", "--with-optimizer")
+    ),
     "deepspeed to safetensors": Road(copied("deepspeed/z3"), ()),
     "deepspeed to universal": Road(copied("deepspeed/z2"), ("--to", "deepspeed", "--with-optimizer")),
     "adapter to peft": Road(copied("megatron_lora/swift-tp2"), ("--to", "peft"), copied(LLAMA)),

@@ -81,6 +81,11 @@ def to_hub(path: Path) -> None:
     checkpoint(path, to="huggingface")
 
 
+def to_ranks(path: Path) -> None:
+    """The same with files of FSDP's ranks and their optimizer, for other ranks."""
+    checkpoint(path, to="fsdp-ranks", dp=3, with_optimizer=True)
+
+
 def as_gguf(folder: Path) -> Path:
     """A folder with one GGUF file."""
     reshard.convert(BASE, folder, to="gguf")

@@ -171,6 +171,14 @@ TARGETS: dict[str, Target] = {
         lambda: pickles("fsdp_ranks/*/*/*rank1.bin"),
         file_of("fsdp_ranks/torch-2.6.0/fsdp1", "*rank1.bin", reshard.inspect, put=pickled),
     ),
+    "fsdp-optimizer": _pickle(
+        lambda: pickles("verl/fsdp2/*/*/optim*.pt"),
+        file_of("verl/fsdp2/global_step_3/actor", "optim*rank_0.pt", calls.to_ranks, pickled),
+    ),
+    "fsdp-training-state": _pickle(
+        lambda: pickles("verl/*/*/*/extra*.pt"),
+        file_of("verl/fsdp2/global_step_3/actor", "extra*rank_0.pt", calls.to_ranks, pickled),
+    ),
     "verl-config": _json(
         lambda: files("verl/**/fsdp_config.json"),
         file_of("verl/fsdp1/global_step_3/actor", "fsdp_config.json"),

@@ -74,6 +74,7 @@ ROADS: dict[str, Road] = {
     "states-back": ("zero2-states", ("--to", "deepspeed", *STATES), "plain"),
     "fsdp-ranks": ("fsdp", HUGGINGFACE, "plain"),
     "fsdp-ranks-to-megatron": ("fsdp", ("--to", "megatron", "--tp", "2"), "plain"),
+    "fsdp-ranks-to-ranks": ("fsdp", ("--to", "fsdp-ranks", "--dp", "3"), "plain"),
     "many": ("many", HUGGINGFACE, "many"),
 }
 """Conversions that may start from the output of an earlier one."""

@@ -41,6 +41,7 @@ def convert(
     vpp: int = 1,
     ep: int = 1,
     etp: int | None = None,
+    dp: int | None = None,
     stages: tuple[int, ...] = (),
     iteration: Iteration | None = None,
     family: str | None = None,
@@ -96,6 +97,8 @@ def convert(
         Tensor-parallel, pipeline-parallel, virtual-pipeline and expert-parallel size of the output.
     etp : int, optional
         Expert-tensor-parallel size of the output; by default `tp`.
+    dp : int, optional
+        Data-parallel size of the output: the number of ranks that will load it. For "fsdp-ranks" only, which needs it.
     stages : tuple of int
         Layers of each pipeline stage, if they are uneven.
     iteration : int or "release", optional
@@ -204,7 +207,7 @@ def convert(
     for name, number in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}.items():
         given.count(name, number)
     rows = vocab_divisible_by
-    for name, optional in {"etp": etp, "workers": workers, "vocab_divisible_by": rows}.items():
+    for name, optional in {"etp": etp, "dp": dp, "workers": workers, "vocab_divisible_by": rows}.items():
         given.counted(name, optional)
     given.number("lora_alpha", lora_alpha)
     for name, text, example in (
@@ -242,8 +245,16 @@ def convert(
             remedy="add --push-to-hub Org/Name, or leave out --private",
         )
     push = Push(push_to_hub, private, overwrite) if push_to_hub else None
-    layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, tuple(stages))
+    layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, tuple(stages), dp=dp or 1)
     format = writable(to).name if to else named_by(typed_path(dst))
+    if dp is None and format is not None and written()[format].ranks:
+        raise ReshardError(
+            "ranks-not-passed",
+            f"the number of ranks that will load the output is missing, and {format} has a file for each of them",
+            rule="the files are loaded by as many ranks as they were written for",
+            expected="--dp N",
+            remedy="pass --dp with the number of ranks (GPUs) of the run that will load the output",
+        )
     undivided = format is not None and bool(written()[format].suffix)
     options = planning.Options(
         to=format,

@@ -78,6 +78,12 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 )
 @click.option("--etp", type=POSITIVE, metavar="N", help="Expert-tensor-parallel size. [default: --tp]")
 @click.option(
+    "--dp",
+    type=POSITIVE,
+    metavar="N",
+    help="Data-parallel size: how many ranks will load the output. For fsdp-ranks, which needs it.",
+)
+@click.option(
     "--stages",
     callback=_stages,
     metavar="N,N,…",
@@ -187,6 +193,7 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
       reshard convert ckpt model                          Megatron to Hugging Face
       reshard convert model ckpt --to megatron --tp 4     Hugging Face to Megatron
       reshard convert ckpt ckpt2 --to megatron --pp 2     Megatron to another layout
+      reshard convert ckpt ckpt2 --to fsdp-ranks --dp 4   verl to another number of GPUs
       reshard convert lora merged --merge --base model    a LoRA adapter into its base
       reshard convert ckpt model.gguf --quantize q8_0     any checkpoint to llama.cpp
     """

@@ -18,7 +18,7 @@ from reshard.folders.companions import check, find_companions
 from reshard.folders.iterations import Iteration
 from reshard.folders.places import is_here
 from reshard.folders.provenance import BASE, find_hints
-from reshard.formats import huggingface, open_checkpoint
+from reshard.formats import huggingface, open_checkpoint, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import UNTOLD
 from reshard.formats.target import Kind
@@ -156,6 +156,7 @@ def inspect_checkpoint(
     if checkpoint.quantization and not checkpoint.quantization.settings:
         notes.append(UNTOLD)
     plain = _plain(checkpoint)
+    notes += _other_ranks(checkpoint, path)
     unfit, differing = _for_engines(plain, base) if model and plain and not problems else ([], [])
     notes += [*unfit, *differing]
     absent: list[Problem] = []
@@ -269,6 +270,25 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
             )
         )
     return problems
+
+
+def _other_ranks(checkpoint: Checkpoint, path: Path) -> list[str]:
+    """How to convert for another number of ranks, if it can be loaded by as many as it has only."""
+    target = written().get(checkpoint.format)
+    if not target or not target.ranks or not checkpoint.native or checkpoint.problems:
+        return []
+    words = [
+        "reshard",
+        "convert",
+        typeable(path.as_posix()),
+        "OUTPUT",
+        "--to",
+        checkpoint.format,
+        "--dp",
+        "N",
+    ]
+    states = ["--with-optimizer"] if checkpoint.optimizer else []
+    return [f"a run resumes from it on as many ranks only; for N ranks: {shlex.join([*words, *states])}"]
 
 
 def _next_command(

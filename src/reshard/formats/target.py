@@ -158,8 +158,9 @@ class Request:
     `model` has the sizes of the output, and is None for an undeclared family; `config` is its Hugging Face config.
     `iteration` and `optimizer` are those of the source. `adapter` are the settings of an adapter, None for a model.
     `quantization` are the settings of weights that the plan quantizes. `engine` is the one that saved a Megatron
-    source. For a target that embeds them, `companions` are the config and the tokenizer of the output, `name` is that
-    of the model, and `inside` is what the target makes of both.
+    source, and `native` is what only the format of the source knows. For a target that embeds them, `companions` are
+    the config and the tokenizer of the output, `name` is that of the model, and `inside` is what the target makes of
+    both.
     """
 
     options: Options
@@ -174,6 +175,7 @@ class Request:
     adapter: Mapping[str, Any] | None = None
     quantization: Mapping[str, Any] | None = None
     engine: str | None = None
+    native: Any = None
     companions: Mapping[str, bytes] = field(default_factory=dict)
     name: str = ""
     inside: Any = None
@@ -275,13 +277,14 @@ class Target:
     `lay_out` makes the files of a request. `names` are those of the Hub, of a live model, or the dialects of an engine,
     of which the first that a family declares is used; or, for a format whose names `renames` makes of the Hub's for the
     model of a config, None if it does not know that model. `leaves_out` tells the rule by which a tensor has no place.
-    `layout` are the axes by which files belong to ranks, so that users can choose their sizes. `states` are the
-    optimizer states that it stores. `dtype` is the only dtype of its weights, if there is only one; `typed` gives each
-    tensor its dtype, from that of most weights. `quantized` says that it can store the scales of a source, and
-    `quantizes` are the values
-    of `--quantize`. `embeds` says that config and tokenizer are in its files, and not beside them; a file with `suffix`
-    may then be the complete output, and is not divided unless users ask for it. `judges_model` says that its engine
-    computes what the entries of families describe.
+    `layout` are the axes by which files belong to ranks, so that users can choose their sizes; `ranks` says that they
+    belong to data-parallel ranks, of which users pass the number. `states` are the optimizer states that it stores.
+    `dtype` is the only dtype of its weights, if there is only one; `typed` gives each tensor its dtype, from that of
+    most weights. `quantized` says that it can store the scales of a source, and `quantizes` are the values of
+    `--quantize`. `embeds` says that config and tokenizer are in its files, and not beside them; a file with `suffix`
+    may then be the complete output, and is not divided unless users ask for it. `beside` is the folder of config and
+    tokenizer, if they are not next to the weights. `judges_model` says that its engine computes what the entries of
+    families describe.
     `fit` sets model and layout to the engine's sizes, before tensors are named, and refuses what the engine cannot
     store. `complete` afterwards adds what the engine stores differently, which takes the memory that `need` tells.
     `notes`, `warnings` and `load_with` are what users should know and type, in addition to the folder, and `afterwards`
@@ -292,6 +295,7 @@ class Target:
     names: tuple[str, ...] = (HUB,)
     holds: frozenset[Kind] = frozenset({Kind.MODEL})
     layout: tuple[str, ...] = ()
+    ranks: bool = False
     states: tuple[str, ...] = ()
     dtype: str | None = None
     typed: Callable[[Request, DType], Callable[[str, tuple[int, ...]], DType]] | None = None
@@ -299,6 +303,7 @@ class Target:
     quantizes: tuple[str, ...] = ()
     embeds: bool = False
     suffix: str = ""
+    beside: str = ""
     judges_model: bool = True
     renames: Callable[[Mapping[str, Any]], tuple[Renaming, ...] | None] | None = None
     leaves_out: Callable[[Request, str], str | None] = nowhere

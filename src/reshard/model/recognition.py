@@ -72,8 +72,12 @@ def not_known(model_type: Any) -> str:
 
 
 def _keeping() -> str:
-    able = [name for name, to in written().items() if to.takes_any_model and Kind.MODEL in to.holds]
-    *others, last = (f"--to {name}" for name in sorted(able, key=lambda name: name != huggingface.NAME))
+    fit = (
+        name
+        for name, to in written().items()
+        if to.takes_any_model and not to.ranks and Kind.MODEL in to.holds
+    )
+    *others, last = (f"--to {name}" for name in sorted(fit, key=lambda name: name != huggingface.NAME))
     return f"{', '.join(others)} or {last} keeps the model as it is"
 
 

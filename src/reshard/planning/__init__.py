@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from reshard.adapters import kind_of
@@ -193,6 +193,14 @@ def _unfit(format: Format, target: Target, kind: Kind, options: Options) -> Iter
             found=beyond,
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
+    if not target.ranks and options.layout.dp > 1:
+        able = [name for name, each in written().items() if each.ranks and kind in each.holds]
+        yield Problem(
+            "ranks-not-for-format",
+            f"{format.name} is the same for any number of data-parallel ranks",
+            found=f"--dp {options.layout.dp}; the format is {chosen}",
+            remedy=f"leave out --dp{', or pass --to '.join(['', *able])}",
+        )
     if options.engine and MCORE not in target.names:
         able = [name for name, each in written().items() if MCORE in each.names and kind in each.holds]
         yield Problem(
@@ -304,6 +312,7 @@ def _content(source: Resolved, kind: Kind, format: Format, target: Target, optio
             checkpoint.iteration,
             checkpoint.optimizer,
             engine=checkpoint.engine if checkpoint.has_megatron_names else None,
+            native=checkpoint.native,
         )
     )
     if kind is Kind.ADAPTER:
@@ -321,7 +330,11 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
         files = target.lay_out(request)
     else:
         request = target.complete(content.request)
-        files = [*target.lay_out(request), *beside.companion_files(checkpoint, request, found)]
+        near = beside.companion_files(checkpoint, request, found)
+        files = [
+            *target.lay_out(request),
+            *(replace(file, path=(PurePath(target.beside) / file.path).as_posix()) for file in near),
+        ]
     planned = {file.path for file in files}
     given = {name: path for name, path in options.beside.items() if name not in planned}
     files += [OutputFile.of_bytes(name, checkpoint.sources.read(path)) for name, path in given.items()]
