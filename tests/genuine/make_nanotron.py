@@ -4,7 +4,7 @@
 
 NANOTRON is its repository at 2411b022, FLASH_ATTENTION that of flash-attn at any release with `layers/rotary.py`; both
 are only read. The package index has nanotron 0.4 only, which has neither Qwen2 nor `rope_interleaved`. It takes dacite
-and einops, which `tests.environments` installs as "nanotron".
+and einops.
 
 Nanotron's own code builds the model on the ranks of a gloo group, saves and loads it, converts and runs it. Only
 kernels for GPUs are replaced: those of flash-attn and Triton, and grouped GEMM. The rotary embedding is flash-attn's,

@@ -312,5 +312,5 @@ FORMAT = Format(
     parts=("*.index.json",),
     files=tuple(f"{stem}.{suffix}" for stem, suffix in KINDS),
     naming={f"{stem}.{suffix}.index.json": shards_in for stem, suffix in KINDS},
-    judged=("transformers",),
+    judged=("transformers", "Composer"),
 )

@@ -16,7 +16,7 @@ FORMAT = Format(
     aliases=("maxtext",),
     parts=("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "commit_success.txt"),
     seen={"Orbax": r"orbax-checkpoint-tmp|manifest\.ocdbt|/checkpoints/\d+/items\b"},
-    judged=("orbax-checkpoint", "MaxText"),
+    judged=("orbax-checkpoint", "MaxText's param_mapping.py"),
 )
 UNSCANNED = replace(
     FORMAT,
