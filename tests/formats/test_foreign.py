@@ -69,6 +69,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "unsharded").mkdir()
     save_file({"blocks.0.attention.w_q.weight": torch.ones(4, 4)}, folder / "unsharded" / "model.safetensors")
     torch.save(linear, folder / "module.pt")
+    (folder / "old-ggml.bin").write_bytes(b"tjgg" + bytes(60))
     torch.jit.save(torch.jit.script(linear), str(folder / "script.pt"))
     (folder / "folder-of-nemo").mkdir()
     nemo(folder / "folder-of-nemo/model.nemo", "w", {"./model_weights/metadata.json": b"{}"})
@@ -77,6 +78,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 KINDS = {
+    "ct2": "foreign-packed",
+    "tf_model.h5": "foreign-hdf5",
+    "old-ggml.bin": "foreign-ggml",
     "model.onnx": "foreign-onnx",
     "lightning.ckpt": "foreign-lightning",
     "weights.npz": "foreign-numpy",

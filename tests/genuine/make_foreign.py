@@ -1,9 +1,9 @@
-"""Makes tests/data/foreign: small files as llama.cpp's gguf, onnx, Orbax, Lightning and MLX write them.
+"""Makes tests/data/foreign: small files as other tools write them, from llama.cpp's gguf to h5py.
 
     python -m tests.genuine.make_foreign FOLDER
 
-runs in an environment with gguf 0.19, onnx 1.23, orbax-checkpoint 0.12.8, lightning 2.6.6, mlx[cpu] 0.32.4
-and torch. The tests themselves make the files of torch and tar.
+runs in an environment with gguf 0.19, onnx 1.23, orbax-checkpoint 0.12.8, lightning 2.6.6, mlx[cpu] 0.32.4,
+ctranslate2 4.8, h5py 3.16 and torch. The tests themselves make the files of torch and tar.
 """
 
 from __future__ import annotations
@@ -81,6 +81,27 @@ def mlx_weights(archive: Path) -> None:
     mx.savez(str(archive), **{"model.norm.weight": mx.ones(4)})
 
 
+def packed_model(folder: Path) -> None:
+    """The beginning of a model of CTranslate2."""
+    import ctranslate2
+
+    from tests.genuine.huggingface import make_model
+
+    converter = ctranslate2.converters.TransformersConverter(
+        str(make_model("llama", folder.parent / "llama"))
+    )
+    converter.convert(str(folder))
+    (folder / "model.bin").write_bytes((folder / "model.bin").read_bytes()[:2048])
+
+
+def keras_weights(path: Path) -> None:
+    """One array in HDF5."""
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        file["model/embed"] = np.ones((8, 4), np.float32)
+
+
 def main(folder: Path) -> None:
     """Make all of them."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +110,8 @@ def main(folder: Path) -> None:
     orbax_folder(folder / "orbax")
     lightning_file(folder / "lightning.ckpt")
     mlx_weights(folder / "weights.npz")
+    packed_model(folder / "ct2")
+    keras_weights(folder / "tf_model.h5")
 
 
 if __name__ == "__main__":

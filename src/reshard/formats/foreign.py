@@ -1,14 +1,16 @@
 """Weight files of other tools that are not in one of the formats: what they are, and how to convert them.
 
-They are recognized by their content (`FILES`); by their names only Flax's msgpack files, which have no
-magic, and ordinary files of torch and of safetensors (`NAMES`). Where neither tells, the names of their tensors do
-(`TENSORS`):
+They are recognized by their content (`FILES`). By their names only: Flax's msgpack files, which have no magic, those
+that are packed for one program, and ordinary files of torch and of safetensors (`NAMES`). Where neither tells, the
+names of their tensors do (`TENSORS`):
 
 - NeMo 1: a tar archive, gzipped before NeMo 1.7 (nemo/core/connectors/save_restore_connector.py). Plain ones are read.
 - torch.save: a zip archive whose first member is `…/data.pkl`; the dict of a Lightning checkpoint has the key
   `pytorch-lightning_version` before its weights (lightning/pytorch/trainer/connectors/checkpoint_connector.py), and
   TorchScript has members below `code/`. Before torch 1.6 the file was a sequence of pickles.
 - numpy's `.npz`: a zip archive whose first member ends in `.npy`.
+- CTranslate2: its version, then the name of its class of models (ctranslate2/specs/model_spec.py).
+- GGML: one of three magics, of llama.cpp before August 2023.
 - ONNX: a protobuf message without a magic, whose first field is `ir_version` (onnx/onnx.proto): byte 08.
 - Orbax: containers with MaxText's names are read (`orbax/`), which finds those of others.
 """
@@ -131,6 +133,25 @@ FLAX = Kind(
     "load them with transformers 4: "
     "AutoModelForCausalLM.from_pretrained({its_folder}, from_flax=True).save_pretrained({new_folder})",
 )
+HDF5 = Kind(
+    "foreign-hdf5",
+    "these are weights of TensorFlow or Keras, in HDF5",
+    "load them with transformers 4: "
+    "AutoModelForCausalLM.from_pretrained({its_folder}, from_tf=True).save_pretrained({new_folder})",
+)
+GGML = Kind(
+    "foreign-ggml",
+    "this is a file of llama.cpp from before GGUF",
+    "convert the model that it was made from: llama.cpp does not load such files any more",
+)
+
+
+def _packed(program: str) -> Kind:
+    """The kind of what was made of a model for one program alone, which also names what reads it."""
+    remedy = "convert the model that it was made from: weights are packed for this program, and nothing unpacks them"
+    return Kind("foreign-packed", f"only {program} reads this file", remedy)
+
+
 ARRAYS = Kind(
     "foreign-numpy",
     "this is an archive of numpy arrays, as older versions of MLX wrote weights",
@@ -187,6 +208,12 @@ FILES = (
     Sign(LITGPT_LORA, name=r"lit_model\.pth\.lora", begin=rb"(?s)."),
     Sign(PADDLE_RANK, name=r"model_state\.(tp|pp|moe)\d\d\w*\.pdparams", begin=rb"\x80"),
     Sign(PADDLE, name=r"(?s).+\.pdparams", begin=rb"\x80"),
+    Sign(_packed("CTranslate2"), name=r"model\.bin", contains=b"DecoderSpec"),
+    Sign(_packed("OpenVINO"), name=r"openvino_\w*model\.xml", begin=rb"<"),
+    Sign(_packed("MLC-LLM"), name=r"params_shard_\d+\.bin", begin=rb"(?s)."),
+    Sign(_packed("TensorRT"), name=r"(?s).+\.engine", begin=rb"(?s)."),
+    Sign(HDF5, name=r"(?s).+\.(h5|hdf5|keras)", begin=rb"\x89HDF\r\n\x1a\n"),
+    Sign(GGML, begin=rb"tjgg|fmgg|lmgg"),
     Sign(ARRAYS, member=b".npy"),
     Sign(SCRIPT, directory=b"/code/__torch__"),
     Sign(LIGHTNING, member=_PICKLE, contains=b"pytorch-lightning_version"),
@@ -219,28 +246,7 @@ TENSORS = (
 """Names of tensors that only one tool has, and that are not the Hub's."""
 _ANY_TENSOR = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in TENSORS))
 CODES = {
-    each.code
-    for each in (
-        NEMO,
-        COMPRESSED_NEMO,
-        NEMO_RANK,
-        LIGHTNING,
-        TORCH,
-        OLD_TORCH,
-        SCRIPT,
-        MODULE,
-        ONNX,
-        ORBAX,
-        FLAX,
-        ARRAYS,
-        MISTRAL,
-        LITGPT,
-        LITGPT_LORA,
-        OLMO,
-        TENSORRT,
-        PADDLE,
-        PADDLE_RANK,
-    )
+    kind.code for kind in (ORBAX, *(sign.kind for sign in FILES), *(kind for _, kind in (*NAMES, *TENSORS)))
 }
 
 
