@@ -67,6 +67,15 @@ def test_a_journal_that_cannot_be_written_loses_nothing_that_it_said(tmp_path: P
         assert outcomes == {"refused, kept"}
 
 
+def test_a_source_that_cannot_be_looked_at_again_has_not_changed(tmp_path: Path) -> None:
+    """So nothing that was written is lost."""
+    stage = scene(ROADS["continued"], tmp_path)
+    for kind, name in (("EACCES", "stat"), ("ENOSPC", "open")):
+        paths = [call.path for call in stage.calls if call.name == name]
+        last = max(at for at, path in enumerate(paths) if Path(path).parent.name == "src")
+        assert stage.strike(Fault(kind, name, last)) == "refused, kept"
+
+
 def test_a_few_faults_of_a_store(tmp_path: Path) -> None:
     with stores.server() as server:
         stage = stores.remote("from a bucket", tmp_path, server)

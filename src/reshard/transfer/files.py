@@ -40,7 +40,7 @@ class Files:
             self.read_bytes += sum(len(part) for _, part in parts)
             found = None if end is None else f"{file.size} bytes"
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         if end is not None:
             raise ReshardError(
                 "file-ends-early",
@@ -56,7 +56,8 @@ class Files:
             self._open.popitem()[1].close()
 
 
-def _unreadable(path: str, error: OSError) -> ReshardError:
+def unreadable(path: str, error: OSError) -> ReshardError:
+    """The error for a file that the system does not let be read, now."""
     return ReshardError(
         "file-unreadable",
         "a file cannot be read",

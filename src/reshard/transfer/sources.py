@@ -31,6 +31,7 @@ from reshard.stores import (
     realpath,
     refresh,
 )
+from reshard.transfer.files import unreadable
 from reshard.transfer.ledger import Passed, Range, Ranges
 from reshard.transfer.memory import Meter
 
@@ -220,17 +221,27 @@ class Sources:
             if (found := self._otherwise(path, note, passed))
         ]
 
+    def _otherwise(self, path: str, note: _Note, passed: Passed | None) -> str | None:
+        """The state of a file now, if it has changed. Raises ReshardError if the system does not show it.
+
+        A run that fails for that reason can be continued, and one whose source is another one cannot.
+        """
+        try:
+            return self._compared(path, note, passed)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            return error.strerror
+        except OSError as error:
+            raise unreadable(path, error) from error
+
     @staticmethod
-    def _otherwise(path: str, note: _Note, passed: Passed | None) -> str | None:
-        """The state of a file now, if it has changed.
+    def _compared(path: str, note: _Note, passed: Passed | None) -> str | None:
+        """The same.
 
         A file of which only the time of its last change is another one may have got a new name, or other bytes with
         the old modification time: what was read of it must have its CRC32s.
         """
         try:
             file = open_file(path)
-        except OSError as error:
-            return error.strerror
         except ReshardError as error:
             if is_remote(path):
                 raise
