@@ -109,14 +109,13 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
     """The config.json, with quantization settings if and only if the weights are quantized, whatever the base has."""
     config, quantization = request.config, checkpoint.quantization
     if not config:
-        links = [n for each in checkpoint.folders for n in companions.links_out_of(each, checkpoint.sources)]
         raise ReshardError(
             "config-not-beside-checkpoint",
             "config.json not found next to the checkpoint",
             file=str(checkpoint.root),
             rule="the output must load without any other folder",
             expected="the config.json of the model",
-            found="; ".join(links) or None,
+            found="; ".join(checkpoint.notes) or None,
             remedy="pass the Hugging Face folder that training started from: --base DIR",
         )
     if quantization is None:
