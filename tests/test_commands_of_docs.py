@@ -171,6 +171,7 @@ BY_ROW: dict[str, Make] = {
     "verl": stored("verl/fsdp2/global_step_3/actor"),
     "FSDP": fsdp,
     "torchtitan": stored("torchtitan/llama/checkpoint/step-1", "torchtitan/llama/config.json"),
+    "MaxText": stored("maxtext/llama", "maxtext/llama/config.json"),
     "OLMo-core": stored("olmo_core/llama/step1", "torchtitan/llama/config.json"),
     "DeepSpeed": stored("deepspeed/z2", "deepspeed/z2/config.json", beside=True),
     "InternEvo": internevo,

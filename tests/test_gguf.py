@@ -455,7 +455,8 @@ def test_wrong_requests_are_refused(code: str, model: Model, tmp_path: Path) -> 
 def test_values_of_quantize_are_listed() -> None:
     assert tuple(STORAGES) == OF_THE_HUB
     told = command("convert", "a", "b", "--quantize", "q4_k_m")
-    assert told.code == 2 and all(f"'{value}'" in told.err for value in (*OF_THE_HUB, *QUANTIZED))
+    assert told.code == 2 and all(value in told.err for value in (*OF_THE_HUB, *QUANTIZED))
+    assert "llama-quantize" in told.err or "K-quants" in told.err
 
 
 def one_tensor(file: Path, number: int = 0, **more: Any) -> Path:

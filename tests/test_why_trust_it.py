@@ -49,7 +49,8 @@ def test_what_is_struck_and_fuzzed() -> None:
     security = " ".join((REPOSITORY / "SECURITY.md").read_text(encoding="utf-8").split())
     runs = f"{60 * len(ROADS):,} runs"
     assert f"in {len(ROADS)} conversions" in PAGE and runs in PAGE and runs in security
-    outcomes = re.findall(r"(\d+) (?:completed|were killed|were refused)", PAGE)
-    assert outcomes == re.findall(r"(\d+) (?:completed|were killed|were refused)", security)
-    assert sum(map(int, outcomes)) == 60 * len(ROADS)
+    told = re.compile(r"([\d,]+) (?:completed|were killed|were refused)")
+    outcomes = told.findall(PAGE)
+    assert outcomes == told.findall(security)
+    assert sum(int(each.replace(",", "")) for each in outcomes) == 60 * len(ROADS)
     assert f"{len(TARGETS)} targets" in PAGE and f"{len(TARGETS)} targets" in security

@@ -78,6 +78,7 @@ ROADS: dict[str, Road] = {
     ),
     "nanotron to safetensors": Road(copied("nanotron/llama-tp2-pp2"), ()),
     "deepseek-inference to safetensors": Road(copied("deepseek_inference/v3.2"), ()),
+    "meta to meta": Road(copied("meta"), ("--to", "meta", "--tp", "2", "--no-tokenizer")),
     "internlm to safetensors": Road(copied("internlm/internlm2-tp2pp2"), ("--verify",)),
     "internlm to internlm": Road(copied("internlm/llama-tp2"), ("--to", "internlm", "--pp", "2")),
     "dcp to safetensors": Road(copied("torchtitan/qwen3"), ()),

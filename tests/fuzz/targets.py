@@ -85,7 +85,10 @@ TARGETS: dict[str, Target] = {
     "gguf": _bytes(lambda: files("foreign/*.gguf"), alone("model.gguf", reshard.inspect)),
     "safetensors": _bytes(seeds.safetensors, alone("model.safetensors", calls.safetensors_as_its_library)),
     # Hugging Face folders, and what reshard leaves in its own.
-    "config": _json(lambda: files("**/config.json"), file_of(MISTRAL, "config.json", calls.to_megatron)),
+    "config": _json(
+        lambda: files("peers/**/config.json", "**/config.json"),
+        file_of(MISTRAL, "config.json", calls.to_megatron),
+    ),
     "mistral-params": _json(lambda: files("mistral/params.json"), file_of("mistral", "params.json")),
     "litgpt-config": _text(lambda: files("litgpt/*.yaml"), file_of("litgpt", "model_config.yaml")),
     "mlx-config": _json(lambda: files("mlx/config.json"), file_of("mlx", "config.json")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -208,6 +209,8 @@ class OrbaxStore(Store):
         return {}
 
     def _look(self, url: str) -> Entry | None:
+        if not _CHUNK.fullmatch(url):
+            return None  # somebody typed it
         name, at = _chunk_of(url)
         array = self.container.array(name)
         size = self.container._open(name).dtype.numpy_dtype.itemsize * prod(array.box(at)[1])
@@ -229,6 +232,9 @@ def arrays_in(folder: Path) -> str:
 def chunk_in(folder: Path, name: str, at: Sequence[int]) -> str:
     """The URL of a chunk of an array."""
     return f"{arrays_in(folder)}/{name}/{'.'.join(map(str, at)) or 'all'}"
+
+
+_CHUNK = re.compile(r"(?s).*/[^/]+/(\d+(\.\d+)*|all)")
 
 
 def _chunk_of(url: str) -> tuple[str, tuple[int, ...]]:

@@ -189,7 +189,8 @@ def _read_mesh(state: dict[str, Any]) -> Mesh:
         f"axis{i}" for i in range(len(shape))
     ]
     ranks = sizes(state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ())
-    rank = state.get("_rank")
+    told = state.get("_rank")
+    rank = None if told is None else sizes((told,))[0]
     if rank is None and len(ranks) == prod(shape):
         rank = ranks[_number(coordinate, shape)]
     device = text(state.get("device_type", state.get("_device_type", "cuda")))
