@@ -44,6 +44,9 @@ PAGE = 8 << 20
 PAGES = 64 << 20
 """Most bytes of all pages below a URL."""
 
+AT_ONCE = 16
+"""Pages that are asked for before the limits are checked again."""
+
 _LINK = re.compile(r"""<a\s[^<>]*?\bhref\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"'<>]+))""", re.IGNORECASE)
 
 
@@ -225,9 +228,10 @@ class WebStore(Store):
         pages, files, seen, received = [root], set[str](), set[str](), 0
         for _ in range(depth):
             seen.update(pages)
-            for links, nbytes in pool().map(self._page, pages):
-                files |= links
-                received += nbytes
+            for some in (pages[at : at + AT_ONCE] for at in range(0, len(pages), AT_ONCE)):
+                for links, nbytes in pool().map(self._page, some):
+                    files |= links
+                    received += nbytes
                 _check_count(root, len(files) + len(seen))
                 if received > PAGES:
                     raise _too_long(root, f"pages of more than {PAGES:,} bytes in total")
