@@ -241,8 +241,8 @@ LORA = "transformer.h.0.attn.qkv.lora_A"
 DAMAGE: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object]]] = {
     "lora": ("litgpt-not-merged", lambda tensors: tensors.update({LORA: torch.ones(4, 16)})),
     "adapter": ("litgpt-not-merged", lambda tensors: tensors.update(gating_factor=torch.ones(1))),
-    "lost": ("litgpt-tensor-missing", lambda tensors: tensors.pop("lm_head.weight")),
-    "another": ("litgpt-tensor-unknown", lambda tensors: tensors.update(foreign=torch.ones(1))),
+    "lost": ("tool-tensor-missing", lambda tensors: tensors.pop("lm_head.weight")),
+    "another": ("tool-tensor-unknown", lambda tensors: tensors.update(foreign=torch.ones(1))),
     "rows": (
         "tensors-misfit-names-in-memory",
         lambda tensors: tensors.update({"transformer.h.0.attn.qkv.weight": torch.ones(60, 16)}),
@@ -259,4 +259,4 @@ def test_damage_is_an_error(kind: str, folder: Path) -> None:
 
 def test_more_layers_than_there_are(folder: Path) -> None:
     changed(folder, n_layer=2)
-    assert {*codes(folder)} == {"litgpt-tensor-missing"}
+    assert {*codes(folder)} == {"tool-tensor-missing"}

@@ -334,9 +334,9 @@ def test_weights_in_fp8_are_refused(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object]]] = {
-    "lost": ("mistral-tensor-missing", lambda tensors: tensors.pop("norm.weight")),
-    "no head": ("mistral-tensor-missing", lambda tensors: tensors.pop("output.weight")),
-    "another": ("mistral-tensor-unknown", lambda tensors: tensors.update(foreign=torch.ones(1))),
+    "lost": ("tool-tensor-missing", lambda tensors: tensors.pop("norm.weight")),
+    "no head": ("tool-tensor-missing", lambda tensors: tensors.pop("output.weight")),
+    "another": ("tool-tensor-unknown", lambda tensors: tensors.update(foreign=torch.ones(1))),
     "a wrong shape": (
         "tensor-transposed",
         lambda tensors: tensors.update({"layers.0.feed_forward.w1.weight": torch.ones(16, 24)}),
@@ -353,7 +353,7 @@ def test_damage_is_an_error(kind: str, folder: Path) -> None:
 
 def test_more_layers_than_there_are(folder: Path) -> None:
     changed(folder, n_layers=2)
-    assert {*codes(folder)} == {"mistral-tensor-missing"}
+    assert {*codes(folder)} == {"tool-tensor-missing"}
 
 
 def test_heads_that_do_not_divide_rows(folder: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, one_for_all
+from reshard.base.errors import UNUSABLE, ReshardError, listed
 from reshard.families import litgpt
 from reshard.families.renaming import in_all_layers
 from reshard.folders.iterations import Iteration
@@ -15,6 +15,7 @@ from reshard.folders.provenance import read_yaml
 from reshard.formats import huggingface, renamed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.tables import litgpt_config
+from reshard.formats.tables.misfits import refuse_misfits
 from reshard.formats.target import Format
 from reshard.transfer.sources import Sources
 
@@ -97,30 +98,8 @@ def _unknown_model(settings: Mapping[str, Any], folder: Path) -> ReshardError:
 def _refuse_misfits(found: Checkpoint, hub: Iterable[str], layers: int) -> None:
     """Raise ReshardError for tensors that are missing, or that no rule has renamed."""
     wanted = {"transformer.wte.weight", litgpt.HEAD[0], *in_all_layers(litgpt.LAYERS, layers, found.tensors)}
-    missing = [
-        Problem(
-            "litgpt-tensor-missing",
-            "a tensor of the model is missing",
-            tensor=name,
-            file=str(found.path),
-            rule="layers are alike, and model_config.yaml counts them",
-            remedy="copy the file again, or pass the folder with the model_config.yaml of these weights",
-        )
-        for name in sorted(wanted - found.tensors.keys())
-    ]
-    unknown = [
-        Problem(
-            "litgpt-tensor-unknown",
-            "a tensor is not known in a model of this kind",
-            tensor=name,
-            file=found.tensors[name].file,
-            expected="the tensors that LitGPT has for the model in model_config.yaml",
-            remedy="pass the folder with the model_config.yaml that was written with these weights",
-        )
-        for name in sorted({*found.tensors} & {*hub} - {*litgpt.HEAD})
-    ]
-    if problems := [*missing, *unknown]:
-        raise ReshardError(one_for_all(problems, found.tensors.keys() | wanted, str(found.path)))
+    unknown = {*found.tensors} & {*hub} - {*litgpt.HEAD}
+    refuse_misfits(found, wanted, unknown, SETTINGS)
 
 
 FORMAT = Format(

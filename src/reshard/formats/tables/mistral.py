@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError, listed, one_for_all
+from reshard.base.errors import ReshardError, listed
 from reshard.base.plain import to_json
 from reshard.containers import safetensors
 from reshard.families import mistral_own
@@ -19,6 +19,7 @@ from reshard.folders.places import belongs
 from reshard.formats import foreign, huggingface, renamed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.tables import mistral_params
+from reshard.formats.tables.misfits import refuse_misfits
 from reshard.formats.target import Format, Request, Target
 from reshard.stores import open_file
 from reshard.transfer.plan import OutputFile
@@ -113,30 +114,7 @@ def _without_params(folder: Path) -> ReshardError:
 def _refuse_misfits(found: Checkpoint, hub: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Raise ReshardError for tensors that are missing, or that no rule has renamed: all have other names on the Hub."""
     wanted = mistral_own.wanted(config, found.tensors)
-    missing = [
-        Problem(
-            "mistral-tensor-missing",
-            "a tensor of the model is missing",
-            tensor=name,
-            file=str(found.path),
-            rule="layers are alike, and params.json or config.json counts them",
-            remedy="copy or download the files again, or pass the params.json that belongs to these weights",
-        )
-        for name in sorted(wanted - found.tensors.keys())
-    ]
-    unknown = [
-        Problem(
-            "mistral-tensor-unknown",
-            "a tensor is not known in a model of this kind",
-            tensor=name,
-            file=found.tensors[name].file,
-            expected="the tensors that mistral_inference has for the model in params.json or config.json",
-            remedy="use the files of the Hub's layout, which most repositories have, too",
-        )
-        for name in sorted(found.tensors.keys() & hub.keys())
-    ]
-    if problems := found.problems or [*missing, *unknown]:
-        raise ReshardError(one_for_all(problems, found.tensors.keys() | wanted, str(found.path)))
+    refuse_misfits(found, wanted, found.tensors.keys() & hub.keys(), "params.json")
 
 
 def fit(request: Request) -> Request:

@@ -1,0 +1,42 @@
+"""Tensors of a tool that its own settings do not account for: missing ones, and those that no rule renames."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.formats.checkpoint import Checkpoint
+
+
+def refuse_misfits(
+    found: Checkpoint, wanted: Collection[str], unknown: Collection[str], settings: str
+) -> None:
+    """Raise ReshardError for tensors of `wanted` that are missing, and for `unknown` ones.
+
+    `settings` is the name of the file that describes the model.
+    """
+    problems = [
+        Problem(
+            "tool-tensor-missing",
+            "a tensor of the model is missing",
+            tensor=name,
+            file=str(found.path),
+            rule=f"layers are alike, and {settings} counts them",
+            remedy=f"copy the files again, or pass the folder with the {settings} of these weights",
+        )
+        for name in sorted(set(wanted) - found.tensors.keys())
+    ]
+    problems += [
+        Problem(
+            "tool-tensor-unknown",
+            "a tensor is not known in a model of this kind",
+            tensor=name,
+            file=found.tensors[name].file,
+            expected=f"the tensors of the model in {settings}",
+            remedy=f"pass the folder with the {settings} that was written with these weights",
+        )
+        for name in sorted(unknown)
+    ]
+    if problems:
+        alike = one_for_all(problems, found.tensors.keys() | set(wanted), str(found.path))
+        raise ReshardError(found.problems or alike)
