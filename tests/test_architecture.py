@@ -29,7 +29,8 @@ ORDER = (
     ("pages",),
     ("engines",),
     ("oracle", "diagnosis"),
-    ("api", "guard"),
+    ("api",),
+    ("guard",),
     ("training", "live"),
     ("cli",),
 )

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from reshard import guard
 from reshard.base.errors import ReshardError
+from reshard.guard import in_script
 
 
 @pytest.fixture
@@ -108,6 +109,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, DistributedConfig
 from reshard import guard
 from reshard.base.errors import ReshardError
+from reshard.guard import in_script
 
 torch.distributed.init_process_group("gloo")
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=DistributedConfig(tp_size=2))
@@ -300,7 +302,7 @@ def test_a_diagnosis_that_fails_hides_nothing(monkeypatch: pytest.MonkeyPatch) -
     def broken(error: Exception) -> str:
         raise KeyError("catalogue")
 
-    monkeypatch.setattr(guard, "_diagnosis", broken)
+    monkeypatch.setattr(in_script, "_diagnosis", broken)
     with pytest.raises(ValueError, match=r"^just so$"), guard.explained():
         raise ValueError("just so")
 
@@ -322,6 +324,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 from reshard import guard
 from reshard.base.errors import ReshardError
+from reshard.guard import in_script
 
 distributed.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))

@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard import guard
 from reshard.base.errors import Problem, ReshardError, listed
+from reshard.guard.in_script import SHOWN
 from reshard.training.run import Run
 from reshard.training.trl import quantized
 from reshard.training.trl.devices import agreed, world_size
@@ -114,7 +115,7 @@ def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
         yield Problem(
             "parameters-not-as-planned",
             f"the parameters of {whose} are not placed as planned",
-            tensor=listed(wrong, guard.SHOWN),
+            tensor=listed(wrong, SHOWN),
             expected=f"{words} (--parallel {kind})",
             found=f"{len(sharded)} sharded, {len(plain)} whole",
             remedy="load with device_map=None and without tp_plan; shard with --parallel alone",
@@ -131,7 +132,7 @@ def _trainable(run: Run, trainer: Any) -> Iterator[Problem]:
         yield Problem(
             "trainable-parameters-differ",
             "the trainable parameters are not the planned ones",
-            tensor=listed(wrong, guard.SHOWN),
+            tensor=listed(wrong, SHOWN),
             expected="adapters only" if run.lora else "all parameters",
             found=f"{sum(names.values())} of {len(names)} trainable",
             remedy="freeze parameters only with --lora",

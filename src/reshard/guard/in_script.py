@@ -1,12 +1,4 @@
-"""A guard for running code: it raises an explained error before a known failure, and diagnoses others.
-
-import reshard.guard
-
-reshard.guard.check(model, optimizer)          # after wrapping the model, before the first step
-with reshard.guard.explained():                # adds cause and remedy to any exception inside
-    trainer.train()
-trainer.add_callback(reshard.guard.callback()) # checks when training begins
-"""
+"""Checks of a running model: an explained error before a known failure, and a diagnosis of others."""
 
 from __future__ import annotations
 

@@ -1,0 +1,53 @@
+"""What a guard is asked to do: the record from which command line, Python signature, docs and JSON are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NewType
+
+from reshard.base.options import About
+
+Seconds = NewType("Seconds", float)
+"""A duration. On the command line it has a unit: 90s, 15m, 2h."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a guard. Each field is a flag of the same name, an argument, and a key of `--json`."""
+
+    check: Annotated[bool, About("Check the command, its files and this machine before the start.")] = True
+    startup: Annotated[
+        Seconds, About("Longest time without any progress before the first step.", "DURATION")
+    ] = Seconds(900)
+    stall: Annotated[
+        Seconds, About("Longest time without any progress after the first step.", "DURATION")
+    ] = Seconds(600)
+    on_stall: Annotated[Literal["report", "stop"], About("What to do about a run that stands still.")] = (
+        "report"
+    )
+    nan_steps: Annotated[
+        int, About("End the run after N consecutive steps with a NaN or infinite loss; 0 never does.", "N")
+    ] = 1
+    output: Annotated[
+        Path | None, About("Folder of the run's checkpoints, if the command does not name it.", "DIR")
+    ] = None
+    log: Annotated[
+        Path | None, About("Folder for the log; by default a new one in reshard-guard.", "DIR")
+    ] = None
+    final: Annotated[
+        Path | None, About("At the end, convert the last checkpoint into this folder, and check it.", "DIR")
+    ] = None
+    merge: Annotated[bool, About("With --final, merge an adapter into its base.")] = False
+    base: Annotated[
+        Path | None, About("With --final, the base model, if the checkpoint does not name it.", "DIR")
+    ] = None
+    requeue: Annotated[
+        int, About("In a Slurm job, requeue it up to N times, and continue from the last checkpoint.", "N")
+    ] = 0
+    meet: Annotated[
+        str | None,
+        About(
+            "Where guards of several nodes meet: a shared folder, or HOST:PORT of the first node.", "PLACE"
+        ),
+    ] = None

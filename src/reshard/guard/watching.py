@@ -1,0 +1,42 @@
+"""What the parts of a guard that watch a run are told, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from reshard.base.errors import Problem
+from reshard.guard.processes import Processes
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that the run printed, without its end. A progress bar that redraws itself is a line each time.
+
+    `time` is in seconds since the epoch, `stream` is "out" or "err", and `rank` is None if the line does not tell it.
+    """
+
+    time: float
+    stream: str
+    text: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A problem of a running command, with more lines to show, such as one for each rank. `stop` ends the run."""
+
+    problem: Problem
+    lines: tuple[str, ...] = ()
+    stop: bool = False
+
+
+class Watcher(Protocol):
+    """Is told each line as it is printed, and the processes of the run about once in a second."""
+
+    def line(self, line: Line) -> Iterable[Notice]:
+        """What this line is reason to say."""
+
+    def tick(self, now: float, processes: Processes) -> Iterable[Notice]:
+        """What the state of the processes is reason to say. `now` is in seconds since the epoch."""
