@@ -18,9 +18,9 @@ import pytest
 from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError, RunFailedError
+from reshard.guard.lifetime import children
 from reshard.training.launching import launch, meeting
 from reshard.training.launching.places import first_host, place_of
-from reshard.training.lifetime import children
 from reshard.training.run import Ranks, Run
 from reshard.training.show.monitor import history_of
 from tests.train.launches import LAUNCHER, REPOSITORY, until

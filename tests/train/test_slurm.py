@@ -15,8 +15,8 @@ import pytest
 
 from reshard import train as train_from_python
 from reshard.base.installing import install_command
+from reshard.guard.lifetime import children
 from reshard.training.launching import slurm
-from reshard.training.lifetime import children
 from reshard.training.run import Run, read_record
 from reshard.training.show.monitor import history_of
 from tests.commandline import Result, reshard

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from reshard.guard.lifetime import children
 from reshard.training.launching import launch
-from reshard.training.lifetime import children
 from reshard.training.run import Ranks, Run
 from tests.train.launches import REPOSITORY, is_alive, until
 

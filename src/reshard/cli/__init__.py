@@ -39,6 +39,7 @@ COMMANDS = {
     "convert": "Convert a checkpoint to another format or parallel layout.",
     "average": "Average checkpoints of one model, in any format or parallel layout.",
     "verify": "Compare the weights of two checkpoints bit for bit.",
+    "guard": "Run a training command, and watch over it.",
     "train": "Fine-tune on many processes, and write a Hugging Face folder at the end.",
     "report": "Draw one or several training runs on one HTML page.",
     "export": "Make a Hugging Face folder from a checkpoint that `train` saved.",

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Literal
 
 from reshard.base.options import About
-
-Seconds = NewType("Seconds", float)
-"""A duration. On the command line it has a unit: 90s, 15m, 2h."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +15,11 @@ class Options:
 
     check: Annotated[bool, About("Check the command, its files and this machine before the start.")] = True
     startup: Annotated[
-        Seconds, About("Longest time without any progress before the first step.", "DURATION")
-    ] = Seconds(900)
-    stall: Annotated[
-        Seconds, About("Longest time without any progress after the first step.", "DURATION")
-    ] = Seconds(600)
+        float, About("Longest time without any progress before the first step.", "DURATION")
+    ] = 900.0
+    stall: Annotated[float, About("Longest time without any progress after the first step.", "DURATION")] = (
+        600.0
+    )
     on_stall: Annotated[Literal["report", "stop"], About("What to do about a run that stands still.")] = (
         "report"
     )

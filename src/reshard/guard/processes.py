@@ -20,3 +20,8 @@ class Process:
 
 Processes = dict[int, Process]
 """By process id."""
+
+
+def processes_of(root: int) -> Processes:
+    """The processes below `root`, and itself."""
+    return {}

@@ -14,7 +14,8 @@ from reshard.guard.processes import Processes
 class Line:
     """A line that the run printed, without its end. A progress bar that redraws itself is a line each time.
 
-    `time` is in seconds since the epoch, `stream` is "out" or "err", and `rank` is None if the line does not tell it.
+    `time` is in seconds since the epoch, `stream` is "stdout" or "stderr", and `rank` is None if the line does not name
+    it.
     """
 
     time: float

@@ -20,7 +20,7 @@ from multiprocessing.context import BaseContext, ForkContext, ForkProcess, Spawn
 from pathlib import Path
 from typing import Any
 
-from reshard.training.lifetime import end_with_parent
+from reshard.guard.lifetime import end_with_parent
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals of schedulers, launchers and terminals before they end a process. SIGHUP stays ignored under nohup."""

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from reshard.guard.lifetime import end_with_parent
 from reshard.training.engines import engine_of
-from reshard.training.lifetime import end_with_parent
 from reshard.training.run import RECORD, Run, put
 
 GATE = "_RESHARD_GATE"

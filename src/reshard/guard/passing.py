@@ -1,0 +1,100 @@
+"""Signals that a guard receives and its command may not have: schedulers signal one process, terminals all of them.
+
+The kernel does not say whether a signal was sent to one process or to its group. So a second process of the guard, the
+sentinel, waits in the same group: what it receives as well, the command has received, too. Passing that on would be a
+second signal, which launchers take for the wish to end at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from reshard.guard.lifetime import end_with_parent
+
+PASSED = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+SOON = 0.2
+"""Seconds in which the sentinel receives what was sent to the group."""
+
+
+class Signals:
+    """A context in which the signals of `PASSED` do not end this process. Ignored ones stay so, also in the command.
+
+    `descriptor` becomes readable when one has come, or when a child process has ended.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        """The first signal that came, 0 if none has."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("a guard must be run in the main thread")
+        self._sentinel, self._group = _sentinel()
+        self.descriptor, self._into = os.pipe()
+        for each in (self.descriptor, self._into):
+            os.set_blocking(each, False)
+        asked = [each for each in PASSED if signal.getsignal(each) is not signal.SIG_IGN]
+        self._before = {
+            each: signal.signal(each, _nothing) for each in (*asked, signal.SIGCHLD, signal.SIGWINCH)
+        }
+        self._wakeup = signal.set_wakeup_fd(self._into, warn_on_full_buffer=False)
+        return self
+
+    def come(self) -> Iterator[int]:
+        """The signals that have come since the last call."""
+        with suppress(BlockingIOError):
+            yield from os.read(self.descriptor, 256)
+
+    def to_pass(self, number: int) -> bool:
+        """Whether a signal has to be passed on to the command."""
+        if number not in PASSED:
+            return False
+        self.first = self.first or number
+        poll = select.poll()
+        poll.register(self._group, select.POLLIN)
+        while poll.poll(1000 * SOON):
+            if os.read(self._group, 1) == bytes([number]):
+                return False
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+        os.kill(self._sentinel, signal.SIGKILL)
+        os.waitpid(self._sentinel, 0)
+        for each in (self.descriptor, self._into, self._group):
+            os.close(each)
+
+
+def _nothing(number: int, frame: Any) -> None:
+    """The handler: the number is in the pipe."""
+
+
+def _sentinel() -> tuple[int, int]:
+    """Start the sentinel. Returns its process id, and a pipe with the signals that it receives, a byte for each."""
+    out, into = os.pipe()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED)
+    child = os.fork()
+    if not child:
+        end_with_parent()
+        os.closerange(0, into)  # what it held open would never end
+        os.closerange(into + 1, os.sysconf("SC_OPEN_MAX"))
+        while True:
+            os.write(into, bytes([signal.sigwait(PASSED)]))
+    os.close(into)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return child, out

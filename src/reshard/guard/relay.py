@@ -1,0 +1,166 @@
+"""A command's output on its way to the terminal: passed on byte by byte, kept in a log, and split into lines.
+
+Each of stdout and stderr of the command is a pseudo-terminal if that of the guard is a terminal, else a pipe, and one
+for both if both are the same file. Nothing else is between the command and the terminal: standard input, session,
+process group and controlling terminal are those of the guard, so debuggers, password prompts, Ctrl-C and Ctrl-Z work
+as they do without it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pty
+import re
+import termios
+import time
+import tty
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from reshard.guard.watching import Line
+
+LONGEST = 1 << 16
+"""Bytes after which a line without an end is taken for a line."""
+CHUNK = 1 << 16
+_RANK = re.compile(r"\[(?:rank|default)(\d+)\]:")
+"""What torch and torchrun --tee put before the lines of a rank."""
+_ENDS = re.compile(rb"[\r\n]")
+
+
+@dataclass
+class Stream:
+    """One stream of the command. What is read from `source` is written to `target`, unless its reader is gone."""
+
+    name: str
+    source: int
+    end: int
+    """The command's end, which is closed here once the command has it."""
+    target: int
+    is_terminal: bool
+    begun: bytes = b""
+    """A line that has no end yet."""
+    state: bytes = b""
+    """The same since it was last redrawn."""
+    at_start: bool = True
+    """Whether the last byte that was passed on ended a line."""
+
+    @staticmethod
+    def to(target: int, name: str) -> Stream:
+        """A stream that is passed on to a file descriptor of this process."""
+        is_terminal = os.isatty(target)
+        source, end = pty.openpty() if is_terminal else os.pipe()
+        stream = Stream(name, source, end, target, is_terminal)
+        if is_terminal:
+            tty.setraw(end)  # the terminal itself translates the ends of lines
+            stream.resize()
+        os.set_blocking(source, False)
+        return stream
+
+    def resize(self) -> None:
+        """Give the command's end the size of the terminal."""
+        with suppress(OSError):
+            size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, bytes(8))
+            fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
+
+    def read(self) -> bytes | None:
+        """What the command has written since the last call; None at its end. A pseudo-terminal ends with EIO."""
+        try:
+            return os.read(self.source, CHUNK) or None
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return None
+
+    def pass_on(self, content: bytes) -> bool:
+        """Write to the target. Returns false if nobody reads it any more: the command must learn that as well."""
+        self.at_start = content.endswith(b"\n")
+        left = memoryview(content)
+        try:
+            while left:
+                left = left[os.write(self.target, left) :]
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the guard's end. A command that still writes sees a closed pipe."""
+        os.close(self.source)
+
+
+@dataclass
+class Relay:
+    """The output of a command. `log` gets whole lines in the format of container logs: time, stream, F, text."""
+
+    log: Path
+    streams: list[Stream]
+    _file: int
+
+    @staticmethod
+    def of(log: Path, *, stdout: int = 1) -> Relay:
+        """A relay of the command's stdout to `stdout`, and of its stderr to that of this process."""
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        streams = [Stream.to(stdout, "stdout")]
+        if not os.path.samestat(os.fstat(stdout), os.fstat(2)):
+            streams.append(Stream.to(2, "stderr"))
+        return Relay(log, streams, file)
+
+    @property
+    def at_start(self) -> bool:
+        """Whether text that is printed on stderr now begins a line."""
+        return all(each.at_start for each in self.streams)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The descriptors that the command gets as stdout and stderr."""
+        return self.streams[0].end, self.streams[-1].end
+
+    def begun(self) -> None:
+        """Close the command's ends here, once it has them."""
+        for stream in self.streams:
+            os.close(stream.end)
+
+    def move(self, stream: Stream) -> list[Line]:
+        """Pass on what there is. Returns the lines in it, and removes the stream at its end."""
+        content = stream.read()
+        if content and stream.pass_on(content):
+            return self._lines(stream, content)
+        if content != b"":
+            self.streams.remove(stream)
+            return self._lines(stream, b"\n" if stream.begun else b"")
+        return []
+
+    def close(self) -> None:
+        """Close what is open."""
+        for stream in self.streams:
+            stream.close()
+        os.close(self._file)
+
+    def _lines(self, stream: Stream, content: bytes) -> list[Line]:
+        """The lines that end in `content`."""
+        now = time.time()
+        *whole, stream.begun = (stream.begun + content).split(b"\n")
+        if len(stream.begun) > LONGEST:
+            whole, stream.begun = [*whole, stream.begun], b""
+        self._keep(stream, now, whole)
+        *states, stream.state = _ENDS.split(stream.state[-LONGEST:] + content)
+        return [_line(stream.name, now, state) for state in states if state.strip()]
+
+    def _keep(self, stream: Stream, now: float, whole: list[bytes]) -> None:
+        """Write lines to the log. Of a line that redraws itself, it keeps the last state."""
+        when = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
+        start = f"{when}Z {stream.name} F ".encode()
+        lines = (start + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in whole)
+        with suppress(OSError):  # a full disk is the command's to report
+            os.write(self._file, b"".join(lines))
+
+
+def _line(stream: str, now: float, content: bytes) -> Line:
+    text = content.decode("utf-8", "replace")
+    rank = _RANK.match(text)
+    return Line(now, stream, text, int(rank[1]) if rank else None)

@@ -1,0 +1,49 @@
+"""What a guard prints among the output of its command: on stderr, at the start of a line."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from reshard.base.shown import escape, escape_lines
+from reshard.guard.relay import Relay
+from reshard.guard.watching import Notice
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NAME = "reshard guard: "
+
+
+class Screen:
+    """Prints lines of the guard."""
+
+    def __init__(self, relay: Relay | None = None, *, quiet: bool = False) -> None:
+        self._relay, self._quiet = relay, quiet
+
+    @property
+    def console(self) -> Console:
+        """The console, at the start of a line."""
+        from rich.console import Console
+
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        if self._relay and not self._relay.at_start:
+            console.print()
+        return console
+
+    def print(self, text: str) -> None:
+        """Print a note, unless the guard is quiet."""
+        if not self._quiet:
+            with suppress(OSError):  # the terminal may be gone
+                self.console.print(f"[dim]{NAME}{escape(text)}[/]")
+
+    def say(self, notice: Notice) -> None:
+        """Print what a watcher has to say."""
+        problem = notice.problem
+        style = "bold red" if problem.severity == "error" else "bold yellow"
+        with suppress(OSError):
+            console = self.console
+            first, *rest = str(problem).split("\n")
+            console.print(f"[{style}]{NAME}{escape(first)}[/]")
+            for line in (*rest, *notice.lines):
+                console.print(escape_lines(line))

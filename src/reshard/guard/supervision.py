@@ -1,0 +1,182 @@
+"""Run a command until it ends: pass on its output and its signals, and let watchers look at both."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reshard.guard.lifetime import end_with_parent
+from reshard.guard.passing import Signals
+from reshard.guard.processes import Processes, processes_of
+from reshard.guard.relay import Relay, Stream
+from reshard.guard.watching import Notice, Watcher
+
+TICK = 1.0
+"""Seconds between two looks at the processes."""
+LAST = 0.1
+"""Seconds for output that is still on its way when the command has ended."""
+PATIENCE = 40.0
+"""Seconds that a command gets to end after SIGTERM; torchrun gives its ranks 30 of them."""
+
+
+@dataclass
+class Outcome:
+    """How a command ended."""
+
+    status: int = 0
+    """As in a shell: its exit status, or 128 plus the signal that ended it."""
+    signal: int = 0
+    """The first signal that the guard received, and the command with it; 0 if none."""
+    began: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    seconds: float = 0.0
+    notices: list[Notice] = field(default_factory=list)
+    left: tuple[int, ...] = ()
+    """Ranks that are still alive, by process id."""
+
+    @property
+    def stopped(self) -> Notice | None:
+        """Why the guard ended the run; None if it did not."""
+        return next((each for each in self.notices if each.stop), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "status": self.status,
+            "signal": self.signal,
+            "seconds": self.seconds,
+            "notices": [each.problem.as_dict() for each in self.notices],
+            "left": list(self.left),
+        }
+
+
+def supervise(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    relay: Relay,
+    watchers: Sequence[Watcher],
+    say: Callable[[Notice], None],
+) -> Outcome:
+    """Run a command to its end. `say` prints what watchers have to say. Raises OSError if it cannot be started."""
+    with Signals() as signals:
+        out, err = relay.ends
+        started = time.monotonic()
+        process = subprocess.Popen(
+            words,
+            env=environment,
+            cwd=folder,
+            stdout=out,
+            stderr=err,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
+        )
+        relay.begun()
+        supervision = _Supervision(process, relay, signals, watchers, say)
+        outcome = supervision.follow()
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+@dataclass
+class _Supervision:
+    """A command while it runs."""
+
+    process: subprocess.Popen[bytes]
+    relay: Relay
+    signals: Signals
+    watchers: Sequence[Watcher]
+    say: Callable[[Notice], None]
+    outcome: Outcome = field(default_factory=Outcome)
+    processes: Processes = field(default_factory=dict)
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    deadline: float | None = None
+    """When a command that was asked to end is killed, by the monotonic clock."""
+
+    def follow(self) -> Outcome:
+        self.selector.register(self.signals.descriptor, selectors.EVENT_READ)
+        for stream in self.relay.streams:
+            self.selector.register(stream.source, selectors.EVENT_READ, stream)
+        due = time.monotonic() + TICK
+        while self.process.poll() is None:
+            self._wait(due - time.monotonic())
+            if time.monotonic() >= due:
+                self._tick()
+                due = time.monotonic() + TICK
+        self._drain()
+        code = self.process.returncode
+        self.outcome.status = code if code >= 0 else 128 - code
+        self.outcome.signal = self.signals.first
+        self.outcome.left = tuple(
+            pid for pid, each in self.processes.items() if each.rank is not None and _lives(pid)
+        )
+        return self.outcome
+
+    def _wait(self, seconds: float) -> None:
+        """Until something happens, at most this long."""
+        for key, _ in self.selector.select(max(seconds, 0)):
+            if key.data is None:
+                self._hear()
+            else:
+                self._move(key.data)
+
+    def _move(self, stream: Stream) -> None:
+        for line in self.relay.move(stream):
+            for watcher in self.watchers:
+                self._tell(watcher.line(line))
+        if stream not in self.relay.streams:
+            self.selector.unregister(stream.source)
+            stream.close()
+
+    def _hear(self) -> None:
+        for number in self.signals.come():
+            if number == signal.SIGWINCH:
+                for stream in self.relay.streams:
+                    stream.resize()
+            elif self.signals.to_pass(number):
+                self.process.send_signal(number)
+
+    def _tick(self) -> None:
+        self.processes = processes_of(self.process.pid)
+        for watcher in self.watchers:
+            self._tell(watcher.tick(time.time(), self.processes))
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            for pid in self.processes:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _tell(self, notices: Iterable[Notice]) -> None:
+        for notice in notices:
+            self.outcome.notices.append(notice)
+            self.say(notice)
+            if notice.stop and self.deadline is None:
+                self.deadline = time.monotonic() + PATIENCE
+                self.process.terminate()
+
+    def _drain(self) -> None:
+        """Pass on what is left. If other processes still write, a copy of this one goes on to pass it on."""
+        deadline = time.monotonic() + LAST
+        while self.relay.streams and time.monotonic() < deadline:
+            self._wait(LAST)
+        if self.relay.streams and not os.fork():
+            self.watchers = ()
+            while self.relay.streams:
+                self._wait(TICK)
+            os._exit(0)
+        self.relay.close()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,200 @@
+"""A command under guard behaves as it does alone: its output, exit status, terminal and signals."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+RESHARD = str(Path(sys.executable).with_name("reshard"))
+GUARD = (RESHARD, "guard", "--quiet", "--no-check", "--")
+PYTHON = sys.executable
+Steps = Sequence[tuple[bytes, bytes]]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def session(words: Sequence[str], steps: Steps = ()) -> tuple[bytes, int]:
+    """What a command prints on a terminal, and its exit code; after each text of `steps`, keys are pressed."""
+    child, terminal = pty.fork()
+    if not child:
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
+        os.execvp(words[0], list(words))
+    printed, seen, left = b"", 0, list(steps)
+    while select.select([terminal], [], [], 60)[0]:
+        try:
+            printed += os.read(terminal, 4096)
+        except OSError:  # the end of a terminal
+            break
+        if left and left[0][0] in printed[seen:]:
+            seen, keys = len(printed), left.pop(0)[1]
+            os.write(terminal, keys)
+    return printed, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def alone_and_guarded(code: str, steps: Steps = ()) -> list[tuple[bytes, int]]:
+    return [session((*before, PYTHON, "-c", code), steps) for before in ((), GUARD)]
+
+
+def test_the_command_has_the_terminal_and_its_size() -> None:
+    alone, guarded = alone_and_guarded(
+        "import os, sys\nprint(*map(os.isatty, range(3)), os.get_terminal_size())"
+    )
+    assert alone == guarded
+    assert b"True True True os.terminal_size(columns=77, lines=33)" in guarded[0]
+
+
+def test_a_debugger_reads_what_is_typed() -> None:
+    steps = [(b"(Pdb) ", b"x = 7\n"), (b"(Pdb) ", b"c\n")]
+    code = "import pdb\nx = 5\npdb.set_trace()\nprint('x is', x)"
+    for printed, status in alone_and_guarded(code, steps):
+        assert (b"x is 7" in printed, status) == (True, 0)
+
+
+def test_a_password_is_not_shown() -> None:
+    code = "import getpass; print('it has', len(getpass.getpass()), 'characters')"
+    alone, guarded = alone_and_guarded(code, [(b"assword: ", b"secret\n")])
+    assert alone == guarded
+    assert b"it has 6 characters" in guarded[0] and b"secret" not in guarded[0]
+
+
+def test_a_progress_bar_is_redrawn_as_it_is_alone() -> None:
+    code = "import sys, tqdm\nfor _ in tqdm.tqdm(range(3), bar_format='{n}/{total}', mininterval=0): pass"
+    alone, guarded = alone_and_guarded(code)
+    assert alone == guarded
+    assert b"\r3/3" in guarded[0]
+
+
+def test_ctrl_c_reaches_the_command_once() -> None:
+    code = (
+        "import signal, time\nheard = []\nsignal.signal(signal.SIGINT, lambda *_: heard.append(1))\n"
+        "print('ready', flush=True)\nend = time.time() + 1.5\nwhile time.time() < end: time.sleep(0.05)\n"
+        "print('heard', len(heard))\nraise SystemExit(5)"
+    )
+    for printed, status in alone_and_guarded(code, [(b"ready", b"\x03")]):
+        assert (b"heard 1" in printed, status) == (True, 5)
+
+
+def test_ctrl_z_stops_it_and_fg_goes_on() -> None:
+    for before in ("", " ".join(GUARD)):
+        command = f"{before} {PYTHON} -c 'import time; print(1, flush=True); time.sleep(1); print(2)'"
+        printed, _ = session(
+            ["bash", "--norc", "-ic", f"{command}; echo stopped $?; fg; echo ended $?"], [(b"1", b"\x1a")]
+        )
+        assert b"stopped 148" in printed and printed.index(b"stopped") < printed.index(
+            b"\n2\r"
+        ) < printed.index(b"ended 0")
+
+
+def test_streams_stay_apart_and_in_order() -> None:
+    code = "import os\nfor each in range(200):\n os.write(1, b'out %d\\n' % each); os.write(2, b'err %d\\n' % each)"
+    words = (PYTHON, "-c", code)
+    alone, guarded = (
+        subprocess.run([*before, *words], capture_output=True, check=True) for before in ((), GUARD)
+    )
+    assert (alone.stdout, alone.stderr) == (guarded.stdout, guarded.stderr)
+    one, same = (
+        subprocess.run([*before, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
+        for before in ((), GUARD)
+    )
+    assert one.stdout == same.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 128 + 9)]
+)
+def test_the_exit_status_is_the_commands(code: str, status: int) -> None:
+    assert subprocess.run([*GUARD, PYTHON, "-c", code], check=False).returncode == status
+
+
+def test_standard_input_is_the_commands() -> None:
+    code = "import sys; print(sys.stdin.read()[::-1])"
+    done = subprocess.run([*GUARD, PYTHON, "-c", code], input=b"abc", capture_output=True, check=True)
+    assert done.stdout == b"cba\n"
+
+
+def test_a_reader_that_left_is_a_broken_pipe_for_the_command() -> None:
+    code = (
+        "import os\ntry:\n while True: os.write(1, b'y\\n')\nexcept BrokenPipeError: os.write(2, b'broken')"
+    )
+    words = shlex.join([*GUARD, PYTHON, "-c", code])
+    done = subprocess.run(["bash", "-c", f"{words} | head -1"], capture_output=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr.startswith(b"broken")) == (b"y\n", True)
+
+
+COUNTS = """
+import signal, sys, time
+heard = []
+for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(each, lambda number, frame: heard.append(number))
+print("ready", flush=True)
+end = time.time() + 1.5
+while time.time() < end:
+    time.sleep(0.05)
+print(*heard)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_signal_reaches_the_command_once(number: int, to_all: bool) -> None:
+    with subprocess.Popen(
+        [*GUARD, PYTHON, "-c", COUNTS], stdout=subprocess.PIPE, start_new_session=True
+    ) as guard:
+        assert guard.stdout
+        assert guard.stdout.readline() == b"ready\n"
+        (os.killpg if to_all else os.kill)(guard.pid, number)
+        assert guard.stdout.read() == b"%d\n" % number
+    assert guard.returncode == 0
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    code = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
+    done = subprocess.run(["nohup", *GUARD, PYTHON, "-c", code], capture_output=True, check=True)
+    assert done.stdout == b"True\n"
+
+
+def test_what_goes_on_after_the_command_still_prints() -> None:
+    words = " ".join([*GUARD, "bash", "-c", "'(sleep 1; echo later) & echo now'"])
+    began = time.monotonic()
+    with subprocess.Popen(["bash", "-c", words], stdout=subprocess.PIPE) as guard:
+        assert guard.wait() == 0
+        assert time.monotonic() - began < 1
+        assert guard.stdout and guard.stdout.read() == b"now\nlater\n"
+
+
+def test_the_command_ends_with_a_guard_that_is_killed() -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([*GUARD, PYTHON, "-c", code], stdout=subprocess.PIPE) as guard:
+        assert guard.stdout
+        child = int(guard.stdout.readline())
+        guard.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}/stat").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}/stat").exists()
+
+
+def test_the_log_keeps_lines_with_times_and_streams(tmp_path: Path) -> None:
+    code = "import sys\nprint('10%\\r20%\\r30%')\nprint('warning', file=sys.stderr)\nprint('no end', end='')"
+    log = tmp_path / "log"
+    subprocess.run(
+        [*GUARD[:-1], "--log", str(log), "--", PYTHON, "-c", code], capture_output=True, check=True
+    )
+    lines = sorted(each.split(" ", 1)[1] for each in (log / "output.log").read_text().splitlines())
+    assert lines == ["stderr F warning", "stdout F 30%", "stdout F no end"]
