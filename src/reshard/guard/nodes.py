@@ -1,0 +1,120 @@
+"""Guards of several nodes tell each other how their part of the run ended, so that the cause is named once.
+
+They meet when their commands have ended: in a shared folder, or at the address where the ranks met before, whose port
+is free again then. Node 0 collects what the others say and sends all of it to each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.base.plain import json_of
+
+Told = Mapping[str, Any]
+"""What a guard says about its node. Each has "node", its number."""
+PATIENCE = 20.0
+"""Seconds that guards wait for each other. The ranks of a node end some seconds after those of another have failed."""
+AGAIN = 0.2
+"""Seconds between two attempts."""
+LONGEST = 1 << 16
+"""Maximum length of a message in bytes."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the guards of `nodes` nodes meet: a folder, or a host and a port. This one is on node `node`."""
+
+    node: int
+    nodes: int
+    place: Path | tuple[str, int]
+
+    def exchange(self, told: Told) -> list[Told]:
+        """What the guards of all nodes say, by node; of those that do not come in time, nothing."""
+        said = json.dumps({**told, "node": self.node})[:LONGEST].encode() + b"\n"
+        if isinstance(self.place, Path):
+            found = self._in_folder(self.place, said)
+        else:
+            found = self._collect(self.place[1], said) if self.node == 0 else self._send(*self.place, said)
+        own = [each for each in found if each.get("node") == self.node] or [json_of(said)]
+        others = (each for each in found if each.get("node") != self.node)
+        return sorted([*own, *others], key=lambda each: each["node"])
+
+    def _in_folder(self, folder: Path, said: bytes) -> list[Told]:
+        """By a file of each node."""
+        folder.mkdir(parents=True, exist_ok=True)
+        own = folder / f".guard-node-{self.node}.json"
+        partial = own.with_suffix(".partial")
+        partial.write_bytes(said)
+        partial.replace(own)
+        deadline, since = time.monotonic() + PATIENCE, time.time() - PATIENCE
+        while True:
+            files = [each for each in folder.glob(".guard-node-*.json") if each.stat().st_mtime > since]
+            if len(files) >= self.nodes or time.monotonic() > deadline:
+                return list(_messages(b"".join(each.read_bytes() for each in files)))
+            time.sleep(AGAIN)
+
+    def _collect(self, port: int, said: bytes) -> list[Told]:
+        """On node 0: listen, and answer with everything that was said."""
+        deadline, heard = time.monotonic() + PATIENCE, [said]
+        with ExitStack() as open_here:
+            server = _serve(port, deadline)
+            if server is None:
+                return []
+            open_here.enter_context(server)
+            guests: list[socket.socket] = []
+            while len(heard) < self.nodes and time.monotonic() < deadline:
+                with suppress(OSError):
+                    server.settimeout(max(deadline - time.monotonic(), AGAIN))
+                    guest, _ = server.accept()
+                    guests.append(open_here.enter_context(guest))
+                    heard += [line] if (line := _line(guest)) else []
+            for guest in guests:
+                with suppress(OSError):
+                    guest.sendall(b"".join(heard))
+        return list(_messages(b"".join(heard)))
+
+    def _send(self, host: str, port: int, said: bytes) -> list[Told]:
+        """On other nodes: tell node 0, and read its answer."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection((host, port), AGAIN * 5) as guest:
+                guest.sendall(said)
+                guest.settimeout(PATIENCE + AGAIN)
+                if answer := b"".join(iter(lambda guest=guest: guest.recv(LONGEST), b"")):
+                    return list(_messages(answer))
+            time.sleep(AGAIN)
+        return []
+
+
+def _serve(port: int, deadline: float) -> socket.socket | None:
+    """A server on the port, as soon as the run has left it."""
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            return socket.create_server(("", port))
+        time.sleep(AGAIN)
+    return None
+
+
+def _line(guest: socket.socket) -> bytes:
+    guest.settimeout(AGAIN * 5)
+    said = b""
+    with suppress(OSError):
+        while not said.endswith(b"\n") and len(said) < LONGEST and (part := guest.recv(LONGEST)):
+            said += part
+    return said if said.endswith(b"\n") else b""
+
+
+def _messages(lines: bytes) -> Iterator[Told]:
+    """The messages that guards can have sent; whatever else has connected is ignored."""
+    for line in lines.splitlines():
+        with suppress(ValueError):
+            said = json_of(line)
+            if isinstance(said, dict) and isinstance(said.get("node"), int):
+                yield said

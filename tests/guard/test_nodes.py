@@ -1,0 +1,64 @@
+"""Guards on several nodes: each learns what all of them say."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from reshard.guard import nodes
+from reshard.guard.nodes import Meeting
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def exchanged(place: Path | tuple[str, int], count: int, present: int) -> list[list[str]]:
+    def take_part(node: int) -> list[str]:
+        said = Meeting(node, count, place).exchange({"who": f"rank {node}"})
+        return [f"{each['node']}: {each['who']}" for each in said]
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(take_part, reversed(range(present))))
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_all_learn_the_same(in_folder: bool, tmp_path: Path, port: int) -> None:
+    everybody = [f"{node}: rank {node}" for node in range(3)]
+    assert exchanged(tmp_path / "shared" if in_folder else ("127.0.0.1", port), 3, 3) == [everybody] * 3
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_a_node_that_does_not_come_is_not_waited_for_longer_than_the_others_need(
+    in_folder: bool, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "PATIENCE", 1.0)
+    here = [f"{node}: rank {node}" for node in range(2)]
+    assert exchanged(tmp_path if in_folder else ("127.0.0.1", port), 3, 2) == [here] * 2
+
+
+def test_without_node_0_each_knows_itself(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "PATIENCE", 1.0)
+    assert Meeting(1, 2, ("127.0.0.1", port)).exchange({"who": "rank 1"}) == [{"who": "rank 1", "node": 1}]
+
+
+def test_other_programs_that_connect_are_ignored(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "PATIENCE", 2.0)
+    with ThreadPoolExecutor() as threads:
+        node_0 = threads.submit(Meeting(0, 2, ("127.0.0.1", port)).exchange, {"who": "rank 0"})
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b""):
+            for _ in range(50):
+                try:
+                    with socket.create_connection(("127.0.0.1", port), 1) as stranger:
+                        stranger.sendall(said)
+                    break
+                except OSError:
+                    continue
+        node_1 = threads.submit(Meeting(1, 2, ("127.0.0.1", port)).exchange, {"who": "rank 1"})
+        assert [each["who"] for each in node_0.result()] == ["rank 0", "rank 1"]
+        assert node_1.result() == node_0.result()
