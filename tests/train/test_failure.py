@@ -19,9 +19,10 @@ from rich.console import Console
 
 from reshard.algebra.layout import Layout
 from reshard.cli.train import command as train
+from reshard.guard.failure import failure_in
 from reshard.training.data.mix import Mix, Source
 from reshard.training.launching import launch
-from reshard.training.launching.failure import failure_in, print_exception, print_failure, print_interruption
+from reshard.training.launching.failure import print_exception, print_failure, print_interruption
 from reshard.training.launching.places import Place
 from reshard.training.launching.provenance import words_of
 from reshard.training.request import run_of
@@ -61,41 +62,6 @@ def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Ru
     assert "rank 1 failed first" in text and "killed by SIGKILL" in text
     assert "no checkpoint was saved" in text
     assert "进程被外部信号终止" in text
-
-
-def test_a_rank_that_ended_without_a_word_is_not_its_neighbour() -> None:
-    """torchrun reports rank 1, which lost rank 0, as the root cause. Its log: `tests.train.ranks`, fail=exit."""
-    failure = failure_in("exit.log", (LOGS / "exit.log").read_text(), PLAIN)
-    assert failure.who == "rank 0"
-    assert failure.shown[-1] == "ended with exit status 3, without a traceback"
-
-
-def test_the_script_of_a_reward_is_seen_with_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rewards.py").write_text(
-        "import torch.distributed as dist\n"
-        "def score(completions, **more):\n"
-        "    if dist.get_rank() == 0:\n"
-        "        dist.all_gather_object([], 1)\n"
-        "    return [0.0 for _ in completions]\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    log = (
-        "[rank1]: Traceback (most recent call last):\n"
-        '[rank1]:   File "/home/user/train.py", line 2, in <module>\n'
-        "[rank1]: RuntimeError: Timed out waiting 1800000ms for recv operation to complete\n"
-    )
-    run = replace(PLAIN, method="grpo", reward=("rewards:score",))
-    (alone,), (first, *_) = failure_in("log", log, PLAIN).findings, failure_in("log", log, run).findings
-    assert alone.code == "hang-gloo"
-    assert first.code == "script-rank-guard" and "hang-gloo" in first.also
-    assert str(first.places[0]) == "rewards.py:4"
-
-
-def test_a_log_without_any_failure_shows_its_end() -> None:
-    noise = "Loading weights: 100%|████| 25/25 [00:00<00:00, 5504.05it/s]"
-    lines = ["loading", noise, "/x/a.py:1: FutureWarning: old", "  warnings.warn(", "Segmentation fault"]
-    failure = failure_in("log", "".join(f"[default0]:{line}\n" for line in lines), PLAIN)
-    assert failure.shown == ("loading", "Segmentation fault")
 
 
 def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[..., Run]) -> None:
@@ -222,7 +188,7 @@ def test_a_full_disk_is_told_as_what_it_is(tmp_path: Path) -> None:
         append(tmp_path, {"event": "step", "step": 1})
     text = "".join(traceback.format_exception(caught.value))
     assert f"No space left on device: '{tmp_path / 'metrics.jsonl'}'" in text
-    assert [finding.code for finding in failure_in("train.log", text, PLAIN).findings] == ["disk-full"]
+    assert [finding.code for finding in failure_in("train.log", text).findings] == ["disk-full"]
 
 
 def test_a_full_disk_is_the_cause_and_torchruns_process_no_rank(
@@ -230,7 +196,7 @@ def test_a_full_disk_is_the_cause_and_torchruns_process_no_rank(
 ) -> None:
     """The log of a run whose disk was full: torchrun fails last, at the empty file in which a rank told its failure."""
     log = LOGS / "full-disk.log"
-    assert failure_in("full-disk.log", log.read_text(), PLAIN).who == "a rank"
+    assert failure_in("full-disk.log", log.read_text()).who == "a rank"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
     console = Console(file=StringIO(), width=200)
     told = print_failure(replace(PLAIN, output=tmp_path), log, console)

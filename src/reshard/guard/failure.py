@@ -1,0 +1,281 @@
+"""Why a command failed: the rank that failed first, its last lines, and the doctor's findings, from what it printed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from reshard.base.shown import escape, escape_lines
+from reshard.diagnosis.checkpoints import of_recorded
+from reshard.diagnosis.diagnosis import combined
+from reshard.diagnosis.environment import diagnose_environment
+from reshard.diagnosis.failures import EXIT, is_consequence
+from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.log import Line, Log, Traceback, read_log
+from reshard.diagnosis.logs import LARGEST, UNKNOWN, diagnose_text
+from reshard.diagnosis.match import first_failure
+from reshard.diagnosis.scripts import diagnose_script
+from reshard.diagnosis.spelling import Usage, spelled
+from reshard.diagnosis.words import aside
+from reshard.guard.watching import Notice
+
+FRAMES = 6
+"""Frames of a traceback that are shown, counted from its end."""
+LAST_LINES = 8
+"""Lines of the log that are shown if no rank left a traceback."""
+FULL = 1 << 20
+"""Free bytes below which no checkpoint fits on a disk."""
+SOME_RANK = "a rank"
+"""A rank of which the log does not tell the number."""
+LABELS = {"en": ("error: ", "why", "cure"), "zh": ("错误：", "原因", "解法")}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a run besides its log.
+
+    `tools` are those whose spelling remedies use, `scripts` are diagnosed too, `oom_kills` is their number since the
+    start.
+    """
+
+    tools: frozenset[str] = frozenset()
+    scripts: tuple[Path, ...] = ()
+    output: Path | None = None
+    ranks: int = 0
+    """Number of ranks, 0 if unknown."""
+    oom_kills: int = 0
+    notices: tuple[Notice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure: the rank that failed first, lines to show, and the doctor's findings, the cause first."""
+
+    who: str
+    shown: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    def as_dict(self, language: str = "en") -> dict[str, Any]:
+        """For JSON, with the first finding only."""
+        told = [_row(each, language) for each in self.findings[:1]]
+        return {"who": f"{self.who} failed first", "shown": list(self.shown), "problems": told}
+
+
+def _row(finding: Finding, language: str) -> dict[str, Any]:
+    told = finding.told(language)
+    return {
+        "code": finding.code,
+        "certainty": finding.certainty,
+        "title": told["title"],
+        "cause": told["cause"] if finding.code != UNKNOWN else "",  # if unknown, it is the traceback
+        "cure": told["cure"],
+        "places": [f"{place}  {place.text}" for place in finding.places if place.target.endswith(".py")],
+    }
+
+
+def read_failure(log: Path, seen: Seen) -> Failure:
+    """The failure in the log of all ranks."""
+    with log.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(size - LARGEST, 0))
+        content = file.read().decode("utf-8", "replace")
+    failure = failure_in(str(log), content, seen)
+    full = next((each for each in _folders(seen, log) if shutil.disk_usage(each).free < FULL), None)
+    return _of_full_disk(failure, full) if full else failure
+
+
+def _folders(seen: Seen, log: Path) -> Iterator[Path]:
+    """Existing folders into which the run writes."""
+    for folder in (seen.output, log.parent):
+        if folder and folder.exists():
+            yield folder
+
+
+def _of_full_disk(failure: Failure, folder: Path) -> Failure:
+    """A failure on a full disk: ranks and torchrun cannot record why they fail, and stumble over empty files."""
+    words = f"OSError: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))}"
+    findings = tuple(diagnose_text("the disk", words, Usage({"reshard"})))
+    shown = failure.shown if failure.who != SOME_RANK else ()
+    return Failure(failure.who, (*shown, words), findings)
+
+
+def failure_in(name: str, content: str, seen: Seen = Seen()) -> Failure:
+    """The failure in a text called `name`."""
+    log = read_log(name, content)
+    root = first_failure(log)
+    findings = _weighed(_explained(_diagnosed(log, content, root, seen), seen), root, seen)
+    if root is None or is_consequence(root):
+        if silent := _silent(content, log):
+            return Failure(f"rank {silent[0]}", tuple(_last_words(log, *silent)), findings)
+        if rank := _missing(content, log, seen):
+            return Failure(f"rank {rank}", tuple(_last_words(log, rank, None)), findings)
+    if root is None or root.exception == EXIT:
+        return Failure(SOME_RANK, tuple(_last(log.lines)), findings)
+    return Failure(_who(root, content), tuple(_short(root.root)), findings)
+
+
+KILLED = "killed-"
+"""Codes of findings in an exit status."""
+OOM = "Memory cgroup out of memory: Killed process ({} by the counter oom_kill of the control group)"
+"""The kernel's own words (mm/oom_kill.c), for what its counter shows."""
+
+
+def _diagnosed(log: Log, content: str, root: Traceback | None, seen: Seen) -> list[Finding]:
+    """The doctor's findings. An exit status explains nothing if a rank raised an exception."""
+    findings = diagnose_text(log.name, content, Usage(set(seen.tools)))
+    if not findings or not findings[0].code.startswith(KILLED):
+        return findings
+    if root and root.frames and not is_consequence(root):
+        own = [line.text for line in log.lines if line.stream == root.stream and line.number <= root.end]
+        return diagnose_text(log.name, own, Usage(set(seen.tools)))
+    if seen.oom_kills and findings[0].code == "killed-by-signal":
+        return diagnose_text("the kernel", OOM.format(seen.oom_kills), Usage(set(seen.tools)))
+    return findings
+
+
+def _weighed(findings: list[Finding], root: Traceback | None, seen: Seen) -> tuple[Finding, ...]:
+    """The findings, after what the guard saw if these only say that a rank was killed or waited for another one."""
+    first = findings[0] if findings else None
+    guessed = root is None or is_consequence(root) or root.exception == EXIT
+    guessed = guessed or bool(first and first.code.startswith((KILLED, "hang")))
+    if not guessed or (first and first.code.startswith("short-")):
+        return tuple(findings)
+    noticed = sorted(seen.notices, key=lambda each: each.problem.severity != "error")
+    return (*(of_recorded(each.problem, Path()) for each in noticed), *findings)
+
+
+_EXIT = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+) ")
+"""A failed rank in torchrun's summary (torch.distributed.elastic.multiprocessing.errors)."""
+
+
+def _silent(content: str, log: Log) -> tuple[str, int] | None:
+    """The rank that ended without a traceback, and its exit code; signals first. torchrun itself sends SIGTERM."""
+    own = (-signal.SIGTERM, 128 + signal.SIGTERM)
+    ended = {rank: int(code) for rank, code in _EXIT.findall(content) if int(code) not in own}
+    spoke = _spoke(log)
+    silent = [(rank, code) for rank, code in ended.items() if code < 0 or rank not in spoke]
+    return min(silent, key=lambda each: each[1]) if silent else None
+
+
+def _spoke(log: Log) -> set[str]:
+    """The ranks that left a traceback."""
+    return {each.stream.split("/")[-1] for each in log.tracebacks}
+
+
+_WORLD = re.compile(r"\bdist_world_size=(\d+)")
+"""What DeepSpeed's launcher prints (deepspeed.launcher.launch); it does not print how each rank ended."""
+
+
+def _missing(content: str, log: Log, seen: Seen) -> str | None:
+    """The only rank without a traceback, if all others lost a connection."""
+    world = _WORLD.search(content)
+    count = seen.ranks or (int(world[1]) if world else 0)
+    silent = {str(rank) for rank in range(count)} - _spoke(log)
+    return silent.pop() if count > 1 and len(silent) == 1 else None
+
+
+def _last_words(log: Log, rank: str, code: int | None) -> Iterator[str]:
+    """How a rank without a traceback ended, and its last lines."""
+    yield from _last([line for line in log.lines if line.stream.split("/")[-1] == rank])
+    if code is None:
+        yield "ended without a traceback"
+    elif code < 0:
+        yield f"killed by {signal_name(-code)}"
+    else:
+        yield f"ended with exit status {code}, without a traceback"
+
+
+def _last(lines: list[Line]) -> list[str]:
+    return [line.text for line in lines if line.text.strip() and not _NOISE.search(line.text)][-LAST_LINES:]
+
+
+_NOISE = re.compile(r"\d%\|.*\|.*\[|\w+Warning: |^\s*warnings\.warn\(")
+"""Progress bars and warnings."""
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, as SIGKILL for 9, and who sends it if a program cannot have done it itself."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    hint = ": by the out-of-memory killer, a scheduler or a person" if number == signal.SIGKILL else ""
+    return f"{name}{hint}"
+
+
+def oom_kills(system: Path = Path("/")) -> int:
+    """Processes of this control group that any out-of-memory killer has ended so far.
+
+    `oom_kill` of memory.events (cgroup v2), of memory.oom_control (v1), or else of the whole machine (/proc/vmstat).
+    """
+    groups = ""
+    with suppress(OSError):
+        groups = (system / "proc/self/cgroup").read_text()
+    files = [
+        system / "sys/fs/cgroup" / (f"memory/{path}/memory.oom_control" if kind else f"{path}/memory.events")
+        for kind, path in re.findall(r"^\d+:(|(?:\S+,)?memory(?:,\S+)?):/(.*)$", groups, re.MULTILINE)
+    ]
+    for file in (*files, system / "proc/vmstat"):
+        with suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
+                return int(found[1])
+    return 0
+
+
+def _explained(findings: list[Finding], seen: Seen) -> list[Finding]:
+    """The findings in the log, combined with related ones about this machine and the scripts."""
+    shown = {finding.code for finding in findings}
+    scripts = [script for script in seen.scripts if script.is_file()]
+    of_script = [found for script in scripts for found in diagnose_script(str(script))]
+    both = spelled(combined([*findings, *diagnose_environment(), *of_script]), Usage(set(seen.tools)))
+    return [finding for finding in both if finding.code in shown or shown & set(finding.also)]
+
+
+_LAUNCHER = re.compile(
+    r"^<frozen|distributed/(?:elastic/|run\.py|c10d_logger\.py)|reshard/train(?:ing)?/(?:worker|launch)\.py| <module>$"
+)
+"""Frames that occur in every traceback."""
+
+
+def _who(root: Traceback, content: str) -> str:
+    """The rank of a traceback. The number before torchrun's own lines is its process."""
+    rank = root.stream.split("/")[-1]
+    label = rank.isdecimal() and re.search(rf"^\[(?:default|rank){rank}\]:", content, re.MULTILINE)
+    return f"rank {rank}" if label else SOME_RANK
+
+
+def _short(root: Traceback) -> Iterator[str]:
+    """The last frames, without the path of site-packages, and the exception."""
+    for frame in [frame for frame in root.frames if not _LAUNCHER.search(frame)][-FRAMES:]:
+        yield "  " + re.sub(r"^.*/(?:site|dist)-packages/", "", frame)
+    yield f"{root.exception}: {root.message}" if root.message else root.exception
+
+
+def print_what(failure: Failure, console: Console) -> None:
+    """Print which rank failed first, and its last lines."""
+    console.print(f"\n[bold red]{escape(failure.who)} failed first[/]")
+    for line in "\n".join(failure.shown).split("\n"):
+        console.print(f"  {escape_lines(line)}")
+
+
+def print_why(failure: Failure, console: Console, language: str = "en") -> None:
+    """Print the cause and its cure."""
+    error, why, cure = LABELS[language]
+    for finding in failure.findings[:1]:
+        title = escape(finding.message.of(language))
+        console.print(f"[bold red]{error}[/][bold]{title}[/] {aside(finding).of(language)}")
+        for shown in (shown for shown in finding.places if shown.target.endswith(".py")):
+            console.print(f"  {escape(str(shown))}  {escape(shown.text)}")
+        if finding.code != UNKNOWN:  # the cause of an unknown failure is the traceback above
+            console.print(f"[bold]{why}[/] {escape_lines(finding.rule.of(language))}")
+        console.print(f"[bold]{cure}[/] {escape_lines(finding.remedy.of(language))}")

@@ -1,0 +1,124 @@
+"""Which rank failed first, and why, in logs of torchrun, DeepSpeed's launcher and `accelerate launch`.
+
+The logs in tests/data/guard are of two ranks of which the second is killed, exits or raises in its third step.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reshard.base.errors import Problem
+from reshard.guard.failure import Failure, Seen, failure_in, oom_kills
+from reshard.guard.watching import Notice
+
+DATA = Path(__file__).parents[1] / "data"
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+
+
+def told(name: str, seen: Seen = Seen()) -> Failure:  # noqa: B008 (frozen)
+    file = DATA / name
+    return failure_in(file.name, file.read_text(), seen)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank_is_named_and_not_the_one_that_lost_it(launcher: str) -> None:
+    failure = told(f"guard/{launcher}-kill.log")
+    assert failure.who == "rank 1"
+    expected = "ended without a traceback" if launcher == "deepspeed" else "killed by SIGKILL"
+    assert expected in failure.shown[-1]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_is_the_cause_whatever_the_exit_status_was(launcher: str) -> None:
+    """After it, torch aborts the process: torchrun reports SIGABRT."""
+    failure = told(f"guard/{launcher}-raise.log")
+    assert failure.who == "rank 1" and failure.shown[-1] == "ValueError: bad shard"
+    assert failure.findings[0].code == "unknown-failure"
+
+
+def test_a_killed_rank_is_out_of_memory_only_with_evidence() -> None:
+    (alone, *_) = told("guard/torchrun-kill.log").findings
+    assert alone.code == "killed-by-signal" and alone.certainty == "possible"
+    (counted, *_) = told("guard/torchrun-kill.log", Seen(oom_kills=1)).findings
+    assert counted.code == "short-container-memory"
+
+
+def test_what_the_guard_saw_outranks_the_signal_and_not_an_exception() -> None:
+    stopped = Notice(Problem("rank-stopped", "rank 1 is stopped", remedy="send it SIGCONT"))
+    seen = Seen(notices=(stopped,))
+    for name in ("guard/torchrun-kill.log", "guard/deepspeed-kill.log", "train/exit.log"):
+        assert told(name, seen).findings[0].code == "rank-stopped"
+    assert told("guard/torchrun-raise.log", seen).findings[0].code == "unknown-failure"
+
+
+def test_a_rank_that_ended_without_a_word_is_not_its_neighbour() -> None:
+    """torchrun reports rank 1, which lost rank 0, as the root cause. Its log: `tests.train.ranks`, fail=exit."""
+    failure = told("train/exit.log")
+    assert failure.who == "rank 0"
+    assert failure.shown[-1] == "ended with exit status 3, without a traceback"
+
+
+def test_a_script_is_seen_with_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import torch.distributed as dist\n"
+        "def score(completions, **more):\n"
+        "    if dist.get_rank() == 0:\n"
+        "        dist.all_gather_object([], 1)\n"
+        "    return [0.0 for _ in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    log = (
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/home/user/train.py", line 2, in <module>\n'
+        "[rank1]: RuntimeError: Timed out waiting 1800000ms for recv operation to complete\n"
+    )
+    (alone,) = failure_in("log", log).findings
+    first, *_ = failure_in("log", log, Seen(scripts=(Path("rewards.py"),))).findings
+    assert alone.code == "hang-gloo"
+    assert first.code == "script-rank-guard" and "hang-gloo" in first.also
+    assert str(first.places[0]) == "rewards.py:4"
+
+
+def test_a_log_without_any_failure_shows_its_end() -> None:
+    noise = "Loading weights: 100%|████| 25/25 [00:00<00:00, 5504.05it/s]"
+    lines = ["loading", noise, "/x/a.py:1: FutureWarning: old", "  warnings.warn(", "Segmentation fault"]
+    failure = failure_in("log", "".join(f"[default0]:{line}\n" for line in lines))
+    assert failure.shown == ("loading", "Segmentation fault")
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group with 64 MiB of memory, where this process may make one."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / f"reshard-tests-{os.getpid()}"
+    limit = folder / ("memory.limit_in_bytes" if v1.is_dir() else "memory.max")
+    try:
+        folder.mkdir()
+        limit.write_text(str(64 << 20))
+        yield folder
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    finally:
+        if folder.is_dir():
+            folder.rmdir()
+
+
+def test_the_kernel_counts_whom_its_killer_ended(group: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "from reshard.guard.failure import oom_kills\n"
+        f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
+        "before = oom_kills()\n"
+        "greedy = subprocess.run([sys.executable, '-c', 'bytearray(400 << 20)'])\n"
+        "print(greedy.returncode, oom_kills() - before)\n"
+    )
+    before = oom_kills()
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.stdout.split() == ["-9", "1"], shown.stderr
+    assert oom_kills() == before, "in another group"
