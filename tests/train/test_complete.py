@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from reshard.guard.complete import SAVED
 from reshard.training import trl
-from reshard.training.complete import SAVED
 from reshard.training.preflight import preflight
 from tests.train.preflights import NOWHERE, messages
 from tests.train.trl_plans import PLANS, Trainer

@@ -19,12 +19,13 @@ from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.diagnosis.environment import Environment
+from reshard.guard.complete import RECORD
 from reshard.training import megatron, trl
 from reshard.training.engines import engine_named
 from reshard.training.launching.provenance import record_of, words_of
 from reshard.training.preflight import preflight
 from reshard.training.request import check, run_of
-from reshard.training.run import RECORD, Run
+from reshard.training.run import Run
 from reshard.training.show import report, trackers
 from reshard.training.show.monitor import History, Metrics, Row
 from reshard.training.show.watch import Watch

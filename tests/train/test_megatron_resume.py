@@ -15,12 +15,12 @@ pytest.importorskip("megatron.core")
 
 from reshard import convert, export
 from reshard.algebra.layout import Layout
+from reshard.base.plain import put
 from reshard.engines.megatron.session import RankError
 from reshard.formats import open_checkpoint
+from reshard.guard.complete import RECORD, SAVED
 from reshard.training import megatron
-from reshard.training.complete import SAVED
 from reshard.training.request import run_of as request_of
-from reshard.training.run import RECORD, put
 from tests.train.megatron import (
     STEPS,
     run_of,

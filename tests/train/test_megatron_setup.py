@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.engines.megatron.session import RankError, run_ranks
+from reshard.guard.complete import RECORD
 from reshard.training import megatron
 from reshard.training.engine import Trained
 from reshard.training.megatron import proof
@@ -27,7 +28,7 @@ from reshard.training.megatron.batches import steps_of
 from reshard.training.megatron.options import read
 from reshard.training.megatron.setup import Trainee, open_weights, prepare, start
 from reshard.training.megatron.weights import checksums, weights_of
-from reshard.training.run import RECORD, Run
+from reshard.training.run import Run
 from tests.train.conftest import write_lines
 from tests.train.megatron import Seen, run_of, train, write_chats
 

@@ -18,8 +18,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from reshard.guard.complete import RECORD
 from reshard.training.engine import Trained
-from reshard.training.run import RECORD, Run
+from reshard.training.run import Run
 from tests.environments import python
 
 PRELOADED = (

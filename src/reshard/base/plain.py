@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 JSON_MOST = 128 << 20
@@ -31,3 +33,10 @@ def to_json(content: Any) -> bytes:
     """JSON as in Hugging Face folders: indented by two spaces, with a final newline. Lone surrogates are escaped."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")
+
+
+def put(path: Path, content: Any) -> None:
+    """Write JSON atomically."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str), encoding="utf-8")
+    partial.replace(path)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem
-from reshard.training.complete import lacking
+from reshard.guard.complete import lacking
 from reshard.training.data.tokens import EVERYTHING, Learning
 from reshard.training.run import SIZES, Run
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from reshard.base.errors import Problem, listed
 from reshard.folders.companions import RECORD as WRITTEN
+from reshard.guard.complete import RECORD
 from reshard.records.contents import foreign_in
 from reshard.training.engines import MODULES, engine_named
 from reshard.training.launching.lock import LOCK
-from reshard.training.run import RECORD, Run
+from reshard.training.run import Run
 
 JOBS = "slurm"
 """The folder for logs of Slurm jobs and submitit's files. Jobs read them, so the folder is not removed."""

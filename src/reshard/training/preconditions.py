@@ -15,13 +15,13 @@ from reshard.diagnosis.environment import Environment, Gpu
 from reshard.diagnosis.finding import Place
 from reshard.diagnosis.rules import told
 from reshard.folders.companions import CONFIG, read_object
+from reshard.guard.complete import RECORD, SAVED
 from reshard.stores.hub import url_of
 from reshard.training import data, outputs
-from reshard.training.complete import SAVED
 from reshard.training.data.mix import Mix
 from reshard.training.engines import engine_of
 from reshard.training.findings import in_short, in_training, lacking
-from reshard.training.run import RECORD, Run, read_record
+from reshard.training.run import Run, read_record
 from reshard.transfer.sources import Sources
 
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from reshard.base.errors import GIB, Problem, ReshardError, memory_size
 from reshard.diagnosis.environment import Environment, look_around
+from reshard.guard.complete import RECORD
 from reshard.training import data, evaluation, memory, preconditions
 from reshard.training.data import tokens
 from reshard.training.data.drawn import Drawn, drawn_of, first_of, lengths_of, unheard, unlike
@@ -27,7 +28,7 @@ from reshard.training.outlook import Preflight, Room
 from reshard.training.planning.gpus import Machine, planned_for
 from reshard.training.planning.plans import Asked, plans_of
 from reshard.training.request import check
-from reshard.training.run import RECORD, Run
+from reshard.training.run import Run
 from reshard.training.show import trackers
 from reshard.training.tokenizer import tokenizer_of
 

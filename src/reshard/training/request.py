@@ -13,6 +13,7 @@ from reshard.base.arguments import is_whole, whole_number
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain_yaml import repeated_keys, yaml_of
 from reshard.base.suggest import did_you_mean
+from reshard.guard.complete import RECORD
 from reshard.stores import at_home
 from reshard.training.data import SUFFIXES
 from reshard.training.data.mix import absolute, read_mix
@@ -21,7 +22,7 @@ from reshard.training.engines import MODULES, engine_named, engine_of
 from reshard.training.methods import is_rewarded
 from reshard.training.mixture import mix_of_datasets, set_environment
 from reshard.training.names import NEEDED, OURS, PATHS, flag, misspelled, renamed
-from reshard.training.run import PARALLEL, RECORD, SIZES, Ranks, Run
+from reshard.training.run import PARALLEL, SIZES, Ranks, Run
 from reshard.training.signals import SECONDS
 
 Options = dict[str, Any]

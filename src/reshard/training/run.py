@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -11,15 +9,14 @@ from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import UNUSABLE, ReshardError
-from reshard.base.plain import json_of
+from reshard.base.plain import json_of, put
+from reshard.guard.complete import RECORD
 from reshard.training import signals
 from reshard.training.data.mix import Mix, mix_of
 
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3", "tp")
 SIZES = ("tp", "pp", "vpp", "ep", "cp")
 """The sizes of a layout that can be set for a run."""
-RECORD = "run.json"
-"""The name of a run's record in its output, and in each of its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +123,6 @@ def read_record(file: Path) -> dict[str, Any]:
             remedy="`reshard convert CHECKPOINT DST --base DIR` needs no record",
         ) from None
     return dict(content)
-
-
-def put(path: Path, content: Any) -> None:
-    """Write JSON atomically."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str), encoding="utf-8")
-    partial.replace(path)
 
 
 def conclude(output: Path, outcome: str) -> None:

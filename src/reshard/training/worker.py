@@ -12,12 +12,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.base.plain import put
 from reshard.guard.lifetime import end_with_parent
 from reshard.training import signals
 from reshard.training.collective import meet
 from reshard.training.engines import engine_of
 from reshard.training.launching import torchrun
-from reshard.training.run import Run, put
+from reshard.training.run import Run
 from reshard.training.show import trackers
 from reshard.training.show.monitor import Metrics, monitor_of
 

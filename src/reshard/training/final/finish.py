@@ -19,6 +19,7 @@ from reshard.base.errors import Problem, ReshardError, listed
 from reshard.commands.conversion import Conversion, How, convert
 from reshard.folders.companions import CONFIG, find_companions
 from reshard.formats import huggingface, open_checkpoint
+from reshard.guard.complete import RECORD
 from reshard.hub.pull import here
 from reshard.planning import Options
 from reshard.training.base import damaged, nonfinite
@@ -29,7 +30,7 @@ from reshard.training.final.acceptance import Check, checked
 from reshard.training.final.dtype import final_dtype
 from reshard.training.final.publish import UNCHECKED, publish
 from reshard.training.launching.failure import refusal
-from reshard.training.run import RECORD, Run, conclude, read_record
+from reshard.training.run import Run, conclude, read_record
 from reshard.training.show import report
 from reshard.training.show.monitor import append
 from reshard.training.worker import TRAINED

@@ -24,14 +24,16 @@ from typing import Any
 from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError, RunFailedError
+from reshard.base.plain import put
 from reshard.base.shown import escape
+from reshard.guard.complete import RECORD
 from reshard.guard.lifetime import children
 from reshard.training import signals
 from reshard.training.launching import failure, meeting
 from reshard.training.launching.places import Place, forget, place_of
 from reshard.training.launching.provenance import record_of
 from reshard.training.launching.torchrun import Torchrun
-from reshard.training.run import RECORD, Run, conclude, put
+from reshard.training.run import Run, conclude
 from reshard.training.show import report, trackers
 from reshard.training.show.monitor import METRICS, Row, Tail, append, begun, last_checkpoint, monitor_of
 from reshard.training.show.watch import Watch

@@ -22,9 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from reshard.base.plain import put
+from reshard.guard.complete import RECORD
 from reshard.guard.lifetime import end_with_parent
 from reshard.training.engines import engine_of
-from reshard.training.run import RECORD, Run, put
+from reshard.training.run import Run
 
 GATE = "_RESHARD_GATE"
 """Makes a rank wait, and names the folder with the record of its run, if `run.json` is only written later."""

@@ -12,9 +12,9 @@ from reshard.diagnosis.environment import Environment
 from reshard.folders import iterations
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
+from reshard.guard.complete import SAVED
 from reshard.model.described import describe
 from reshard.model.resolve import resolve
-from reshard.training.complete import SAVED
 from reshard.training.findings import in_training, lacking, without_bf16
 from reshard.training.megatron.options import read
 from reshard.training.megatron.weights import layout_of

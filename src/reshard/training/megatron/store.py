@@ -25,13 +25,12 @@ from reshard.folders.companions import find_companions
 from reshard.folders.provenance import RUN_CONFIG
 from reshard.formats.megatron.common import read_common
 from reshard.formats.megatron.request import LORA
+from reshard.guard.complete import RECORD, note_files
 from reshard.stores.hub import name_of
-from reshard.training.complete import note_files
 from reshard.training.engines import engine_of
 from reshard.training.megatron.lora import is_adapter
 from reshard.training.megatron.setup import Trainee, dtype_of, gather_weights
 from reshard.training.reading import reading
-from reshard.training.run import RECORD
 from reshard.transfer.sources import Sources
 
 PORTABLE = SaveOptions(optimizer_sharding="fully_reshardable")

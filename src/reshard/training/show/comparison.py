@@ -9,9 +9,9 @@ from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain import json_of
+from reshard.guard.complete import RECORD
 from reshard.pages.writing import in_the_way, write_page
 from reshard.stores import realpath
-from reshard.training.run import RECORD
 from reshard.training.show.monitor import METRICS
 from reshard.training.show.report import REPORT, Shown, page, shown_of
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.plain import json_of
-from reshard.training.complete import lacking
+from reshard.guard.complete import lacking
 from reshard.training.methods import headline
 from reshard.training.run import Run
 from reshard.training.signals import Stopped

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import GIB, memory_size
+from reshard.guard.complete import RECORD
 from reshard.pages.writing import GENERATOR, replace_page
 from reshard.training.methods import LOSS, Measure, headline, words_for
-from reshard.training.run import RECORD
 from reshard.training.show.chart import SIZE, Chart, Point, Series, chart, label
 from reshard.training.show.display import clock, short
 from reshard.training.show.monitor import History, Sample, history_of

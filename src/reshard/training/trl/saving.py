@@ -15,9 +15,9 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.folders.companions import CONFIG, find_companions, read_object
+from reshard.guard.complete import RECORD, SAVED, note_files
 from reshard.stores.hub import name_of, url_of
-from reshard.training.complete import SAVED, note_files
-from reshard.training.run import RECORD, Run
+from reshard.training.run import Run
 from reshard.training.trl import weights
 from reshard.training.trl.devices import rank
 from reshard.training.trl.methods import WAYS

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.base.plain import json_of
-from reshard.training.run import RECORD, put
+from reshard.base.plain import json_of, put
 
 SAVED = "saved.json"
 """The names and sizes of all other files of a checkpoint, except its record."""
+RECORD = "run.json"
+"""The record of a run of `reshard train`, in its output and in each of its checkpoints."""
 TEXTS = (".json", ".jinja", ".txt", ".yaml", ".md", ".py", ".model")
 """Suffixes of files that users may edit."""
 
