@@ -1,0 +1,205 @@
+"""The last complete checkpoint in a run's folder, of any framework: weights that open, and what resuming needs."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reshard.base.errors import ReshardError
+from reshard.base.plain import json_of
+from reshard.folders import iterations
+from reshard.folders.descent import STEPS
+from reshard.formats import detect, huggingface, open_checkpoint, peft
+from reshard.formats.checkpoint import Checkpoint
+from reshard.guard.complete import lacking
+
+DEPTH = 4
+"""Levels of folders that are searched."""
+MOST = 2000
+"""Folders and files that are looked at, of an output folder or of one checkpoint."""
+TRIED = 6
+"""Checkpoints that are opened."""
+STATE = "trainer_state.json"
+"""What the Hugging Face Trainer writes after weights and optimizer (transformers.trainer)."""
+NAMES = (
+    *STEPS,
+    re.compile(r"iter_(\d{7,})"),  # Megatron
+    re.compile(r"(?:checkpoint|ckpt|step|epoch|iteration)[_-]?(\d+)"),  # Accelerate's save_state, own loops
+)
+TRACKERS = {
+    r"iter_\d": iterations.TRACKER,  # Megatron-LM, ms-swift
+    r"global_step_\d": iterations.TRACKER,  # verl
+    r"global_step\d": "latest",  # DeepSpeed
+    r"\d": "latest.txt",  # nanotron; InternEvo, which has none, uses the same names
+}
+"""Files next to steps that name the last one, by the beginning of a step's name; they are written after it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint with complete weights. `lacks` is what resuming would need besides; `when` is in Unix seconds."""
+
+    path: Path
+    step: int | None
+    format: str
+    when: float
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether a run can continue from it."""
+        return not self.lacks
+
+
+@dataclass
+class Saved:
+    """The checkpoints of a run, the latest first, and what incomplete ones lack. Of older ones nothing is known."""
+
+    found: list[Found] = field(default_factory=list)
+    incomplete: dict[Path, list[str]] = field(default_factory=dict)
+
+    @property
+    def last(self) -> Found | None:
+        """The last one from which the run can continue."""
+        return next((each for each in self.found if each.complete), None)
+
+    @property
+    def weights(self) -> Found | None:
+        """The last one with complete weights."""
+        return self.found[0] if self.found else None
+
+
+def saved_in(folder: Path, since: float = 0.0) -> Saved:
+    """The checkpoints in `folder` that have changed since a time in Unix seconds, until a complete one is found."""
+    saved = Saved()
+    for when, place in sorted(_candidates(folder, since), reverse=True)[:TRIED]:
+        lost = _lost(place)
+        try:
+            checkpoint = None if lost else open_checkpoint(place)
+        except (ReshardError, OSError) as error:
+            lost = [_said(error)]
+            checkpoint = None
+        if checkpoint is None:
+            saved.incomplete[place] = lost
+            continue
+        saved.found.append(
+            Found(place, step_of(place), checkpoint.format, when, tuple(_missing(place, checkpoint)))
+        )
+        if saved.last:
+            break
+    return saved
+
+
+def _said(error: Exception) -> str:
+    problem = error.problems[0] if isinstance(error, ReshardError) else None
+    return f"{problem.message}: {problem.file}" if problem and problem.file else str(problem or error)
+
+
+def step_of(folder: Path) -> int | None:
+    """The number of the step that a folder's name tells."""
+    return next((int(match[1]) for each in NAMES if (match := each.fullmatch(folder.name))), None)
+
+
+def _candidates(folder: Path, since: float) -> list[tuple[float, Path]]:
+    """Folders of steps, with the time of their last change; the folder itself if it has none."""
+    steps = [(when, each) for each in _folders(folder) if (when := _changed(each)) >= since]
+    if steps or not folder.is_dir() or detect(folder) is None:
+        return steps
+    return [(when, folder)] if (when := _changed(folder)) >= since else []
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    """Folders of steps below `top`; not those inside of one."""
+    level, seen = [top], 0
+    for _ in range(DEPTH):
+        below = []
+        for entry in (entry for folder in level for entry in _entries(folder)):
+            seen += 1
+            if seen > MOST:
+                return
+            if entry.is_symlink() or not entry.is_dir():
+                continue
+            if step_of(entry) is None:
+                below.append(entry)
+            elif not entry.name.isdecimal():
+                yield entry
+        yield from (entry for folder in level for entry in _numbered(folder))
+        level = below
+
+
+def _entries(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return sorted(folder.iterdir())
+    return []
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The last checkpoints named by a bare number, which may name anything."""
+    numbers = [entry for entry in _entries(folder) if entry.name.isdecimal() and entry.is_dir()]
+    last = sorted(numbers, key=lambda entry: int(entry.name))[-TRIED:]
+    return [entry for entry in last if detect(entry) is not None]
+
+
+def _changed(folder: Path) -> float:
+    """When a folder or what is directly in it was last changed."""
+    times = [each.lstat().st_mtime for each in (folder, *_entries(folder)[:MOST]) if each.exists()]
+    return max(times, default=0.0)
+
+
+def _lost(folder: Path) -> list[str]:
+    """What shows that a checkpoint was not finished, or is damaged, besides its weights."""
+    return [*lacking(folder), *_untracked(folder), *_cut(folder)]
+
+
+def _untracked(folder: Path) -> Iterator[str]:
+    """Whether the file that names the last step does not name this one yet."""
+    tracker = next((name for begin, name in TRACKERS.items() if re.match(begin, folder.name)), None)
+    step, file = step_of(folder), folder.parent / (tracker or "")
+    if tracker is None or step is None or (tracker == "latest.txt" and not file.is_file()):
+        return
+    try:
+        last = re.search(r"\d+", file.read_text())
+    except (OSError, ValueError):
+        yield f"{tracker} is missing, which is written last"
+        return
+    if last and int(last[0]) < step:
+        yield f"{tracker} names step {last[0]}: this one was not finished"
+
+
+def _cut(folder: Path) -> Iterator[str]:
+    """Files of torch.save that end too early, as those do that are being written."""
+    files = [each for at in (folder, *_entries(folder)) for each in _entries(at)]
+    for file in files[:MOST]:
+        with suppress(OSError):
+            if file.suffix in (".pt", ".pth", ".bin") and file.is_file() and not _is_whole(file):
+                yield f"{file.relative_to(folder)} is cut off"
+
+
+def _is_whole(file: Path) -> bool:
+    with file.open("rb") as opened:
+        begin = opened.read(2)
+    return bool(begin) and (begin != b"PK" or zipfile.is_zipfile(file))
+
+
+_OPTIMIZER = re.compile(r"(?i)optim")
+
+
+def _missing(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    """What resuming needs besides weights."""
+    named = (each.name for at in (folder, *_entries(folder)) for each in _entries(at))
+    stored = checkpoint.states or checkpoint.dropped.get("optimizer states")
+    if not stored and not any(map(_OPTIMIZER.search, named)):
+        yield "the optimizer states"
+    if re.fullmatch(r"checkpoint-\d+", folder.name) and checkpoint.format in (huggingface.NAME, peft.NAME):
+        yield from _trainer_state(folder / STATE)
+
+
+def _trainer_state(file: Path) -> Iterator[str]:
+    try:
+        json_of(file.read_bytes())
+    except (OSError, ValueError):
+        yield STATE

@@ -1,0 +1,114 @@
+"""The last checkpoint from which a run can continue, in genuine folders of many frameworks, whole and broken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reshard.guard.checkpoints import saved_in
+
+DATA = Path(__file__).parents[1] / "data"
+GENUINE = {
+    "deepspeed/z2": ("global_step2", "deepspeed"),
+    "deepspeed/z3_lora": ("global_step2", "deepspeed"),
+    "megatron-0.19": ("iter_0000002", "megatron"),
+    "megatron_lora/swift-tp2": ("iter_0000003", "megatron"),
+    "nanotron/llama-tp2-pp2": ("10", "nanotron"),
+    "torchtitan/llama": ("checkpoint/step-1", "dcp"),
+    "olmo_core/llama": ("step1", "dcp"),
+}
+
+
+@pytest.mark.parametrize("name", GENUINE)
+def test_the_checkpoint_of_every_framework_is_found(name: str) -> None:
+    saved = saved_in(DATA / name)
+    assert saved.weights
+    where, format = GENUINE[name]
+    assert (saved.weights.path, saved.weights.format) == (DATA / name / where, format)
+    assert not saved.incomplete
+    assert saved_in(DATA / name, time.time() + 60) == saved_in(DATA / "train"), "none since then"
+
+
+def test_weights_without_an_optimizer_are_not_continued_from() -> None:
+    saved = saved_in(DATA / "nanotron/llama-tp2-pp2")
+    assert saved.last is None and saved.weights and saved.weights.lacks == ("the optimizer states",)
+
+
+def cut(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(opened.seek(0, 2) // 2)
+
+
+BROKEN: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "DeepSpeed names the step before": (
+        "deepspeed/z2",
+        lambda folder: (folder / "latest").write_text("global_step1") and None,
+        "latest names step 1: this one was not finished",
+    ),
+    "a rank of DeepSpeed is being written": (
+        "deepspeed/z2",
+        lambda folder: cut(folder / "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt is cut off",
+    ),
+    "Megatron's tracker is written last": (
+        "megatron-0.19",
+        lambda folder: (folder / "latest_checkpointed_iteration.txt").unlink(),
+        "latest_checkpointed_iteration.txt is missing, which is written last",
+    ),
+    "a file of DCP is cut": (
+        "torchtitan/llama",
+        lambda folder: cut(folder / "checkpoint/step-1/__1_0.distcp"),
+        "__1_0.distcp",
+    ),
+    "a file of DCP is missing": (
+        "megatron-0.19",
+        lambda folder: (folder / "iter_0000002/__1_0.distcp").unlink(),
+        "__1_0.distcp",
+    ),
+    "DCP's metadata is written last": (
+        "olmo_core/llama",
+        lambda folder: (folder / "step1/model_and_optim/.metadata").unlink(),
+        "step1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_checkpoint_that_was_not_finished_is_skipped_and_named(case: str, tmp_path: Path) -> None:
+    name, damage, said = BROKEN[case]
+    folder = Path(shutil.copytree(DATA / name, tmp_path / "out"))
+    damage(folder)
+    saved = saved_in(folder)
+    assert saved.weights is None
+    (told,) = saved.incomplete.values()
+    assert said in " ".join(told)
+
+
+def test_the_one_before_is_continued_from(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(DATA / "torchtitan/llama/checkpoint/step-1", tmp_path / f"checkpoint/step-{step}")
+        for file in (tmp_path / f"checkpoint/step-{step}").iterdir():
+            os.utime(file, (1000 * step, 1000 * step))
+        os.utime(tmp_path / f"checkpoint/step-{step}", (1000 * step, 1000 * step))
+    last, before = tmp_path / "checkpoint/step-2", tmp_path / "checkpoint/step-1"
+    found = saved_in(tmp_path).last
+    assert found and (found.path, found.step, found.when) == (last, 2, 2000.0)
+    (last / ".metadata").unlink()
+    saved = saved_in(tmp_path)
+    assert saved.last and saved.last.path == before and list(saved.incomplete) == [last]
+
+
+def test_a_large_folder_takes_no_second(tmp_path: Path) -> None:
+    for number in range(3000):
+        (tmp_path / f"data/{number}").mkdir(parents=True)
+    shutil.copytree(DATA / "torchtitan/llama/checkpoint", tmp_path / "checkpoint")
+    saved_in(tmp_path)
+    begun = time.monotonic()
+    found = saved_in(tmp_path).last
+    assert time.monotonic() - begun < 1
+    assert found and found.path.name == "step-1"
