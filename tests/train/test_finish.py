@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reshard
 from reshard.base.errors import ReshardError
+from reshard.guard.acceptance import checked
+from reshard.guard.final import Finished
 from reshard.oracle.transformers import transformers_logits
 from reshard.training import outputs
-from reshard.training.final.acceptance import checked
-from reshard.training.final.finish import Finished, export, finish
+from reshard.training.final.finish import export, finish
 from reshard.training.run import Run
 from reshard.training.start import clear
 from tests.environments import python

@@ -30,7 +30,7 @@ from reshard.training.run import PARALLEL, Run
 from reshard.training.start import start, submit
 
 if TYPE_CHECKING:
-    from reshard.training.final.finish import Finished
+    from reshard.guard.final import Finished
     from reshard.training.launching.slurm import Submitted
     from reshard.training.outlook import Preflight
     from reshard.training.planning.plans import Plans

@@ -14,7 +14,7 @@ from reshard.training import signals
 from reshard.training.run import Run
 
 if TYPE_CHECKING:
-    from reshard.training.final.finish import Finished
+    from reshard.guard.final import Finished
     from reshard.training.launching.slurm import Submitted
     from reshard.training.launching.torchrun import Torchrun
     from reshard.training.outlook import Preflight

@@ -10,25 +10,26 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from reshard.base.arguments import OnBytes
-from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError
 from reshard.commands.conversion import Conversion, How, convert
 from reshard.folders.companions import CONFIG, find_companions
 from reshard.formats import huggingface, open_checkpoint
+from reshard.guard import acceptance
+from reshard.guard.acceptance import Check, Origin, checked
 from reshard.guard.complete import RECORD
+from reshard.guard.final import Finished, named
+from reshard.guard.finite import assert_finite
+from reshard.guard.publish import UNCHECKED
 from reshard.hub.pull import here
 from reshard.planning import Options
-from reshard.training.base import damaged, nonfinite
 from reshard.training.engine import Trained
 from reshard.training.engines import engine_of
-from reshard.training.final import acceptance
-from reshard.training.final.acceptance import Check, checked
 from reshard.training.final.dtype import final_dtype
-from reshard.training.final.publish import UNCHECKED, publish
 from reshard.training.launching.failure import refusal
 from reshard.training.run import Run, conclude, read_record
 from reshard.training.show import report
@@ -37,34 +38,6 @@ from reshard.training.worker import TRAINED
 from reshard.transfer.sources import Sources
 
 FINAL, MERGED = "final", "merged"
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The output of a run. `final` and `merged` have their final names only if all `checks` passed."""
-
-    final: Path
-    merged: Path | None
-    checks: tuple[Check, ...]
-
-    @property
-    def whole(self) -> bool:
-        """Whether every check passed."""
-        return all(check.right for check in self.checks)
-
-    @property
-    def problems(self) -> list[Problem]:
-        """The problems of all checks."""
-        return [problem for check in self.checks for problem in check.problems]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {
-            "final": str(self.final),
-            "merged": str(self.merged) if self.merged else None,
-            "whole": self.whole,
-            "checks": [check.as_dict() for check in self.checks],
-        }
 
 
 def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
@@ -81,13 +54,8 @@ def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
     checks = list(_final(run, trained, drafts[final], on_bytes))
     if merged and all(check.right for check in checks):
         checks += _merged(drafts[final], drafts[merged], run, on_bytes)
-    whole = all(check.right for check in checks)
-    for place, draft in drafts.items() if whole else ():
-        if kept := publish(draft, place):
-            checks.append(Check("your files", f"kept in {place.name}: {listed(kept)}"))
-    named = (final, merged) if whole else (drafts[final], drafts[merged] if merged else None)
-    finished = Finished(*named, tuple(checks))
-    outcome = "done" if whole else "failed"
+    finished = named(drafts, final, merged, checks)
+    outcome = "done" if finished.whole else "failed"
     with suppress(OSError):  # on a full disk, the checks report the problem
         append(run.output, {"event": "end", "outcome": outcome, **_told(finished)})
         conclude(run.output, outcome)
@@ -119,6 +87,11 @@ def read_trained(run: Run) -> Trained:
         ) from None
 
 
+def origin_of(run: Run) -> Origin:
+    """What the final folder is compared with."""
+    return Origin(run.model, bool(run.options.get("trust_remote_code")))
+
+
 def _final(run: Run, trained: Trained, draft: Path, on_bytes: OnBytes) -> Iterator[Check]:
     """Make and check the final folder; if it cannot be made, nothing is checked."""
     made = checked("converted", lambda: _made(trained.checkpoint, draft, on_bytes))
@@ -126,28 +99,15 @@ def _final(run: Run, trained: Trained, draft: Path, on_bytes: OnBytes) -> Iterat
     if not made.right:
         return
     yield checked("bits", lambda: _bits(run, trained, draft))
-    yield from acceptance.of_adapter(draft, run) if run.lora else acceptance.of_model(draft, run)
+    look = acceptance.of_adapter if run.lora else acceptance.of_model
+    yield from look(draft, origin_of(run))
 
 
 def _made(checkpoint: Path, folder: Path, on_bytes: OnBytes, *, merge: bool = False) -> str:
     made = export(checkpoint, folder, merge=merge, on_bytes=on_bytes)
-    if made.report and (wrong := made.report.nonfinite):
-        base = Run.read(checkpoint).model
-        before = sorted(set(wrong) & set(nonfinite(here(base))))
-        blamed = [damaged(base, before)] if before else []
-        raise ReshardError([*blamed, *(_nonfinite(name, folder) for name in wrong if name not in before)])
+    assert_finite(made, folder, here(Run.read(checkpoint).model))
     plan, source = made.plan, checkpoint.name.removesuffix(UNCHECKED)
     return f"{plan.tensors} tensors, {plan.parameters:,} parameters, from {source}"
-
-
-def _nonfinite(name: str, folder: Path) -> Problem:
-    return Problem(
-        "trained-weight-not-finite",
-        "a weight is NaN or infinite",
-        tensor=name,
-        file=str(folder),
-        remedy="export an earlier checkpoint (reshard export CHECKPOINT DST), and train with a lower learning rate",
-    )
 
 
 def _bits(run: Run, trained: Trained, folder: Path) -> str:
@@ -172,7 +132,7 @@ def _merged(final: Path, draft: Path, run: Run, on_bytes: OnBytes) -> Iterator[C
     made = checked("merged: converted", lambda: _made(final, draft, on_bytes, merge=True))
     yield made
     if made.right:
-        yield from acceptance.of_model(draft, run, of="merged: ")
+        yield from acceptance.of_model(draft, origin_of(run), of="merged: ")
 
 
 def export(

@@ -1,4 +1,7 @@
-"""Checks that the final folder of a run has to pass, though reshard itself wrote it."""
+"""Checks that the final folder of a run has to pass, though reshard itself wrote it.
+
+Without transformers, what only it can tell is not checked, and the checks say so.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,17 @@ from reshard.formats.peft import CONFIG as ADAPTER_CONFIG
 from reshard.model.described import describe
 from reshard.model.heads import resolve_if_declared
 from reshard.stores.hub import name_of
-from reshard.training.run import Run
 from reshard.transfer.sources import Sources
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a folder is compared with: its base model, if it is known, and whether that may bring its own code."""
+
+    base: Path | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,33 +70,40 @@ def checked(name: str, look: Callable[[], str]) -> Check:
             "the system refused to read or to write",
             file=str(error.filename) if error.filename else None,
             found=error.strerror or str(error),
-            remedy="fix what the system reports; then --resume writes the final folder from the last checkpoint",
+            remedy="fix what the system reports, and make the folder again from the last checkpoint",
         )
         return Check(name, problem.message, (problem,))
 
 
-def of_model(folder: Path, run: Run, *, of: str = "") -> Iterator[Check]:
+def of_model(folder: Path, origin: Origin, *, of: str = "") -> Iterator[Check]:
     """The checks of a folder with a model. `of` is a prefix of their names."""
-    yield checked(f"{of}loads strictly", lambda: _loads(folder, run))
+    yield checked(f"{of}loads strictly", lambda: _loads(folder, origin))
     yield checked(f"{of}config", lambda: _config(folder))
     yield checked(f"{of}tied head", lambda: _head(folder))
-    yield from _texts(folder, run, of)
-    yield checked(f"{of}generation config", lambda: _generation(folder))
+    yield from _texts(folder, origin, of)
+    yield _asked(f"{of}generation config", lambda: _generation(folder))
 
 
-def of_adapter(folder: Path, run: Run) -> Iterator[Check]:
+def of_adapter(folder: Path, origin: Origin) -> Iterator[Check]:
     """The checks of a folder with an adapter."""
-    yield checked("adapter fits its base", lambda: _fits(folder, run))
-    yield checked("adapter config", lambda: _adapter_config(folder, run))
-    yield from _texts(folder, run, "")
+    yield checked("adapter fits its base", lambda: _fits(folder, origin))
+    yield checked("adapter config", lambda: _adapter_config(folder, origin))
+    yield from _texts(folder, origin, "")
 
 
-def _texts(folder: Path, run: Run, of: str) -> Iterator[Check]:
-    yield checked(f"{of}tokenizer", lambda: _tokenizer(folder, run))
-    yield checked(f"{of}chat template", lambda: _template(folder, run))
+def _texts(folder: Path, origin: Origin, of: str) -> Iterator[Check]:
+    yield _asked(f"{of}tokenizer", lambda: _tokenizer(folder, origin))
+    yield _asked(f"{of}chat template", lambda: _template(folder, origin))
 
 
-def _loads(folder: Path, run: Run) -> str:
+def _asked(name: str, look: Callable[[], str]) -> Check:
+    """A check by transformers, if it is installed."""
+    if find_spec("transformers") is None:
+        return Check(name, "not checked: transformers is not installed beside reshard")
+    return checked(name, look)
+
+
+def _loads(folder: Path, origin: Origin) -> str:
     """Check strictly that all tensors are there and no others: with reshard, and with transformers if installed.
 
     The model's own code is not executed here, even if the run trusted it.
@@ -95,7 +112,7 @@ def _loads(folder: Path, run: Run) -> str:
     count = len(resolve_if_declared(describe(checkpoint)).checkpoint.tensors)
     if find_spec("transformers") is None:
         return f"{count} tensors; transformers, which is not installed, was not asked"
-    if run.options.get("trust_remote_code") and "auto_map" in read_object(folder / CONFIG, Sources()):
+    if origin.trust_remote_code and "auto_map" in read_object(folder / CONFIG, Sources()):
         return f"{count} tensors; transformers was not asked, because the code of the model is its own"
     from importlib.metadata import version
 
@@ -120,7 +137,7 @@ def _config(folder: Path) -> str:
             file=str(folder / CONFIG),
             expected=repr(value),
             found=repr(config.get(name)),
-            remedy="export the checkpoint again with `reshard export`",
+            remedy="convert the checkpoint again",
         )
         for name, value in expected.items()
         if config.get(name) != value
@@ -149,14 +166,15 @@ def _head(folder: Path) -> str:
             tensor=HEAD,
             file=str(folder),
             rule="tie_word_embeddings is true",
-            remedy="export the checkpoint again with `reshard export`",
+            remedy="convert the checkpoint again",
         )
     return "tied, stored once"
 
 
-def _tokenizer(folder: Path, run: Run) -> str:
+def _tokenizer(folder: Path, origin: Origin) -> str:
     """Check that every token of the base has the same id here. Added tokens are allowed."""
-    ours, theirs = _vocabulary(folder, run), _vocabulary(run.model, run)
+    ours = _vocabulary(folder, origin)
+    theirs = _vocabulary(origin.base, origin) if origin.base else {}
     changed = [token for token, number in theirs.items() if ours.get(token) != number]
     rows, highest = _rows(folder), max(ours.values(), default=0)
     problem = None
@@ -183,12 +201,16 @@ def _tokenizer(folder: Path, run: Run) -> str:
             replace(
                 problem,
                 file=str(folder),
-                expected=problem.expected or f"the {len(theirs)} tokens of {run.model}",
-                remedy=f"copy the tokenizer of {run.model} into the checkpoint, and export it again",
+                expected=problem.expected or f"the {len(theirs)} tokens of {origin.base}",
+                remedy=_copy_tokenizer(origin),
             )
         )
     added = f", {len(ours) - len(theirs)} added" if len(ours) > len(theirs) else ""
-    return f"{len(theirs)} tokens as in the base{added}"
+    return f"{len(theirs)} tokens as in the base{added}" if origin.base else f"{len(ours)} tokens"
+
+
+def _copy_tokenizer(origin: Origin) -> str:
+    return f"copy the tokenizer of {origin.base or 'the base'} into the checkpoint, and convert it again"
 
 
 def _rows(folder: Path) -> int | None:
@@ -200,12 +222,12 @@ def _rows(folder: Path) -> int | None:
     return int(rows) if rows else None
 
 
-def _vocabulary(folder: Path, run: Run) -> dict[str, int]:
-    found: dict[str, int] = _loaded_tokenizer(folder, run).get_vocab()
+def _vocabulary(folder: Path, origin: Origin) -> dict[str, int]:
+    found: dict[str, int] = _loaded_tokenizer(folder, origin).get_vocab()
     return found
 
 
-def _loaded_tokenizer(folder: Path, run: Run) -> Any:
+def _loaded_tokenizer(folder: Path, origin: Origin) -> Any:
     """The tokenizer as transformers loads it. Raises ReshardError if transformers cannot load it."""
     from transformers import AutoTokenizer
 
@@ -217,11 +239,11 @@ def _loaded_tokenizer(folder: Path, run: Run) -> Any:
             "there is no tokenizer",
             file=str(folder),
             expected="tokenizer.json, tokenizer.model or vocab.json",
-            remedy=f"copy the tokenizer of {run.model} into the checkpoint, and export it again",
+            remedy=_copy_tokenizer(origin),
         )
     try:
         return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=bool(run.options.get("trust_remote_code"))
+            folder, local_files_only=True, trust_remote_code=origin.trust_remote_code
         )
     except Exception as error:
         raise ReshardError(
@@ -233,19 +255,19 @@ def _loaded_tokenizer(folder: Path, run: Run) -> Any:
         ) from error
 
 
-def _template(folder: Path, run: Run) -> str:
-    ours = _loaded_tokenizer(folder, run).chat_template
-    theirs = _loaded_tokenizer(run.model, run).chat_template
+def _template(folder: Path, origin: Origin) -> str:
+    ours = _loaded_tokenizer(folder, origin).chat_template
+    theirs = _loaded_tokenizer(origin.base, origin).chat_template if origin.base else None
     if theirs and not ours:
         raise ReshardError(
             "chat-template-lost",
             "the chat template is lost",
             file=str(folder),
-            expected=f"that of {run.model}",
-            remedy="copy chat_template.jinja into the checkpoint, and export it again",
+            expected=f"that of {origin.base}",
+            remedy="copy chat_template.jinja into the checkpoint, and convert it again",
         )
     if not ours:
-        return "none, as in the base"
+        return "none, as in the base" if origin.base else "none"
     return "as in the base" if ours == theirs else "of its own"
 
 
@@ -263,7 +285,7 @@ def _generation(folder: Path) -> str:
             "transformers does not load the generation config",
             file=str(folder / "generation_config.json"),
             found=f"{type(error).__name__}: {error}",
-            remedy="fix it in the checkpoint, and export it again",
+            remedy="fix it in the checkpoint, and convert it again",
         ) from error
     rows = _rows(folder)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -276,15 +298,15 @@ def _generation(folder: Path) -> str:
             file=str(folder / "generation_config.json"),
             expected=f"ids below {rows}",
             found=", ".join(map(str, beyond)),
-            remedy="fix it in the checkpoint, and export it again",
+            remedy="fix it in the checkpoint, and convert it again",
         )
     return "loads, its tokens are in the vocabulary"
 
 
-def _fits(folder: Path, run: Run) -> str:
+def _fits(folder: Path, origin: Origin) -> str:
     """Check that every lora_A and lora_B is complete and has the shape that its linear layer needs."""
     adapter = adapters.find(open_checkpoint(folder))
-    base = open_checkpoint(run.model).tensors
+    base = open_checkpoint(origin.base).tensors if origin.base else {}
     problems = [
         problem
         for module, pair in adapter.pairs.items()
@@ -310,19 +332,19 @@ def _misshapen(module: str, pair: Pair, shape: tuple[int, ...], folder: Path) ->
                 file=str(folder),
                 expected=str(list(expected)),
                 found=str(list(found)),
-                remedy="it was saved while it was sharded: export another checkpoint",
+                remedy="it was saved while it was sharded: convert another checkpoint",
             )
 
 
-def _adapter_config(folder: Path, run: Run) -> str:
+def _adapter_config(folder: Path, origin: Origin) -> str:
     base = read_object(folder / ADAPTER_CONFIG, Sources()).get("base_model_name_or_path")
-    if base != name_of(run.model):
+    if origin.base and base != name_of(origin.base):
         raise ReshardError(
             "final-adapter-base-differs",
             "the adapter names another base",
             file=str(folder / ADAPTER_CONFIG),
-            expected=name_of(run.model),
+            expected=name_of(origin.base),
             found=str(base),
-            remedy="export the checkpoint again with `reshard export`",
+            remedy="convert the checkpoint again",
         )
     return f"its base is {base}"

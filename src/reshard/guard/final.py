@@ -1,0 +1,132 @@
+"""`--final`: the last checkpoint converted to a folder that loads, which gets its name when all checks have passed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard import adapters
+from reshard.base.errors import Problem, ReshardError, listed
+from reshard.commands.conversion import How, convert
+from reshard.folders.companions import find_companions
+from reshard.folders.provenance import BASE, find_hints
+from reshard.formats import open_checkpoint
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.target import Kind
+from reshard.guard import acceptance
+from reshard.guard.acceptance import Check, Origin, checked
+from reshard.guard.checkpoints import Found
+from reshard.guard.finite import assert_finite
+from reshard.guard.publish import UNCHECKED, publish
+from reshard.planning import Options
+from reshard.stores.hub import cached, may_have
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The output of a run. `final` and `merged` have their final names only if all `checks` passed."""
+
+    final: Path
+    merged: Path | None
+    checks: tuple[Check, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every check passed."""
+        return all(check.right for check in self.checks)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """The problems of all checks."""
+        return [problem for check in self.checks for problem in check.problems]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "final": str(self.final),
+            "merged": str(self.merged) if self.merged else None,
+            "whole": self.whole,
+            "checks": [check.as_dict() for check in self.checks],
+        }
+
+
+def named(drafts: Mapping[Path, Path], final: Path, merged: Path | None, checks: list[Check]) -> Finished:
+    """Give folders their final names if all checks have passed. What users added to older folders stays."""
+    whole = all(check.right for check in checks)
+    for place, draft in drafts.items() if whole else ():
+        if kept := publish(draft, place):
+            checks.append(Check("your files", f"kept in {place.name}: {listed(kept)}"))
+    places = (final, merged) if whole else (drafts[final], drafts[merged] if merged else None)
+    return Finished(*places, tuple(checks))
+
+
+def final_of(
+    found: Found,
+    place: Path,
+    *,
+    merge: bool = False,
+    base: Path | None = None,
+    model: str = "",
+    trust: bool = False,
+) -> Finished:
+    """Make a Hugging Face folder, or a PEFT adapter, from a checkpoint, and check it.
+
+    `base` is what the user passed, `model` what the command names; `trust` is its trust_remote_code.
+    """
+    draft = place.with_name(place.name + UNCHECKED)
+    shutil.rmtree(draft, ignore_errors=True)
+    checks = list(_checks(found, draft, merge, [str(base or ""), model], trust))
+    return named({place: draft}, place, None, checks)
+
+
+def _checks(found: Found, draft: Path, merge: bool, models: list[str], trust: bool) -> Iterator[Check]:
+    opened = checked("opened", lambda: open_checkpoint(found.path).format)
+    if not opened.right:
+        yield opened
+        return
+    checkpoint = open_checkpoint(found.path)
+    is_adapter = adapters.kind_of(checkpoint) is Kind.ADAPTER
+    base = _base_of(checkpoint, models, is_adapter=is_adapter)
+    made = checked("converted", lambda: _made(checkpoint, found.path, draft, base, merge, is_adapter))
+    yield made
+    if made.right:
+        look = acceptance.of_adapter if is_adapter and not merge else acceptance.of_model
+        yield from look(draft, Origin(base, trust))
+
+
+def _base_of(checkpoint: Checkpoint, models: list[str], *, is_adapter: bool) -> Path | None:
+    """The folder of the base model: what the user passed, what the checkpoint or else the command names."""
+    own = [adapters.find(checkpoint).settings.base or ""] if is_adapter else []
+    hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.sources, checkpoint.args)
+    told = [models[0], *own, *(hint.value for hint in hints if hint.kind == BASE), *models[1:]]
+    return next((folder for name in told if name and (folder := _folder(name))), None)
+
+
+def _folder(name: str) -> Path | None:
+    """A folder, or a model of the Hub in the local cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    return cached(name) if may_have(name) else None
+
+
+def _made(
+    checkpoint: Checkpoint, path: Path, draft: Path, base: Path | None, merge: bool, is_adapter: bool
+) -> str:
+    """Convert the checkpoint. The base is only named if it is needed: for an adapter, a config or a tokenizer."""
+    if merge and not is_adapter:
+        raise ReshardError(
+            "final-adapter-missing",
+            "no adapter to merge",
+            file=str(path),
+            found="a checkpoint with all weights",
+            remedy="leave out --merge",
+        )
+    beside = find_companions(checkpoint.sources, *checkpoint.folders)
+    whole = beside.config is not None and beside.has_tokenizer and not is_adapter
+    to = "peft" if is_adapter and not merge else "huggingface"
+    made = convert(path, draft, Options(to=to, base=None if whole else base, merge=merge), How())
+    assert_finite(made, draft, base)
+    return f"{made.plan.tensors} tensors, {made.plan.parameters:,} parameters, from {path.name}"
