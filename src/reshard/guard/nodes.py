@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Meeting:
             with suppress(OSError), socket.create_connection((host, port), AGAIN * 5) as guest:
                 guest.sendall(said)
                 guest.settimeout(PATIENCE + AGAIN)
-                if answer := b"".join(iter(lambda guest=guest: guest.recv(LONGEST), b"")):
+                if answer := b"".join(iter(partial(guest.recv, LONGEST), b"")):
                     return list(_messages(answer))
             time.sleep(AGAIN)
         return []
