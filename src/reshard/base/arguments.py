@@ -33,6 +33,16 @@ LARGEST = 2**31 - 1
 """The largest number of ranks, threads, rows and the like: frameworks keep most of them in 32 bits."""
 
 
+_TRUE, _FALSE = ("true", "yes", "on", "1", "t", "y"), ("false", "no", "off", "0", "f", "n")
+"""Words for true and false, as transformers, accelerate and YAML 1.1 know them."""
+
+
+def truth(value: object) -> bool | None:
+    """Whether a word or value of an option, a config or a variable is true; None if it is neither true nor false."""
+    word = str(value).lower()
+    return word in _TRUE if word in (*_TRUE, *_FALSE) else None
+
+
 def is_whole(value: object, least: int = 1) -> bool:
     """Whether a value is an integer from `least` to `LARGEST`. True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ForwardRef, List, Literal, Optional, Tuple, Union, get_args, get_origin  # noqa: UP035
 
+from reshard.base.arguments import truth
 from reshard.base.plain import json_of
-
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class Untypeable:
@@ -168,8 +167,6 @@ def _several(value: Any) -> list[Any]:
 
 def switch(value: Any) -> bool:
     """Whether a switch is on. Raises ValueError if the value is neither on nor off."""
-    if isinstance(value, bool):
-        return value
-    if str(value).lower() not in (*_TRUE, *_FALSE):
+    if (found := truth(value)) is None:
         raise ValueError(value)
-    return str(value).lower() in _TRUE
+    return found

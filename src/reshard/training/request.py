@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout
-from reshard.base.arguments import is_whole, whole_number
+from reshard.base.arguments import is_whole, truth, whole_number
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain_yaml import repeated_keys, yaml_of
 from reshard.base.suggest import did_you_mean
 from reshard.guard.complete import RECORD
 from reshard.stores import at_home
-from reshard.training.data import SUFFIXES
+from reshard.training.data import SUFFIXES, not_found
 from reshard.training.data.mix import absolute, read_mix
 from reshard.training.data.records import DATA_SHAPES
 from reshard.training.engines import MODULES, engine_named, engine_of
@@ -319,17 +319,7 @@ def _mistyped(told: Options) -> list[Problem]:
 def _switch(given: Mapping[str, Any], name: str, default: bool) -> bool:
     """A switch in a config file, which may be a quoted word."""
     value = given.get(name)
-    words = {
-        "true": True,
-        "yes": True,
-        "on": True,
-        "1": True,
-        "false": False,
-        "no": False,
-        "off": False,
-        "0": False,
-    }
-    found = default if value is None else words.get(str(value).lower())
+    found = default if value is None else truth(value)
     if found is None:
         raise ReshardError(
             "option-not-a-switch",
@@ -392,24 +382,7 @@ def _folders(run: Run) -> Iterator[Problem]:
 
 
 def _data(run: Run) -> Iterator[Problem]:
-    for path in run.data.paths:
-        if not path.exists():
-            yield Problem(
-                "data-not-found",
-                "there is no data",
-                file=str(path),
-                remedy=_weight_of(path) or "pass a file or folder with --data",
-            )
-
-
-def _weight_of(path: Path) -> str:
-    """A hint for a path that consists of an existing path, a colon and a wrong weight."""
-    before, colon, weight = str(path).rpartition(":")
-    return (
-        f"{weight} is not a number: write a weight as in {before}:0.7"
-        if colon and Path(before).exists()
-        else ""
-    )
+    yield from (not_found(path) for path in run.data.paths if not path.exists())
 
 
 def _eval_data(run: Run) -> Iterator[Problem]:

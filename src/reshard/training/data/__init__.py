@@ -33,12 +33,23 @@ BATCH = 4096
 ANY_TEMPLATE = Template()
 
 
+def not_found(path: Path) -> Problem:
+    """The problem of a path without data, which may consist of a path, a colon and a wrong weight."""
+    before, colon, weight = str(path).rpartition(":")
+    return Problem(
+        "data-not-found",
+        "there is no data",
+        file=str(path),
+        remedy=f"{weight} is not a number: write a weight as in {before}:0.7"
+        if colon and Path(before).exists()
+        else "pass a file or folder with --data",
+    )
+
+
 def files_of(path: Path) -> list[Path]:
     """The data files at a path, sorted by name. Raises ReshardError if there are none."""
     if not path.exists():
-        raise ReshardError(
-            "data-missing", "there is no data", file=str(path), remedy="pass a file or folder with --data"
-        )
+        raise ReshardError(not_found(path))
     if path.suffix == INDEX:
         return [path]
     inside = [path] if path.is_file() else _inside(path)

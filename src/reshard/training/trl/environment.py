@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from reshard.base.arguments import truth
 from reshard.base.errors import Problem, ReshardError
 from reshard.training.run import Run
 
@@ -18,10 +19,6 @@ def check(run: Run, options: Mapping[str, Any], variables: Mapping[str, str] = o
     problems = [*_switches(run, variables), *_details(run, variables), *_precision(options, variables)]
     if problems:
         raise ReshardError(problems)
-
-
-def _on(variables: Mapping[str, str], name: str) -> bool:
-    return variables.get(name, "").lower() in ("1", "true", "yes", "on", "t", "y")
 
 
 def _problem(name: str, variables: Mapping[str, str], asked: str) -> Problem:
@@ -43,7 +40,7 @@ def _switches(run: Run, variables: Mapping[str, str]) -> Iterator[Problem]:
         "ACCELERATE_USE_MEGATRON_LM": False,
     }
     for name, fits in allowed.items():
-        if _on(variables, name) and not fits:
+        if truth(variables.get(name)) and not fits:
             yield _problem(name, variables, f"--parallel {kind}")
 
 
@@ -65,5 +62,5 @@ def _precision(options: Mapping[str, Any], variables: Mapping[str, str]) -> Iter
     said = variables.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if said not in ("no", asked):
         yield _problem("ACCELERATE_MIXED_PRECISION", variables, f"mixed precision: {asked}")
-    if _on(variables, "ACCELERATE_USE_CPU") and not options["use_cpu"]:
+    if truth(variables.get("ACCELERATE_USE_CPU")) and not options["use_cpu"]:
         yield _problem("ACCELERATE_USE_CPU", variables, "the GPU; --use_cpu to train without one")
