@@ -27,7 +27,7 @@ ORDER = (
     ("cluster",),
     ("commands",),
     ("pages",),
-    ("engines",),
+    ("engines", "checks"),
     ("oracle", "diagnosis"),
     ("api",),
     ("guard",),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.checks.environment import Gpu
 from reshard.diagnosis import configs
 from reshard.diagnosis.finding import Finding
-from reshard.diagnosis.machine import Gpu
 from tests.commandline import reshard as command
 
 FSDP = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n"

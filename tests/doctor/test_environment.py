@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.diagnosis import machine
+from reshard.checks import environment as machine
 from reshard.diagnosis.environment import Environment, Gpu, diagnose_environment, look_around
 from tests.commandline import reshard as command
 from tests.environments import python
@@ -158,7 +158,10 @@ def test_this_environment_is_read_without_importing_it() -> None:
     torch = pytest.importorskip("torch")
     seen = look_around()
     assert seen.versions["torch"] == version("torch") and seen.cuda == (torch.version.cuda or "")
-    code = "import sys; from reshard.diagnosis.machine import look_around; look_around(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from reshard.checks.environment import look_around; look_around();"
+        "print('torch' in sys.modules)"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
 

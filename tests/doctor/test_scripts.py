@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.checks.grpo import fits
 from reshard.diagnosis.finding import Finding
-from reshard.diagnosis.grpo import fits
 
 LOADED = 'AutoModelForCausalLM.from_pretrained("m", device_map="auto")'
 FREE = 'AutoModelForCausalLM.from_pretrained("m", device_map=None)'

@@ -46,10 +46,10 @@ def test_what_the_machine_cannot_do_is_refused_with_its_cure(
 
 def test_gpus_are_those_that_are_visible(run: Run) -> None:
     both = gpus(4, CUDA_VISIBLE_DEVICES="1,3")
-    assert len(preconditions.visible(both)) == 2
-    assert preconditions.visible(gpus(2, CUDA_VISIBLE_DEVICES="")) == []
-    assert preconditions.visible(gpus(2, CUDA_VISIBLE_DEVICES="-1")) == []
-    assert len(preconditions.visible(gpus(2, CUDA_VISIBLE_DEVICES="GPU-8f1c"))) == 1
+    assert len(both.visible) == 2
+    assert gpus(2, CUDA_VISIBLE_DEVICES="").visible == []
+    assert gpus(2, CUDA_VISIBLE_DEVICES="-1").visible == []
+    assert len(gpus(2, CUDA_VISIBLE_DEVICES="GPU-8f1c").visible) == 1
 
 
 def test_a_torch_without_cuda_beside_gpus_is_a_warning(run: Run) -> None:

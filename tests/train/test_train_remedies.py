@@ -15,7 +15,7 @@ from tests.test_codes import ALL
 from tests.train.train_remedies import CASES, STARTED
 
 NOT_HERE = {
-    "GPUs, or their number": "slurm-nodes-unused torch-without-cuda",
+    "GPUs, or their number": "slurm-nodes-unused",
     "vLLM": """
         vllm-plan-unsupported vllm-server-on-same-gpus vllm-server-raw-probabilities vllm-server-unreachable
         vllm-share-too-small""",
@@ -23,7 +23,7 @@ NOT_HERE = {
         deepspeed-not-installed package-too-old quantized-base-sharded quantized-weights-trained
         transformers-without-tp""",
     "the ranks, which have started": """
-        adapter-targets-nothing chats-without-template checkpoint-not-loadable data-missing data-teach-nothing
+        adapter-targets-nothing chats-without-template checkpoint-not-loadable data-teach-nothing
         fsdp2-head-not-averaged lora-rank-not-divisible no-step-changed-weights processes-missing
         parameters-not-as-planned rank-weights-unchanged run-unfinished system-refused trainable-parameters-differ
         trained-weight-differs trained-weight-not-finite""",

@@ -9,6 +9,7 @@ import click
 from rich.cells import set_cell_size
 
 from reshard.base.shown import escape, escape_lines
+from reshard.checks.environment import PACKAGES
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.cli.options import quiet_option
 from reshard.cli.tables import print_table
@@ -18,7 +19,6 @@ from reshard.diagnosis.diagnosis import bytes_of_logs
 from reshard.diagnosis.entries import Entry, catalogue, find
 from reshard.diagnosis.environment import Environment, diagnose_environment, look_around
 from reshard.diagnosis.finding import LANGUAGES, Text
-from reshard.diagnosis.machine import PACKAGES
 from reshard.diagnosis.rules import rules
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.words import locale_language as locale_language

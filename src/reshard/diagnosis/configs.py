@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from reshard.base.arguments import truth
+from reshard.checks import grpo
+from reshard.checks.device_maps import spread_in
+from reshard.checks.environment import find_gpus
+from reshard.checks.machine import without_bf16
 from reshard.diagnosis.configtext import ConfigText, read_config
 from reshard.diagnosis.finding import Finding, Place, Text
-from reshard.diagnosis.grpo import KEYS, grpo_arithmetic
 from reshard.diagnosis.history.calls import Refused
 from reshard.diagnosis.history.keys import Keys
 from reshard.diagnosis.history.messages import read_from
 from reshard.diagnosis.history.scripts import wording
 from reshard.diagnosis.history.versions import Versions
-from reshard.diagnosis.machine import find_gpus
-from reshard.diagnosis.rules import told
-from reshard.diagnosis.spread import SPREAD
+from reshard.diagnosis.rules import in_words, told
 
 RUN = {"learning_rate", "per_device_train_batch_size", "num_train_epochs", "output_dir", "model_name_or_path"}
 """Keys that identify the config of a run."""
@@ -67,11 +69,8 @@ def _accelerate(config: ConfigText) -> Iterator[Finding]:
         yield told("config-processes-machines", [config.changed("num_processes", better)], counts)
     if isinstance(config.get("fsdp_config"), Mapping):
         yield from _fsdp(config)
-    gpus = find_gpus()[0] if config.get("mixed_precision") == "bf16" else []
-    old = min(gpus, key=lambda gpu: gpu.capability, default=None)
-    if old is not None and old.capability < 8:
-        values: dict[str, object] = {"name": old.name, "capability": old.capability}
-        yield told("env-no-bf16", [config.changed("mixed_precision", "fp16")], values)
+    for fact in without_bf16(find_gpus()[0] if config.get("mixed_precision") == "bf16" else ()):
+        yield in_words(fact, [config.changed("mixed_precision", "fp16")])
 
 
 def _fsdp(config: ConfigText) -> Iterator[Finding]:
@@ -80,7 +79,7 @@ def _fsdp(config: ConfigText) -> Iterator[Finding]:
     given = config.content["fsdp_config"]
     if version == 2:
         old = [key for key in OF_FSDP1 if given.get(key) not in (None, False, "NO_PREFETCH")]
-        refused = _true(given.get("fsdp_forward_prefetch"))
+        refused = truth(given.get("fsdp_forward_prefetch"))
         if old:
             places = [config.dropped(f"fsdp_config.{key}") for key in old]
             kind = "error" if refused else "warning"
@@ -89,18 +88,14 @@ def _fsdp(config: ConfigText) -> Iterator[Finding]:
         values = {"keys": "fsdp_reshard_after_forward: true/false"}
         places = [config.changed("fsdp_config.fsdp_reshard_after_forward", "FULL_SHARD")]
         yield told("config-fsdp-versions", places, values, severity="error")
-    lean = _true(given.get("fsdp_cpu_ram_efficient_loading"))
+    lean = truth(given.get("fsdp_cpu_ram_efficient_loading"))
     if (
         lean
         and version == 1
         and "fsdp_sync_module_states" in given
-        and not _true(given["fsdp_sync_module_states"])
+        and not truth(given["fsdp_sync_module_states"])
     ):
         yield told("config-fsdp-sync", [config.changed("fsdp_config.fsdp_sync_module_states", True)])
-
-
-def _true(value: object) -> bool:
-    return value is True or str(value).lower() in ("true", "yes", "1")
 
 
 # ------------------------------------------------------------------------------------------------- DeepSpeed
@@ -138,7 +133,7 @@ def _deepspeed(config: ConfigText) -> Iterator[Finding]:
         key = f"zero_optimization.{gather}" if there else "zero_optimization.stage"
         place = config.changed(key, True) if there else config.with_sibling(key, gather, True)
         yield told("config-zero3-gather", [place], certainty="likely" if auto else "possible")
-    if _true(config.get("fp16.enabled")) and _true(config.get("bf16.enabled")):
+    if truth(config.get("fp16.enabled")) and truth(config.get("bf16.enabled")):
         places = [config.changed("fp16.enabled", False), config.place("bf16.enabled")]
         yield told("config-two-precisions", places)
     unfilled = [
@@ -211,11 +206,8 @@ def _llamafactory(config: ConfigText) -> Iterator[Finding]:
             yield told(
                 "config-llamafactory-clash", [config.dropped(key), *map(config.place, clashes)], values
             )
-    gpus = find_gpus()[0] if str(given.get("flash_attn")) == "fa2" else []
-    old = min(gpus, key=lambda gpu: gpu.capability, default=None)
-    if old is not None and old.capability < 8:
-        values = {"name": old.name, "capability": old.capability}
-        yield told("env-no-bf16", [config.changed("flash_attn", "sdpa")], values)
+    for fact in without_bf16(find_gpus()[0] if str(given.get("flash_attn")) == "fa2" else ()):
+        yield in_words(fact, [config.changed("flash_attn", "sdpa")])
     if given.get("do_train") and given.get("stage") in STAGES[1:] and not given.get("template"):
         yield told("config-no-template", [config.place("stage")], certainty="possible")
 
@@ -254,16 +246,24 @@ def _trl(config: ConfigText) -> Iterator[Finding]:
     given = config.content
     if not RUN & given.keys() or _is_llamafactory(config) or FOREIGN & given.keys():
         return
-    for key in ("device_map", "model_init_kwargs.device_map"):
-        if config.get(key) in SPREAD:
-            yield told("script-device-map", [config.changed(key, None)])
+    yield from device_maps(config)
     if "num_generations" in given or "reward_funcs" in given:
-        yield from grpo_arithmetic(
-            {key: given.get(key) for key in KEYS},
-            lambda key, better: config.changed(key, better) if better else config.place(key),
-        )
+        yield from _groups(config)
     if given.get("bf16") is True and given.get("fp16") is True:
         yield told("config-two-precisions", [config.changed("fp16", False), config.place("bf16")])
+
+
+def device_maps(config: ConfigText) -> Iterator[Finding]:
+    """Device maps over several devices, in `model_init_kwargs` and everywhere else."""
+    if keys := list(spread_in(config.content)):
+        yield told("script-device-map", [config.changed(key, None) for key in keys])
+
+
+def _groups(config: ConfigText) -> Iterator[Finding]:
+    if numbers := grpo.numbers_of(config.content):
+        key, value = grpo.better(numbers)
+        for fact in grpo.cut_groups(numbers):
+            yield in_words(fact, [config.changed(key, value) if value else config.place(key)])
 
 
 # -------------------------------------------------------------------------------------------------------- keys

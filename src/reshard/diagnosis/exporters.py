@@ -6,10 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
+from reshard.checks.device_maps import SPREAD
 from reshard.diagnosis.finding import Finding
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.source import Source
-from reshard.diagnosis.spread import SPREAD, device_map_findings
+from reshard.diagnosis.spread import device_map_findings
 
 _SETS_WORLD_SIZE = re.compile(r"""environ(?:\.setdefault\(|\[)["']WORLD_SIZE["']\]?\s*[,=][^=]""")
 _RANK_0 = re.compile(r"\bmodel_tp0_pp|\bmp_rank_00\b")

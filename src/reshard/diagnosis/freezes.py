@@ -10,9 +10,9 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
+from reshard.checks.environment import Environment
 from reshard.diagnosis.environment import diagnose_environment
 from reshard.diagnosis.finding import Finding
-from reshard.diagnosis.machine import Environment
 
 FEWEST = 3
 """Minimum number of packages in a list."""

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
+from reshard.checks.machine import more_processes_than_gpus
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.reading import clipped
-from reshard.diagnosis.rules import told
+from reshard.diagnosis.rules import in_words, told
 from reshard.diagnosis.words import words
 
 SHELL = (".sh", ".bash", ".slurm", ".sbatch")
@@ -94,8 +95,8 @@ def _launch(path: str, line: int, command: str, text: str, numbers: dict[str, st
         _VISIBLE.search(text) if len(_VISIBLE.findall(text)) == 1 else None
     )
     count = len([each for each in visible[1].split(",") if each]) if visible else None
-    if processes and count and processes > count:
-        yield told("env-more-processes-than-gpus", [shown], {"local": processes, "count": count})
+    for fact in more_processes_than_gpus(processes or 1, count or 0):
+        yield in_words(fact, [shown])
     splits = {match[1]: _number(match, numbers, 2) for match in _SPLITS.finditer(command)}
     if processes and machines and splits and all(splits.values()):
         world, product = processes * machines, 1

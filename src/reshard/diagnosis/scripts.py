@@ -6,11 +6,11 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 
+from reshard.checks import grpo
 from reshard.diagnosis.exporters import export_device_map, first_rank_only
 from reshard.diagnosis.finding import Finding, Place
-from reshard.diagnosis.grpo import KEYS, grpo_arithmetic
 from reshard.diagnosis.history.scripts import history_findings
-from reshard.diagnosis.rules import told
+from reshard.diagnosis.rules import in_words, told
 from reshard.diagnosis.source import Call, Source, rank_side, read_source
 from reshard.diagnosis.spread import device_map_findings
 from reshard.diagnosis.words import words
@@ -298,10 +298,12 @@ def _sharded_type(value: ast.expr) -> Iterator[ast.expr]:
 
 
 @rule
-def grpo(source: Source) -> Iterator[Finding]:
+def groups_of_grpo(source: Source) -> Iterator[Finding]:
     """Batch sizes of GRPO, and tensor parallelism combined with it."""
     for call in source.find("GRPOConfig"):
-        yield from grpo_arithmetic({key: _number(call, key) for key in KEYS}, _spot(source, call))
+        if numbers := grpo.numbers_of({key: _number(call, key) for key in grpo.KEYS}):
+            place = _spot(source, call, *grpo.better(numbers))
+            yield from (in_words(fact, [place]) for fact in grpo.cut_groups(numbers))
     parallel = re.compile(r"\btp_size\s*=\s*(?:[2-9]|\d\d)|tp_plan\s*=\s*['\"]auto['\"]")
     for node in ast.walk(source.tree) if source.find("GRPOTrainer") else ():
         if isinstance(node, ast.keyword) and (match := parallel.fullmatch(ast.unparse(node))):
@@ -318,11 +320,9 @@ def _number(call: Call, key: str) -> object:
     return keyword.value.value if isinstance(keyword.value, ast.Constant) else ast.unparse(keyword.value)
 
 
-def _spot(source: Source, call: Call) -> Callable[[str, int | None], Place]:
-    def spot(key: str, better: int | None) -> Place:
-        keyword = call.keyword(key)
-        if keyword is None:
-            return source.place(call.line)
-        return source.replaced(keyword.value, str(better)) if better else source.place(keyword.lineno)
-
-    return spot
+def _spot(source: Source, call: Call, key: str, better: int | None) -> Place:
+    """The place of a keyword, with a better value; that of the call, if it does not have the keyword."""
+    keyword = call.keyword(key)
+    if keyword is None:
+        return source.place(call.line)
+    return source.replaced(keyword.value, str(better)) if better else source.place(keyword.lineno)

@@ -6,12 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
+from reshard.checks.device_maps import SPREAD
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.source import Call, Source
 from reshard.diagnosis.words import words
 
-SPREAD = {"auto", "balanced", "balanced_low_0", "sequential"}
 MAKERS = ("infer_auto_device_map", "get_balanced_memory")
 SINKS = (
     *("fully_shard", "FSDP", "FullyShardedDataParallel", "DistributedDataParallel", "DDP"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import Problem, ReshardError, listed
+from reshard.checks.device_maps import misplaced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -164,23 +165,8 @@ def _sharded_in_ddp(model: nn.Module, parameters: list[_Parameter]) -> Iterator[
 
 
 def _device_map(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
-    world = _world_size()
-    for name, module in model.named_modules() if world > 1 else ():
-        devices = set(map(_device_name, (vars(module).get("hf_device_map") or {}).values()))
-        if len(devices) > 1:
-            yield Problem(
-                "guard-device-map",
-                "a device map splits the model over devices in a multi-process run",
-                tensor=name or type(module).__name__,
-                found=f"hf_device_map over {', '.join(sorted(devices))}, {world} processes",
-                remedy="load with device_map=None, and shard with FSDP2 or ZeRO-3 what does not fit",
-            )
-
-
-def _device_name(device: object) -> str:
-    """The name of a device. 0, "cuda" and "cuda:0" are the same."""
-    name = f"cuda:{device}" if isinstance(device, int) else str(device)
-    return f"{name}:0" if name == "cuda" else name
+    processes = _world_size()
+    return misplaced(model, processes) if processes > 1 else iter(())
 
 
 def _world_size() -> int:

@@ -17,7 +17,7 @@ from reshard.training.data.tokens import EVERYTHING, Learning
 from reshard.training.run import SIZES, Run
 
 if TYPE_CHECKING:
-    from reshard.diagnosis.environment import Environment
+    from reshard.checks.environment import Environment
     from reshard.training.data.tokens import Lengths
     from reshard.training.planning.speed import Work
 

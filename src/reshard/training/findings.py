@@ -12,8 +12,9 @@ from packaging.specifiers import SpecifierSet
 
 from reshard.base.errors import Problem
 from reshard.base.installing import install_command
-from reshard.diagnosis.environment import Environment, diagnose_environment
+from reshard.checks.fact import Fact
 from reshard.diagnosis.finding import Finding, Place
+from reshard.diagnosis.rules import in_words
 from reshard.diagnosis.spelling import Usage, spelled
 
 LONGEST = 160
@@ -36,10 +37,9 @@ def in_short(finding: Finding, severity: str | None = None) -> Problem:
     )
 
 
-def without_bf16(environment: Environment) -> Iterator[Problem]:
-    """A problem if the GPUs are too old for bfloat16 and flash-attention."""
-    found = diagnose_environment(environment)
-    yield from (in_short(finding, "error") for finding in found if finding.code == "env-no-bf16")
+def of_fact(fact: Fact, severity: str | None = None) -> Problem:
+    """What a check found, as a problem of the run."""
+    return in_short(in_words(fact, [Place("environment", None, fact.shows)]), severity)
 
 
 def lacking(

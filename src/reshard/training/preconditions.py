@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, listed, memory_size
-from reshard.base.plain_yaml import yaml_of
+from reshard.checks.environment import Environment, Gpu
+from reshard.checks.machine import more_processes_than_gpus, torch_without_cuda
 from reshard.commands.inspection import inspect_checkpoint
 from reshard.diagnosis import diagnose
-from reshard.diagnosis.environment import Environment, Gpu
+from reshard.diagnosis.configs import device_maps
+from reshard.diagnosis.configtext import read_config
 from reshard.diagnosis.finding import Place
 from reshard.diagnosis.rules import told
 from reshard.folders.companions import CONFIG, read_object
@@ -20,12 +22,10 @@ from reshard.stores.hub import url_of
 from reshard.training import data, outputs
 from reshard.training.data.mix import Mix
 from reshard.training.engines import engine_of
-from reshard.training.findings import in_short, in_training, lacking
+from reshard.training.findings import in_short, in_training, lacking, of_fact
 from reshard.training.run import Run, read_record
 from reshard.transfer.sources import Sources
 
-MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Device maps of accelerate that distribute a model over devices."""
 HARMLESS = (
     "checkpoint-use-cache",
     "checkpoint-tokenizer-of-5",
@@ -43,37 +43,16 @@ def packages(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[P
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
     """Problems of the environment that prevent this run with the engine; GPUs that torch cannot use."""
-    if environment.gpus and "use_cpu" not in run.options and "+cpu" in environment.versions.get("torch", ""):
-        yield Problem(
-            "torch-without-cuda",
-            "this torch was built without CUDA, and there are GPUs",
-            found=f"torch {environment.versions['torch']}, {len(environment.gpus)} × {environment.gpus[0].name}",
-            remedy="pip install --force-reinstall torch, from the index for your CUDA version; or --use_cpu to stay "
-            "on the CPU",
-            severity="warning",
-        )
+    if "use_cpu" not in run.options:
+        yield from (of_fact(fact, "warning") for fact in torch_without_cuda(environment))
     yield from engine_of(run).looks.machine(run, options, environment)
 
 
 def ranks(processes: int, gpus: list[Gpu], *, on_cpu: bool) -> Iterator[Problem]:
     """A problem if this node has more processes than GPUs."""
-    if gpus and not on_cpu and processes > len(gpus):
+    if not on_cpu:
         shows = f"--nproc {processes}, {len(gpus)} GPUs visible"
-        values = {"local": processes, "count": len(gpus)}
-        yield in_short(
-            told("env-more-processes-than-gpus", [Place("environment", None, shows)], values), "error"
-        )
-
-
-def visible(environment: Environment) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES selects; by index, otherwise as many as it names."""
-    told_of = environment.variables.get("CUDA_VISIBLE_DEVICES")
-    if told_of is None:
-        return list(environment.gpus)
-    names = [name.strip() for name in told_of.split(",") if name.strip()]
-    if all(name.isdecimal() for name in names):
-        return [environment.gpus[int(name)] for name in names if int(name) < len(environment.gpus)]
-    return [] if names[0].startswith("-") else list(environment.gpus[: len(names)])
+        yield from map(of_fact, more_processes_than_gpus(processes, len(gpus), shows))
 
 
 def model(run: Run) -> Iterator[Problem]:
@@ -275,24 +254,11 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
 
 def config_problems(path: Path) -> list[Problem]:
     """The doctor's findings about a script or config for a run. Raises ReshardError if the file is neither."""
-    findings = diagnose(path)
+    findings = list(diagnose(path))
+    known = "script-device-map" in (each.code for each in findings)
+    if path.suffix in (".yaml", ".yml", ".json") and not known:
+        findings += device_maps(
+            read_config(str(path))
+        )  # also in a config of `train`, which the doctor does not know
     # The doctor cannot know whether several processes will run a script; here they will.
-    problems = [in_short(each, "error" if each.code == "script-device-map" else None) for each in findings]
-    if path.suffix in (".yaml", ".yml", ".json") and not any(
-        each.code == "script-device-map" for each in findings
-    ):
-        text = path.read_text(encoding="utf-8")
-        if _spreads(yaml_of(text.encode())):
-            lines = enumerate(text.splitlines(), 1)
-            number = next((number for number, line in lines if "device_map" in line), None)
-            shows = text.splitlines()[number - 1].strip() if number else "device_map"
-            place = Place(str(path), number, shows, "device_map: null")
-            problems.append(in_short(told("script-device-map", [place])))
-    return problems
-
-
-def _spreads(content: Any) -> bool:
-    """Whether a config has a device map anywhere, including `model_init_kwargs` and similar ones."""
-    if isinstance(content, Mapping):
-        return content.get("device_map") in MAPS or any(_spreads(value) for value in content.values())
-    return isinstance(content, list) and any(_spreads(value) for value in content)
+    return [in_short(each, "error" if each.code == "script-device-map" else None) for each in findings]

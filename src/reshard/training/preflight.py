@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from reshard.base.errors import GIB, Problem, ReshardError, memory_size
-from reshard.diagnosis.environment import Environment, look_around
+from reshard.checks.environment import Environment, look_around
 from reshard.guard.complete import RECORD
 from reshard.training import data, evaluation, memory, preconditions
 from reshard.training.data import tokens
@@ -72,7 +72,7 @@ class _Looking:
         engine = engine_of(run)
         able = not missing and run.method in engine.methods
         options = self._try(lambda: engine.options(run)) if able else None
-        gpus = preconditions.visible(self.environment)
+        gpus = self.environment.visible
         on_cpu = not gpus or bool((options or {}).get("use_cpu"))
         processes, world_size = self._ranks(gpus, on_cpu)
         self._take(preconditions.ranks(processes, gpus, on_cpu=on_cpu))

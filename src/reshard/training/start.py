@@ -100,7 +100,7 @@ def start(
 OF_THIS_MACHINE = (
     "run-exceeds-memory",
     "env-more-processes-than-gpus",
-    "torch-without-cuda",
+    "env-torch-without-cuda",
     "rendezvous-local",
     "slurm-nodes-unused",
     "vllm-server-unreachable",

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from reshard.checks.fact import Fact
 from reshard.diagnosis.data import FOLDER, data
 from reshard.diagnosis.finding import CERTAINTIES, Finding, Place, Text
 from reshard.diagnosis.words import filled
@@ -92,6 +93,11 @@ def told(
         evidence=tuple(evidence),
         sources=tuple(rule["sources"]),
     )
+
+
+def in_words(fact: Fact, places: Iterable[Place] = ()) -> Finding:
+    """The finding of what a check found."""
+    return told(fact.code, places, fact.values, severity=fact.severity, certainty=fact.certainty)
 
 
 def told_at(found: Told, target: str, line: int, said: str) -> Finding:

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.diagnosis.environment import Environment
+from reshard.checks.environment import Environment
+from reshard.checks.machine import old_gpus
 from reshard.folders import iterations
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
 from reshard.guard.complete import SAVED
 from reshard.model.described import describe
 from reshard.model.resolve import resolve
-from reshard.training.findings import in_training, lacking, without_bf16
+from reshard.training.findings import in_training, lacking, of_fact
 from reshard.training.megatron.options import read
 from reshard.training.megatron.weights import layout_of
 from reshard.training.run import Run
@@ -39,7 +40,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
         return
     half = options.get("bf16") is not False and not options.get("fp16") and not options.get("fp32")
     if half or options.get("attention_backend") == "flash":
-        yield from without_bf16(environment)
+        yield from (of_fact(fact, "error") for fact in old_gpus(environment))
 
 
 def model(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:

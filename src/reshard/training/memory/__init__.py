@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.base.errors import GIB, ReshardError, memory_size
-from reshard.diagnosis.environment import Environment
+from reshard.checks.environment import Environment
 from reshard.training.engine import Batches, Precision
 from reshard.training.engines import engine_of
 from reshard.training.run import Run

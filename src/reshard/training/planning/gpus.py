@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from reshard.base.errors import GIB, ReshardError
 from reshard.base.suggest import did_you_mean
-from reshard.diagnosis.environment import Environment, Gpu, look_around
+from reshard.checks.environment import Environment, Gpu, look_around
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from math import ceil
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.diagnosis.rules import told
+from reshard.checks import grpo
 from reshard.folders.companions import CONFIG
 from reshard.training.engine import Batches, Precision
-from reshard.training.findings import in_short
+from reshard.training.findings import of_fact
 from reshard.training.methods import is_rewarded
 from reshard.training.run import Run
 
@@ -26,12 +26,11 @@ def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: i
     replicas = run.layout.replicas(world_size)
     per_device = int(options["per_device_train_batch_size"])
     accumulation = int(options["gradient_accumulation_steps"])
-    step = per_device * accumulation * replicas
     if is_rewarded(run.method):
-        problems = [*_groups(options, step, replicas), *_evaluated_groups(run, options, replicas)]
+        problems = [*_groups(options, replicas), *_evaluated_groups(run, options, replicas)]
     if problems:
         raise ReshardError(problems)
-    rows = _rows(run, options, step, samples)
+    rows = _rows(run, options, replicas, samples)
     batches = ceil(rows / (per_device * replicas))
     updates = max(ceil(batches / accumulation), 1)
     limit = int(options["max_steps"])
@@ -110,29 +109,13 @@ def _is_tied(run: Run) -> bool:
     return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
-def _generated(options: Mapping[str, Any], step: int) -> int:
-    """Completions per generation over all replicas; `step` is the number of samples per optimizer step."""
-    if options["generation_batch_size"]:
-        return int(options["generation_batch_size"])
-    accumulation = int(options["gradient_accumulation_steps"])
-    return step // accumulation * int(options["steps_per_generation"] or accumulation)
-
-
-def _groups(options: Mapping[str, Any], step: int, replicas: int) -> Iterator[Problem]:
-    """A problem if a generation does not consist of complete groups of completions, in the doctor's words."""
-    group, total = int(options["num_generations"]), _generated(options, step)
+def _groups(options: Mapping[str, Any], replicas: int) -> Iterator[Problem]:
+    """A problem if a generation does not consist of complete groups of completions."""
+    numbers = grpo.numbers_of(options) or {}
+    total, group = grpo.generated(numbers, replicas), numbers["num_generations"]
     found = f"{total} completions on {replicas} ranks with different data, groups of {group}"
-    if group < 2:
-        finding = told("grpo-one-generation", [], {"group": group})
-    elif total % group:
-        each = total // replicas
-        fitting = ", ".join(str(ranks) for ranks in range(1, 65) if each * ranks % group == 0)
-        finding = told(
-            "script-grpo-arithmetic", [], {"total": each, "group": group, "ranks": fitting or "no number of"}
-        )
-    else:
-        return
-    yield replace(in_short(finding), found=found)
+    for fact in grpo.cut_groups(numbers, replicas):
+        yield replace(of_fact(fact), file=None, found=found)
 
 
 def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> Iterator[Problem]:
@@ -163,12 +146,13 @@ def evaluation_of(options: Mapping[str, Any]) -> str:
     return f"{' and '.join(when)}, {options['per_device_eval_batch_size']} at a time on each rank"
 
 
-def _rows(run: Run, options: Mapping[str, Any], step: int, samples: int) -> int:
+def _rows(run: Run, options: Mapping[str, Any], replicas: int, samples: int) -> int:
     """Rows per epoch. GRPO draws complete generations, and repeats each prompt for its group."""
     if not is_rewarded(run.method):
         return samples
-    group = int(options["num_generations"])
-    prompts = _generated(options, step) // group
+    numbers = grpo.numbers_of(options) or {}
+    group = numbers["num_generations"]
+    prompts = grpo.generated(numbers, replicas) // group
     return samples // prompts * prompts * group * int(options["num_iterations"])
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from reshard import guard
 from reshard.base.errors import Problem, ReshardError, listed
+from reshard.checks.device_maps import misplaced
 from reshard.guard.in_script import SHOWN
 from reshard.training.run import Run
-from reshard.training.trl import quantized
 from reshard.training.trl.devices import agreed, world_size
 
 WRAPPERS = {
@@ -39,7 +39,11 @@ def assert_plan(run: Run, trainer: Any) -> None:
         *_trainable(run, trainer),
         *_head(run, trainer),
     ]
-    problems += [*_device_map(trainer.model, "the model"), *_reference(run, trainer), *_guarded(run, trainer)]
+    problems += [
+        *_misplaced(trainer, trainer.model, "the model"),
+        *_reference(run, trainer),
+        *_guarded(run, trainer),
+    ]
     if found := agreed(problems):
         raise ReshardError(found)
 
@@ -165,17 +169,8 @@ def _head(run: Run, trainer: Any) -> Iterator[Problem]:
         )
 
 
-def _device_map(model: Any, whose: str) -> Iterator[Problem]:
-    for name, module in model.named_modules():
-        if getattr(module, "hf_device_map", None) and not quantized.is_on_one_device(module):
-            yield Problem(
-                "model-loaded-with-device-map",
-                f"{whose} was loaded with a device map",
-                tensor=name or type(module).__name__,
-                found=str(module.hf_device_map)[:200],
-                remedy="load with device_map=None: each rank has its own device",
-            )
-            return
+def _misplaced(trainer: Any, model: Any, whose: str) -> Iterator[Problem]:
+    return misplaced(model, world_size(), trainer.accelerator.device, whose)
 
 
 def _reference(run: Run, trainer: Any) -> Iterator[Problem]:
@@ -184,7 +179,7 @@ def _reference(run: Run, trainer: Any) -> Iterator[Problem]:
     if reference is None:
         return
     yield from _spread(run, reference, "the reference model")
-    yield from _device_map(reference, "the reference model")
+    yield from _misplaced(trainer, reference, "the reference model")
     own = {id(parameter) for parameter in trainer.model.parameters()}
     if any(id(parameter) in own for parameter in reference.parameters()):
         yield Problem(
@@ -196,15 +191,12 @@ def _reference(run: Run, trainer: Any) -> Iterator[Problem]:
 
 
 def _guarded(run: Run, trainer: Any) -> list[Problem]:
-    """Problems found by `reshard.guard`, except plain norms and adapters next to DTensors, as in transformers."""
+    """Problems found by `reshard.guard`, except of device maps, and of plain tensors that transformers leaves."""
     try:
         guard.check(trainer.model_wrapped, trainer.optimizer)
     except ReshardError as error:
-        return [
-            each
-            for each in error.problems
-            if not (run.parallel == "tp" and each.code == "guard-mixed-parameters")
-        ]
+        known = ["guard-device-map", *(["guard-mixed-parameters"] if run.parallel == "tp" else [])]
+        return [each for each in error.problems if each.code not in known]
     return []
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
+from reshard.checks.machine import BF16
 from reshard.training.methods import is_rewarded
 from reshard.training.planning.gpus import capability, has_gpu
 from reshard.training.run import Run
@@ -26,8 +27,6 @@ OF_SFT: dict[str, Any] = {"assistant_only_loss": True}
 """More defaults, for SFT only."""
 EVAL_STEPS = 500
 """Steps between evaluations for `eval_strategy steps` without a number: transformers' default for logs."""
-BF16_CAPABILITY = 8.0
-"""The lowest compute capability of GPUs with bfloat16: Ampere."""
 
 
 def defaults_of(run: Run, typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def _half(typed: Mapping[str, Any], gpu: bool) -> str | None:
     if not gpu or typed.get("bf16") is False:
         return None
     least = capability()
-    if least is not None and least < BF16_CAPABILITY:
+    if least is not None and least < BF16:
         return None if typed.get("fp16") is False else "float16"
     return "bfloat16"
 

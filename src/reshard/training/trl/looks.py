@@ -8,9 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reshard.base.errors import Problem
-from reshard.diagnosis.environment import Environment, diagnose_environment
+from reshard.checks.environment import Environment
+from reshard.checks.machine import facts_of, old_gpus
 from reshard.diagnosis.finding import Text
-from reshard.training.findings import in_short, without_bf16
+from reshard.training.findings import in_short, of_fact
 from reshard.training.run import Run
 from reshard.training.trl import vllm
 from reshard.training.trl.arithmetic import alien_parallelism, plan_instead
@@ -47,15 +48,14 @@ def asked(run: Run) -> Iterator[Problem]:
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
     """Problems of the environment that affect this run, including attention that is missing or mixes samples."""
-    found = diagnose_environment(environment)
-    yield from (in_short(finding) for finding in found if finding.code in RULES)
+    yield from (of_fact(fact) for fact in facts_of(environment) if fact.code in RULES)
     yield from _packed(options)
     yield from vllm.problems(run, options, environment)
     yield from _flash(options, environment)
     if environment.gpus and not options.get("use_cpu"):
         flash = str(options.get("attn_implementation")).startswith("flash")
         if options.get("bf16") or flash:
-            yield from without_bf16(environment)
+            yield from (of_fact(fact, "error") for fact in old_gpus(environment))
 
 
 def _flash(options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from reshard.base.arguments import truth
 from reshard.base.errors import Problem
 from reshard.training.run import Run
 
@@ -20,14 +21,7 @@ NESTED, BLOCKS = 8.127 / 64, 32 / 64
 
 def bits(options: Mapping[str, Any]) -> int | None:
     """The bits of a base weight, from options as typed or parsed; None if the base is not quantized."""
-    return next(
-        (
-            found
-            for name, found in LOADED_IN.items()
-            if str(options.get(name)).lower() in ("true", "1", "yes")
-        ),
-        None,
-    )
+    return next((found for name, found in LOADED_IN.items() if truth(options.get(name))), None)
 
 
 def loading(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,11 +50,6 @@ def saved(options: Mapping[str, Any], base: int) -> float:
         return 0.0
     scales = 0.0 if found == 8 else NESTED if options.get("use_bnb_nested_quant") else BLOCKS
     return base - (found + scales) / 8
-
-
-def is_on_one_device(module: Any) -> bool:
-    """Whether a device map is transformers' own for a quantized model: all of it on the device of this process."""
-    return bool(getattr(module, "is_quantized", False)) and len(set(module.hf_device_map.values())) == 1
 
 
 def problems(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from reshard.base.errors import GIB, Problem
-from reshard.diagnosis.environment import Environment
+from reshard.checks.environment import Environment
 from reshard.training.planning.gpus import is_planned
 from reshard.training.run import Run
 from reshard.training.trl.arithmetic import plan_instead

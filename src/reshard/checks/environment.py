@@ -99,6 +99,17 @@ class Environment:
         """The lowest compute capability of all GPUs."""
         return min((gpu.capability for gpu in self.gpus), default=None)
 
+    @property
+    def visible(self) -> list[Gpu]:
+        """The GPUs that CUDA_VISIBLE_DEVICES selects; by index, otherwise as many as it names."""
+        told = self.variables.get("CUDA_VISIBLE_DEVICES")
+        if told is None:
+            return list(self.gpus)
+        names = [name.strip() for name in told.split(",") if name.strip()]
+        if all(name.isdecimal() for name in names):
+            return [self.gpus[int(name)] for name in names if int(name) < len(self.gpus)]
+        return [] if names[0].startswith("-") else list(self.gpus[: len(names)])
+
     def as_dict(self) -> dict[str, Any]:
         """What `reshard doctor` shows, in its order; None for what is missing."""
         return {
