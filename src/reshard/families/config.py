@@ -201,6 +201,9 @@ QWEN_EXPERTS: tuple[Entry, ...] = (
 )
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The keys in which configs have the number of experts of a layer."""
+
 LATENT_ATTENTION: tuple[Entry, ...] = (
     Const(args={"multi_latent_attention": True}, config={"attention_bias": False}),
     LatentRope(),

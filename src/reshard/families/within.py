@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from reshard.families.rules import Rule, native
 
@@ -42,6 +43,12 @@ class Carried:
     def turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape on the other side of a tensor that has `shape` on one."""
         return shape[::-1] if self.transposed else shape
+
+
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the language model: its own, or `text_config`, whose keys count before those around it."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else dict(config)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from reshard.families.rope import rope_parameters
+from reshard.families.within import language_config
 from reshard.formats.gguf.keys import Keys
 from reshard.formats.gguf.values import Type
 
@@ -203,15 +204,12 @@ OWN: Mapping[str, tuple[Fact, ...]] = {
 
 def model_type(config: Config) -> str:
     """The `model_type` of the language model."""
-    text = config.get("text_config")
-    return str((text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type"))
+    return str(language_config(config).get("model_type"))
 
 
 def completed(config: Config) -> dict[str, Any]:
     """The config of the language model as transformers completes it."""
-    text = config.get("text_config")
-    stated = {**config, **text} if isinstance(text, Mapping) else dict(config)
-    whole = {**ASSUMED.get(model_type(config), {}), **stated}
+    whole = {**ASSUMED.get(model_type(config), {}), **language_config(config)}
     heads = whole.get("num_attention_heads")
     if whole.get("num_key_value_heads") is None:
         whole["num_key_value_heads"] = heads

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.families.within import language_config
 from reshard.folders.companions import CONFIG, read_object
 from reshard.training.data.indexed import INDEX, TOKENS, are_indexed, prefix_of
 from reshard.training.data.mix import Mix
@@ -96,9 +97,7 @@ def look(run: Run, options: Options) -> Lengths:
 
 def _vocabulary(model: Path) -> int | None:
     """The number of token ids that a model's embedding has, by its config."""
-    config = read_object(model / CONFIG, Sources())
-    text = config.get("text_config")
-    found = (text if isinstance(text, dict) else config).get("vocab_size")
+    found = language_config(read_object(model / CONFIG, Sources())).get("vocab_size")
     return found if isinstance(found, int) else None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
 from reshard.families import declared
 from reshard.families.rules import Dims
+from reshard.families.within import language_config
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,8 @@ class Widths:
     @staticmethod
     def of(config: Mapping[str, Any]) -> Widths:
         """The widths in a config.json, or in its text model's config. Raises ReshardError if a size is missing."""
-        config = config.get("text_config") or config
         try:
-            return Widths._of(config)
+            return Widths._of(language_config(config))
         except UNUSABLE as error:
             raise ReshardError(
                 Problem(

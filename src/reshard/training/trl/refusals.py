@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.families.config import EXPERTS
+from reshard.families.within import language_config
 from reshard.folders.companions import CONFIG, read_object
 from reshard.training.run import Run
 from reshard.training.trl import quantized
@@ -123,8 +125,6 @@ def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]
         )
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of config.json for the number of experts per layer."""
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
@@ -134,9 +134,8 @@ def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     if not (run.lora and run.parallel == "tp" and file.is_file()):
         return
     everything = typed.get("lora_target_modules", ["all-linear"]) == ["all-linear"]
-    if any(read_object(file, Sources()).get(key) for key in EXPERTS) and (
-        everything or typed.get("lora_target_parameters")
-    ):
+    config = language_config(read_object(file, Sources()))
+    if any(config.get(key) for key in EXPERTS) and (everything or typed.get("lora_target_parameters")):
         yield Problem(
             "expert-adapters-tensor-parallel",
             "adapters of experts cannot be tensor-parallel",
@@ -174,7 +173,7 @@ def _divided(run: Run) -> Iterator[Problem]:
         config = read_object(file, Sources())
     except ReshardError:
         return  # reported for the model's folder
-    config = {**config, **(config.get("text_config") or {})}
+    config = language_config(config)
     shared = [("tp", name) for name in HEADS] + [("ep", name) for name in EXPERTS]
     for flag, name in shared:
         size, ranks = config.get(name), getattr(run.layout, flag)
@@ -251,8 +250,7 @@ def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:
 
 
 def _vocabulary(folder: Path) -> Any:
-    config = read_object(folder / CONFIG, Sources())
-    return {**config, **(config.get("text_config") or {})}.get("vocab_size")
+    return language_config(read_object(folder / CONFIG, Sources())).get("vocab_size")
 
 
 def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
