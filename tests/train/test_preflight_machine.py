@@ -26,6 +26,7 @@ from tests.train.preflights import NOWHERE, gpus, messages, the
 from tests.train.test_memory import QWEN3_8B
 
 AS_BF16 = {"options": {"bf16": True, "use_cpu": False}}
+IN_STAGES = {"engine": "megatron", "layout": Layout(pp=3), "ranks": Ranks(nproc=3)}
 OVER_THREE = {"engine": "megatron", "layout": Layout(tp=3), "ranks": Ranks(nproc=3)}
 
 
@@ -35,13 +36,14 @@ OVER_THREE = {"engine": "megatron", "layout": Layout(tp=3), "ranks": Ranks(nproc
         (AS_BF16, gpus(2, capability=7.0), "does not support bfloat16", "--fp16 true"),
         (AS_BF16, gpus(1, gib=1), "does not fit into memory", "no plan that was tried"),
         (OVER_THREE, NOWHERE, "attention heads are not divisible by --tp 3", "choose --tp from"),
+        (IN_STAGES, NOWHERE, "layers cannot be divided among the pipeline stages", "choose --pp from"),
     ],
 )
 def test_what_the_machine_cannot_do_is_refused_with_its_cure(
     given: dict[str, Any], environment: Environment, message: str, remedy: str, run: Run
 ) -> None:
     problem = the(message, preflight(replace(run, **given), environment=environment).problems)
-    assert remedy in str(problem.remedy)
+    assert remedy in str(problem.remedy) and "--stages" not in str(problem)
 
 
 def test_gpus_are_those_that_are_visible(run: Run) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from reshard.checks.remedies import remedies
 from reshard.cli import COMMANDS
-from tests.bad_input.test_remedies import follow, remedies_of
+from tests.bad_input.test_remedies import FLAG, follow, options_of, remedies_of
 from tests.genuine.model_types import make_model_type
 from tests.test_codes import ALL
 from tests.train.train_remedies import CASES, STARTED
@@ -64,3 +65,24 @@ def test_a_remedy_of_a_run_leads_somewhere(
         monkeypatch.setenv(name, value)
     for number, case in enumerate(CASES[code]):
         follow(code, case, models, tmp_path / str(number), monkeypatch)
+
+
+READ = ("algebra/", "families/", "model/", "formats/huggingface.py", "formats/operations.py")
+"""What reads the model of a run: their remedies are for `convert`, whose options training lacks."""
+NOT_OF_FOLDERS = """
+    arguments-lack-parts config-contradicts-arguments config-differs-from-arguments family-not-found
+    flat-parameters-without-shapes flat-tensor-size-differs model-part-not-kept model-type-cannot-describe
+    nothing-to-quantize quantization-method-differs stacked-experts-fp8-unsupported weight-not-divisible-into-blocks"""
+"""Codes of checkpoints that are no Hugging Face folder, and of options that only `convert` has."""
+
+
+def test_training_has_its_own_remedy_where_convert_names_its_options() -> None:
+    shared = {"--pp", "--tp", "--vpp", "--ep", "--cp", "--merge"}
+    named = {
+        each.code: {*FLAG.findall(remedies_of(each))} - shared for each in ALL if each.file.startswith(READ)
+    }
+    strange = {code for code, flags in named.items() if flags & options_of(["convert"]).keys()}
+    assert sorted(strange - remedies()["train"].keys()) == sorted(NOT_OF_FOLDERS.split())
+    known = options_of(["train", "sft"]).keys() | {"--engine"}
+    for code, remedy in remedies()["train"].items():
+        assert code in {each.code for each in ALL} and {*FLAG.findall(remedy)} <= known, code

@@ -89,40 +89,36 @@ class Layout:
         # At most one part for each layer is built: a mistyped --pp can be a number of a billion.
         counts = self.stages or (layers // parts,) * min(parts, layers)
         if len(counts) != parts or sum(counts) != layers or min(counts) < least:
-            raise ReshardError(
-                Problem(
-                    "layers-not-divisible",
-                    f"{layers} layers cannot be divided among the pipeline stages",
-                    rule="every stage needs at least one layer, and every virtual chunk the same number",
-                    expected=f"a multiple of PP·VPP = {parts}, or {parts} numbers that add up to {layers}",
-                    found=f"--stages {','.join(map(str, self.stages))}"
-                    if self.stages
-                    else f"{layers} layers",
-                    remedy=self._dividing(layers),
-                )
-            )
+            raise ReshardError(self._indivisible(layers))
         result, first = [], 0
         for index, count in enumerate(counts):
             result.append((index % self.pp, index // self.pp, range(first, first + count)))
             first += count
         return result
 
-    def _dividing(self, layers: int) -> str:
-        """What to pass so that the layers divide."""
+    def _indivisible(self, layers: int) -> Problem:
+        """The problem of layers that do not divide, and what to pass instead."""
         parts = self.pp * self.vpp
+        stages = f"--stages {','.join(map(str, self.stages))}" if self.stages else ""
         fitting = [pp for pp in range(1, min(layers, SEVERAL) + 1) if layers % (pp * self.vpp) == 0]
-        ways = []
-        if self.stages:
-            ways.append("leave out --stages")
-        elif fitting:
-            ways.append(f"choose --pp from {', '.join(map(str, fitting))}")
-        if self.vpp > 1:
-            ways.append("leave out --vpp")
+        ways = [f"choose --pp from {', '.join(map(str, fitting))}"] if fitting and not stages else []
+        ways += ["leave out --vpp"] if self.vpp > 1 else []
+        with_stages = ["leave out --stages"] if stages else []
         if 1 < parts <= min(layers, SEVERAL):
             share, more = divmod(layers, parts)
-            stages = ",".join(str(share + (part < more)) for part in range(parts))
-            ways.append(f"name the layers of each stage, such as --stages {stages}")
-        return ", or ".join(ways) or "choose another --pp"
+            even = ",".join(str(share + (part < more)) for part in range(parts))
+            with_stages.append(f"name the layers of each stage, such as --stages {even}")
+        return Problem(
+            "layers-not-divisible",
+            f"{layers} layers cannot be divided among the pipeline stages",
+            rule="every stage needs at least one layer, and every virtual chunk the same number",
+            expected=f"{parts} numbers that add up to {layers}"
+            if stages
+            else f"a multiple of PP·VPP = {parts}",
+            found=stages or f"{layers} layers",
+            remedy=", or ".join([*ways, *with_stages]) or "choose another --pp",
+            values={"without_stages": ", or ".join(ways) or "choose another --pp"},
+        )
 
 
 @dataclass(frozen=True, slots=True)

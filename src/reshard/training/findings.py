@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from textwrap import shorten
 
@@ -13,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 from reshard.base.errors import Problem
 from reshard.base.installing import install_command
 from reshard.checks.fact import Fact
+from reshard.checks.remedies import in_words_of
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.rules import in_words
 from reshard.diagnosis.spelling import Usage, spelled
@@ -88,20 +87,6 @@ def _install(packages: Sequence[str]) -> str:
     return " && ".join(commands + [f"pip install {_LONE[each]}{each}" for each in packages if each in _LONE])
 
 
-_ELSEWHERE = (
-    (r": --base DIR", ": put its config.json into the folder"),
-    (r" \(--base DIR\), or force --family NAME", ": put its config.json into the folder"),
-    (r", or name the layers of each stage: --stages \S+", ""),
-    (r"if it computes the same as \w+: --family .*", "correct config.json, or train it with --engine trl"),
-    (r"; to convert the weights anyway: --family \w+", ", or train it with --engine trl"),
-)
-"""Options of `convert` in remedies that `train` does not have, and their replacements."""
-
-
 def in_training(problem: Problem) -> Problem:
     """A problem of a checkpoint or a layout, with a remedy that works in training."""
-    remedy, expected = problem.remedy, problem.expected
-    for pattern, instead in _ELSEWHERE:
-        remedy = re.sub(pattern, instead, remedy) if remedy else remedy
-    expected = re.sub(r", or \d+ numbers that add up to \d+", "", expected) if expected else expected
-    return replace(problem, remedy=remedy, expected=expected)
+    return in_words_of("train", problem)
