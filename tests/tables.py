@@ -1,11 +1,16 @@
-"""The tables with the output of `reshard support` in pages. `python -m tests.tables` rewrites them."""
+"""Tables in pages that are made from declarations. `python -m tests.tables` rewrites them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import click
+
+from reshard.base.options import options_of
+from reshard.cli import cli
 from reshard.cli.support import NOT_TESTED, support
+from reshard.guard.options import Options
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -29,7 +34,37 @@ def undeclared() -> list[list[str]]:
     return [[f"`{row['name']}`", row["why"]] for row in support()["undeclared"]]
 
 
-TABLES = {"Family": (DOCS / "families.md", families), "Model": (DOCS / "add-a-family.md", undeclared)}
+def options_of_guard() -> list[list[str]]:
+    """The cells of the table of guard's options."""
+    command = cli.get_command(click.Context(cli), "guard")
+    assert command is not None
+    flags = {each.name: each for each in command.params if isinstance(each, click.Option)}
+    return [
+        [
+            f"`{flags[each.name].opts[0]}`{_value(flags[each.name])}",
+            _default(flags[each.name]),
+            each.about.help,
+        ]
+        for each in options_of(Options)
+    ]
+
+
+def _value(flag: click.Option) -> str:
+    values = "|".join(flag.type.choices) if isinstance(flag.type, click.Choice) else flag.metavar
+    return f" `{values}`".replace("|", "\\|") if values else ""
+
+
+def _default(flag: click.Option) -> str:
+    if flag.is_flag:
+        return f"on; `{flag.secondary_opts[0]}`" if flag.default else ""
+    return f"`{flag.default}`" if flag.default is not None else ""
+
+
+TABLES = {
+    "Family": (DOCS / "families.md", families),
+    "Model": (DOCS / "add-a-family.md", undeclared),
+    "Option of guard": (DOCS / "guard.md", options_of_guard),
+}
 """The page and the rows of each table, by the title of its first column."""
 
 
