@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard.guard.lifetime import end_with_parent
 from reshard.guard.passing import Signals
-from reshard.guard.processes import Processes, processes_of
+from reshard.guard.processes import Processes, Tree
 from reshard.guard.relay import Relay, Stream
 from reshard.guard.watching import Notice, Watcher
 
@@ -101,6 +101,9 @@ class _Supervision:
     deadline: float | None = None
     """When a command that was asked to end is killed, by the monotonic clock."""
 
+    def __post_init__(self) -> None:
+        self.tree = Tree(self.process.pid)
+
     def follow(self) -> Outcome:
         self.selector.register(self.signals.descriptor, selectors.EVENT_READ)
         for stream in self.relay.streams:
@@ -145,7 +148,7 @@ class _Supervision:
                 self.process.send_signal(number)
 
     def _tick(self) -> None:
-        self.processes = processes_of(self.process.pid)
+        self.processes = self.tree.snapshot()
         for watcher in self.watchers:
             self._tell(watcher.tick(time.time(), self.processes))
         if self.deadline is not None and time.monotonic() > self.deadline:
