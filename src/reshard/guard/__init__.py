@@ -10,6 +10,9 @@ In a script, an explained error is raised before a known failure, and others are
     trainer.add_callback(reshard.guard.callback()) # checks when training begins
 """
 
+from reshard.guard.announce import announce
 from reshard.guard.in_script import callback, check, explained
 
 __all__ = ["callback", "check", "explained"]
+
+announce()
