@@ -1,0 +1,284 @@
+"""A run that stands still: no progress, and nothing that explains it.
+
+No counter has advanced for a minute, or thirty times the usual step. Then the processes are looked at. The run stands
+still if a rank is stopped; if every process is idle for another minute; or if, twice in half a minute, some ranks wait
+in a collective for ranks that are idle elsewhere or gone. A process that computes, reads or writes explains the
+silence until `--stall` (before the first step `--startup`) has passed without a line of output or a byte of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from reshard.base.errors import Problem
+from reshard.guard.flights import ask_for_dumps, described, read_dumps
+from reshard.guard.processes import Process, Processes, below, ranks_of
+from reshard.guard.progress import Progress
+from reshard.guard.stacks import Stack
+from reshard.guard.watching import Line, Notice
+
+_BUSY = 0.05
+"""Share of a processor above which a process is not idle: watchdogs, loggers and launchers that poll stay below."""
+_MOVING = 16_384
+"""Bytes in a second above which a process is not idle."""
+_AT_ONCE = 8
+"""Stacks that are read at the same time."""
+_LONGER = 3
+"""A silence this many times as long as any before is never explained by itself."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """After how many seconds a run is looked at, and what is concluded."""
+
+    startup: float = 900
+    stall: float = 600
+    look: float = 60
+    """Shortest silence before processes are looked at; and, if everything is idle, how much longer it has to last."""
+    steps: float = 30
+    """The same in steps."""
+    again: float = 30
+    """Time between two looks."""
+    window: float = 10
+    """Time over which activity is measured, and for which a rank must be stopped."""
+
+
+@dataclass
+class Activity:
+    """Since when each process is idle, and when files were last read or written."""
+
+    window: float
+    moved: float = 0.0
+    _since: dict[int, float] = field(default_factory=dict)
+    _before: Processes = field(default_factory=dict)
+    _at: float = 0.0
+
+    def update(self, now: float, processes: Processes) -> None:
+        """Compare the processes with those of a window ago."""
+        passed = now - self._at
+        if passed < self.window:
+            return
+        for pid, each in processes.items():
+            before = self._before.get(pid)
+            used = each.seconds - (before.seconds if before else 0)
+            read = each.io - (before.io if before else 0)
+            if before is None or used > _BUSY * passed or read > _MOVING * passed:
+                self._since[pid] = now
+            if before is not None and read > _MOVING * passed:
+                self.moved = now
+        self._since = {pid: since for pid, since in self._since.items() if pid in processes}
+        self._before, self._at = processes, now
+
+    def idle(self, now: float, processes: Iterable[Process]) -> float:
+        """For how long all of the processes have been idle."""
+        return now - max((self._since.get(each.pid, now) for each in processes), default=now)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the ranks do: some wait for others, some are idle elsewhere, some are gone, and the rest is busy."""
+
+    stacks: dict[int, Stack]
+    waiting: set[int]
+    idle: set[int]
+    gone: set[int]
+
+    @property
+    def busy(self) -> set[int]:
+        """The ranks that compute, read or write."""
+        return self.stacks.keys() - self.waiting - self.idle - self.gone
+
+    @property
+    def blamed(self) -> set[int]:
+        """The ranks that the others wait for, if that is certain."""
+        known = all(self.stacks[rank].frames for rank in self.idle)
+        return self.idle | self.gone if self.waiting and known and not self.busy else set()
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a rank waits for a person."""
+        return any(stack.by_hand for stack in self.stacks.values())
+
+
+@dataclass
+class Stall:
+    """A Watcher that reports a run that stands still, once each time."""
+
+    progress: Progress
+    read_stack: Callable[[Process], Stack]
+    limits: Limits = field(default_factory=Limits)
+    stop: bool = False
+    """Whether a stall ends the run."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The variables of the command, which tell where torch's flight recorder writes."""
+    _start: float = 0.0
+    _pids: dict[int, int] = field(default_factory=dict)
+    """The process of each rank that was seen."""
+    _stopped: dict[int, float] = field(default_factory=dict)
+    """Since when a rank is stopped."""
+    _look: Look | None = None
+    _looked: float = 0.0
+    _reported: float | None = None
+    """The last sign of life before the report."""
+
+    def __post_init__(self) -> None:
+        self._activity = Activity(self.limits.window)
+
+    def line(self, line: Line) -> Iterable[Notice]:
+        """Nothing: `progress` reads the lines."""
+        return ()
+
+    def tick(self, now: float, processes: Processes) -> Iterator[Notice]:
+        """Judge the silence of the run."""
+        self._start = self._start or now
+        self._activity.update(now, processes)
+        ranks = ranks_of(processes)
+        self._pids.update((rank, each.pid) for rank, each in ranks.items() if each.rank is not None)
+        self._stopped = {
+            rank: self._stopped.get(rank, now) for rank, each in ranks.items() if each.state == "T"
+        }
+        alive = max(self._start, self.progress.alive, 0 if self.progress.started else self.progress.spoke)
+        if self._reported is not None and alive > self._reported:
+            yield _goes_on(now - self._reported)
+            self._reported = None
+        if self._reported is None and ranks:
+            notice = self._judge(now, now - alive, ranks, processes)
+            self._reported = alive if notice else None
+            yield from [notice] if notice else []
+
+    def _judge(self, now: float, silent: float, ranks: Processes, processes: Processes) -> Notice | None:
+        stopped = [rank for rank, since in self._stopped.items() if now - since >= self.limits.window]
+        if stopped:
+            return self._report_stopped({rank: ranks[rank] for rank in stopped})
+        soonest = max(self.limits.look, self.limits.steps * self.progress.interval)
+        if silent < min(soonest, self._last_limit):
+            self._look = None
+            return None
+        if now - self._looked < self.limits.again:
+            return None
+        before, self._looked = self._look, now
+        self._look = self._see(now, silent, ranks, processes)
+        if not self._look.by_hand and self._stands_still(now, silent, before, processes):
+            return self._report(silent, self._look, ranks)
+        return None
+
+    @property
+    def _last_limit(self) -> float:
+        """The silence that is reported whatever the processes do."""
+        limits = self.limits
+        return max(limits.stall, _LONGER * self.progress.longest) if self.progress.started else limits.startup
+
+    def _see(self, now: float, silent: float, ranks: Processes, processes: Processes) -> Look:
+        """Read the stacks; if all ranks are busy, only at the end: reading takes a little time from them."""
+        idle = {
+            rank
+            for rank, each in ranks.items()
+            if self._activity.idle(now, below(each.pid, processes)) >= self.limits.again
+        }
+        ask_for_dumps(self.environment, ranks)
+        is_read = idle or silent >= self._last_limit
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            read = pool.map(self.read_stack if is_read else lambda _: Stack(), ranks.values())
+            stacks = dict(zip(ranks, read, strict=True))
+        waiting = {rank for rank, stack in stacks.items() if stack.waits_in(rank in idle)}
+        gone = {
+            rank for rank, pid in self._pids.items() if pid not in processes or processes[pid].state == "Z"
+        }
+        return Look(stacks, waiting - gone, idle - waiting - gone, gone)
+
+    def _stands_still(self, now: float, silent: float, before: Look | None, processes: Processes) -> bool:
+        look = self._look
+        assert look is not None
+        if look.blamed and (look.gone or look == before):
+            return True
+        quiet = now - max(self._activity.moved, self.progress.spoke, now - silent)
+        idle = self._activity.idle(now, processes.values())
+        settled = min(silent - self.limits.look, idle) >= self.limits.look
+        return quiet >= self._last_limit or (settled and self._is_alone(look, processes))
+
+    def _is_alone(self, look: Look, processes: Processes) -> bool:
+        """Whether nothing outside of these processes can be what they wait for: another machine, or a service."""
+        worlds = [each.world for each in processes.values() if each.rank is not None]
+        elsewhere = max(worlds, default=0) > len(worlds)
+        return (bool(worlds) or self.progress.started) and not (elsewhere and not look.idle)
+
+    def _report(self, silent: float, look: Look, ranks: Processes) -> Notice:
+        found = f"no progress for {silent:.0f} s, since {self.progress.at}"
+        if look.blamed:
+            found += f"; {_ranks(look.waiting)} {_s('wait', look.waiting)} for {_ranks(look.blamed)}"
+        elif look.waiting and not look.busy and not look.idle:
+            found += "; all ranks wait for others"
+        return Notice(
+            Problem(
+                "run-stands-still",
+                "the run stands still",
+                found=found,
+                remedy="see below what each rank does; end the run, fix the cause, and resume from the last checkpoint",
+                severity="warning",
+            ),
+            lines=(*_described(look, ranks), *described(read_dumps(self.environment, self._start))),
+            stop=self.stop,
+        )
+
+    def _report_stopped(self, stopped: Processes) -> Notice:
+        pids = " ".join(str(each.pid) for each in stopped.values())
+        return Notice(
+            Problem(
+                "rank-stopped",
+                "a rank is stopped by a signal",
+                found=f"{_ranks(stopped)} (process {pids}), at {self.progress.at}",
+                remedy=f"continue it: kill -CONT {pids}",
+                severity="warning",
+                values={"pids": pids},
+            ),
+            stop=self.stop,
+        )
+
+
+def _described(look: Look, ranks: Processes) -> Iterator[str]:
+    """A line for each group of ranks that do the same."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted({*look.stacks, *look.gone}):
+        groups.setdefault(_doing(look, rank), []).append(rank)
+    for text, group in groups.items():
+        pids = ", ".join(str(ranks[rank].pid) for rank in group if rank in ranks)
+        yield f"{_ranks(group)}: {text}" + (f", process {pids}" if pids else "")
+
+
+def _doing(look: Look, rank: int) -> str:
+    if rank in look.gone:
+        return "ended"
+    stack = look.stacks[rank]
+    source = f"{stack.place} (by {stack.source})"
+    if rank in look.waiting:
+        return f"waits in {stack.waits_in(True)}, called at {source}"
+    return f"{'idle' if rank in look.idle else 'busy'} at {source}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Ranks as text: "rank 3", "ranks 0-2, 5"."""
+    numbers = sorted(ranks)
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ]
+    spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(spans)}"
+
+
+def _s(verb: str, ranks: Iterable[int]) -> str:
+    return verb if len(list(ranks)) > 1 else f"{verb}s"
+
+
+def _goes_on(seconds: float) -> Notice:
+    return Notice(
+        Problem(
+            "run-goes-on",
+            "the run goes on",
+            found=f"after {seconds:.0f} s without progress",
+            severity="warning",
+        )
+    )
