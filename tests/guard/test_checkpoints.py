@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from reshard.guard.checkpoints import saved_in
 
@@ -112,3 +113,29 @@ def test_a_large_folder_takes_no_second(tmp_path: Path) -> None:
     found = saved_in(tmp_path).last
     assert time.monotonic() - begun < 1
     assert found and found.path.name == "step-1"
+
+
+def test_a_step_of_the_trainer_needs_its_state_in_any_format(tmp_path: Path) -> None:
+    """As Accelerate saves FSDP: the weights are in torch's distributed checkpoint."""
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        shutil.copytree(DATA / "torchtitan/llama/checkpoint/step-1", tmp_path / f"checkpoint-10/{name}")
+    (tmp_path / "checkpoint-10/scheduler.pt").write_bytes(b"\x80\x02.")
+    saved = saved_in(tmp_path)
+    assert saved.last is None and saved.weights and saved.weights.lacks == ("trainer_state.json",)
+    (tmp_path / "checkpoint-10/trainer_state.json").write_text('{"global_step": 10}')
+    assert (found := saved_in(tmp_path).last) and found.step == 10
+
+
+def test_a_step_may_be_a_single_file(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"model": layer.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "step_10.pt")
+    torch.save({"model": layer.state_dict()}, tmp_path / "step_20.pt")
+    saved = saved_in(tmp_path)
+    assert saved.last and saved.last.path == tmp_path / "step_10.pt"
+    assert saved.weights and (saved.weights.step, saved.weights.lacks) == (20, ("the optimizer states",))
+    cut(tmp_path / "step_20.pt")
+    assert saved_in(tmp_path).incomplete == {tmp_path / "step_20.pt": ["it is cut off"]}

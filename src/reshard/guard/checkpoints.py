@@ -30,6 +30,10 @@ NAMES = (
     re.compile(r"iter_(\d{7,})"),  # Megatron
     re.compile(r"(?:checkpoint|ckpt|step|epoch|iteration)[_-]?(\d+)"),  # Accelerate's save_state, own loops
 )
+FILE = re.compile(
+    r"(?:.*[_-])?(?:step|epoch|ep|iter|iteration|checkpoint|ckpt)[_=-]?(\d+)(?:[_-].*)?\.(?:pt|pth|bin|ckpt)"
+)
+"""A step in one file of torch.save, as own loops and Composer write it."""
 TRACKERS = {
     r"iter_\d": iterations.TRACKER,  # Megatron-LM, ms-swift
     r"global_step_\d": iterations.TRACKER,  # verl
@@ -81,10 +85,9 @@ def saved_in(folder: Path, since: float = 0.0) -> Saved:
         try:
             checkpoint = None if lost else open_checkpoint(place)
         except (ReshardError, OSError) as error:
-            lost = [_said(error)]
-            checkpoint = None
+            checkpoint, lost = None, [_said(error)] if place.is_dir() else []  # not all files are checkpoints
         if checkpoint is None:
-            saved.incomplete[place] = lost
+            saved.incomplete |= {place: lost} if lost else {}
             continue
         saved.found.append(
             Found(place, step_of(place), checkpoint.format, when, tuple(_missing(place, checkpoint)))
@@ -99,21 +102,21 @@ def _said(error: Exception) -> str:
     return f"{problem.message}: {problem.file}" if problem and problem.file else str(problem or error)
 
 
-def step_of(folder: Path) -> int | None:
-    """The number of the step that a folder's name tells."""
-    return next((int(match[1]) for each in NAMES if (match := each.fullmatch(folder.name))), None)
+def step_of(place: Path) -> int | None:
+    """The number of the step that the name of a folder or file tells."""
+    return next((int(match[1]) for each in (*NAMES, FILE) if (match := each.fullmatch(place.name))), None)
 
 
 def _candidates(folder: Path, since: float) -> list[tuple[float, Path]]:
     """Folders of steps, with the time of their last change; the folder itself if it has none."""
-    steps = [(when, each) for each in _folders(folder) if (when := _changed(each)) >= since]
+    steps = [(when, each) for each in _steps(folder) if (when := _changed(each)) >= since]
     if steps or not folder.is_dir() or detect(folder) is None:
         return steps
     return [(when, folder)] if (when := _changed(folder)) >= since else []
 
 
-def _folders(top: Path) -> Iterator[Path]:
-    """Folders of steps below `top`; not those inside of one."""
+def _steps(top: Path) -> Iterator[Path]:
+    """Folders and files of steps below `top`; not those inside of one."""
     level, seen = [top], 0
     for _ in range(DEPTH):
         below = []
@@ -121,9 +124,13 @@ def _folders(top: Path) -> Iterator[Path]:
             seen += 1
             if seen > MOST:
                 return
-            if entry.is_symlink() or not entry.is_dir():
+            if entry.is_symlink():
                 continue
-            if step_of(entry) is None:
+            if FILE.fullmatch(entry.name):
+                yield entry
+            elif not entry.is_dir():
+                continue
+            elif step_of(entry) is None:
                 below.append(entry)
             elif not entry.name.isdecimal():
                 yield entry
@@ -133,7 +140,7 @@ def _folders(top: Path) -> Iterator[Path]:
 
 def _entries(folder: Path) -> list[Path]:
     with suppress(OSError):
-        return sorted(folder.iterdir())
+        return sorted(folder.iterdir()) if folder.is_dir() else []
     return []
 
 
@@ -152,6 +159,8 @@ def _changed(folder: Path) -> float:
 
 def _lost(folder: Path) -> list[str]:
     """What shows that a checkpoint was not finished, or is damaged, besides its weights."""
+    if folder.is_file():
+        return [] if _is_whole(folder) else ["it is cut off"]
     return [*lacking(folder), *_untracked(folder), *_cut(folder)]
 
 
@@ -186,16 +195,28 @@ def _is_whole(file: Path) -> bool:
 
 
 _OPTIMIZER = re.compile(r"(?i)optim")
+_TRAINER = re.compile(r"scheduler\.pt$|rng_state\S*\.pth$|training_args\.bin$")
+"""Other files of the Hugging Face Trainer."""
 
 
 def _missing(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
     """What resuming needs besides weights."""
-    named = (each.name for at in (folder, *_entries(folder)) for each in _entries(at))
-    stored = checkpoint.states or checkpoint.dropped.get("optimizer states")
+    named = [each.name for at in (folder, *_entries(folder)) for each in _entries(at)]
+    stored = checkpoint.states or checkpoint.dropped.get("optimizer states") or _has_optimizer(folder)
     if not stored and not any(map(_OPTIMIZER.search, named)):
         yield "the optimizer states"
-    if re.fullmatch(r"checkpoint-\d+", folder.name) and checkpoint.format in (huggingface.NAME, peft.NAME):
+    of_trainer = checkpoint.format in (huggingface.NAME, peft.NAME) or any(map(_TRAINER.match, named))
+    if re.fullmatch(r"checkpoint-\d+", folder.name) and of_trainer:
         yield from _trainer_state(folder / STATE)
+
+
+def _has_optimizer(file: Path) -> bool:
+    """Whether one file of torch.save has an optimizer beside the weights, by the keys in its pickle."""
+    if not file.is_file() or not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        pickled = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        return any(b"optim" in archive.read(name) for name in pickled)
 
 
 def _trainer_state(file: Path) -> Iterator[str]:
