@@ -24,6 +24,8 @@ from reshard.guard.publish import UNCHECKED, publish
 from reshard.planning import Options
 from reshard.stores.hub import cached, may_have
 
+GENERATION = "generation_config.json"
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -124,9 +126,18 @@ def _made(
             found="a checkpoint with all weights",
             remedy="leave out --merge",
         )
-    beside = find_companions(checkpoint.sources, *checkpoint.folders)
-    whole = beside.config is not None and beside.has_tokenizer and not is_adapter
     to = "peft" if is_adapter and not merge else "huggingface"
-    made = convert(path, draft, Options(to=to, base=None if whole else base, merge=merge), How())
+    own = find_companions(checkpoint.sources, *checkpoint.folders)
+    theirs = find_companions(checkpoint.sources, base) if base else own
+    is_whole = own.config is not None and own.has_tokenizer and not is_adapter
+    files = theirs.files if to == "peft" and not own.has_tokenizer else {}
+    options = Options(
+        to=to,
+        base=None if is_whole else base,
+        merge=merge,
+        tokenizer=own.has_tokenizer or theirs.has_tokenizer,
+        beside={name: file for name, file in files.items() if file.suffix != ".py" and name != GENERATION},
+    )
+    made = convert(path, draft, options, How())
     assert_finite(made, draft, base)
     return f"{made.plan.tensors} tensors, {made.plan.parameters:,} parameters, from {path.name}"

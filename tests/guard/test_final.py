@@ -1,0 +1,113 @@
+"""`--final`: the last checkpoint of any framework as a folder that loads, with its name only if all checks pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from reshard.guard import acceptance
+from reshard.guard.checkpoints import Found, saved_in
+from reshard.guard.final import Finished, final_of
+from reshard.oracle.transformers import transformers_logits
+
+Models = Callable[..., Path]
+DATA = Path(__file__).parents[1] / "data"
+
+
+def wrong(finished: Finished) -> dict[str, str]:
+    return {check.name: check.problems[0].message for check in finished.checks if not check.right}
+
+
+def found_in(folder: Path) -> Found:
+    found = saved_in(folder).weights
+    assert found
+    return found
+
+
+def saved(model: Path, output: Path) -> Path:
+    """A step as the Trainer saves it, without a tokenizer."""
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(output / "checkpoint-4")
+    return output
+
+
+def adapted(model: Path, output: Path) -> Path:
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(
+        output / "checkpoint-4"
+    )
+    return output
+
+
+def test_the_tokenizer_is_that_of_the_base_if_the_step_has_none(hf_model: Models, tmp_path: Path) -> None:
+    model = hf_model("qwen3")
+    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", model=str(model))
+    assert finished.whole, finished.problems
+    assert len(AutoTokenizer.from_pretrained(finished.final)) == 283
+    assert not (tmp_path / "final.unchecked").exists()
+
+
+def test_the_steps_of_deepspeed_become_a_folder_that_loads(tmp_path: Path) -> None:
+    """The test data has no tokenizer, and neither has what it was trained on."""
+    finished = final_of(found_in(DATA / "deepspeed/z3"), tmp_path / "final")
+    assert set(wrong(finished)) <= {"tokenizer", "chat template"}
+    assert np.isfinite(transformers_logits(finished.final, np.arange(8)[None])).all()
+
+
+def test_an_adapter_stays_one_or_is_merged(hf_model: Models, tmp_path: Path) -> None:
+    found = found_in(adapted(hf_model("qwen3"), tmp_path))
+    adapter = final_of(found, tmp_path / "adapter")
+    assert adapter.whole, adapter.problems
+    merged = final_of(found, tmp_path / "merged", merge=True)
+    assert merged.whole, merged.problems
+    assert (adapter.final / "adapter_config.json").is_file() and (merged.final / "config.json").is_file()
+
+
+def test_what_has_no_adapter_is_not_merged(hf_model: Models, tmp_path: Path) -> None:
+    model = hf_model("qwen3")
+    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", merge=True, base=model)
+    assert wrong(finished) == {"converted": "no adapter to merge"}
+    assert not (tmp_path / "final").exists()
+
+
+def test_a_step_with_nan_gets_no_name(hf_model: Models, tmp_path: Path) -> None:
+    model = hf_model("qwen3")
+    file = saved(model, tmp_path) / "checkpoint-4/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    finished = final_of(found_in(tmp_path), tmp_path / "final", base=model)
+    assert wrong(finished) == {"converted": "a weight is NaN or infinite"}
+    assert not (tmp_path / "final").exists()
+
+
+def test_without_transformers_the_checks_say_what_they_left_out(
+    hf_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hf_model("qwen3")
+    monkeypatch.setattr(acceptance, "find_spec", lambda name: None)
+    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", base=model)
+    told = {check.name: check.found for check in finished.checks}
+    assert finished.whole and "transformers, which is not installed, was not asked" in told["loads strictly"]
+    assert told["tokenizer"] == "not checked: transformers is not installed beside reshard"
+
+
+def test_what_users_added_stays(hf_model: Models, tmp_path: Path) -> None:
+    model = hf_model("qwen3")
+    found = found_in(saved(model, tmp_path))
+    final = final_of(found, tmp_path / "final", base=model).final
+    (final / "README.md").write_text("mine")
+    config = json.loads((found.path / "config.json").read_text())
+    (found.path / "config.json").write_text(json.dumps({**config, "use_cache": False}))
+    shutil.rmtree(tmp_path / "final.unchecked", ignore_errors=True)
+    assert final_of(found, tmp_path / "final", base=model).whole
+    assert (final / "README.md").read_text() == "mine"
