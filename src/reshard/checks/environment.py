@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import getsource
 from pathlib import Path
 from shutil import disk_usage, which
 from typing import Any
@@ -20,6 +18,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
+from reshard.diagnosis import probe
+from reshard.diagnosis.probe import installed
 
 PACKAGES = (
     *(
@@ -132,14 +132,18 @@ def look_around(python: str | None = None) -> Environment:
 
     Raises ReshardError if there is no such interpreter.
     """
-    gpus, driver = find_gpus()
-    seen = _installed() if python is None else _asked(python)
+    seen = installed(list(NAMES)) if python is None else _asked(python)
+    return environment_of(seen, *find_gpus())
+
+
+def environment_of(seen: Mapping[str, Any], gpus: list[Gpu], driver: str | None) -> Environment:
+    """The environment that an interpreter has described (`probe.py`)."""
     nccl = (seen["versions"].get(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))
     return Environment(
         {name: version for name, version in seen["versions"].items() if name in PACKAGES},
         gpus,
         driver,
-        dict(os.environ),
+        seen["variables"],
         requires=seen["requires"],
         cuda=_cuda(seen["torch"]),
         nccl=next((each for each in nccl if each), None),
@@ -150,67 +154,53 @@ def look_around(python: str | None = None) -> Environment:
 
 
 NAMES = (*PACKAGES, *(f"nvidia-nccl-cu{major}" for major in (13, 12, 11)))
-
-
-def _installed(names: Sequence[str] = NAMES) -> dict[str, Any]:
-    """Versions and requirements of packages, and the path of torch. Its source also runs in other interpreters."""
-    import platform
-    import sys
-    from importlib.metadata import PackageNotFoundError, distribution
-    from importlib.util import find_spec
-
-    seen: dict[str, Any] = {"versions": {}, "requires": {}, "executable": sys.executable}
-    seen["markers"] = {
-        "python_version": ".".join(platform.python_version_tuple()[:2]),
-        "python_full_version": platform.python_version(),
-        "implementation_name": sys.implementation.name,
-        "platform_python_implementation": platform.python_implementation(),
-    }
-    for name in names:
-        try:
-            found = distribution(name)
-        except PackageNotFoundError:
-            continue
-        seen["versions"][name] = found.version
-        seen["requires"][name] = found.requires or []
-    torch = find_spec("torch")
-    seen["torch"] = torch.origin if torch else None
-    return seen
-
-
-ASK = """
-from __future__ import annotations
-import sys
-sys.path[:] = filter(None, sys.path)  # not the current folder: the user's json.py would be executed
-import json
-{function}
-print(json.dumps(_installed({names!r})))
-"""
 PATIENCE = 60
 """Seconds that another interpreter may take to start."""
+
+
+def ask(
+    interpreter: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    *,
+    patience: float,
+    **request: Any,
+) -> dict[str, Any]:
+    """What `interpreter`, the words that start it, says about itself. `request` has more arguments of the probe.
+
+    Raises OSError, SubprocessError or ValueError if it does not answer.
+    """
+    command = [*interpreter, "-c", Path(probe.__file__).read_text("utf-8")]
+    ran = subprocess.run(
+        [*command, json.dumps({"names": NAMES, **request})],
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=patience,
+        check=True,
+    )
+    answer: dict[str, Any] = json.loads((ran.stdout.splitlines() or [""])[-1])
+    return answer
 
 
 def _asked(python: str) -> dict[str, Any]:
     """The packages of another interpreter, as it reports them; `python` may be the folder of its environment."""
     path = which(python) or which(str(Path(python, "bin/python")))
-    code = ASK.format(
-        function=getsource(_installed).replace("Sequence[str] = NAMES", "list"), names=list(NAMES)
-    )
     try:
         if path is None:
             raise FileNotFoundError(None, _instead_of_a_program(Path(python)))
-        ran = subprocess.run([path, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
-        seen: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return ask([path], patience=PATIENCE)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ReshardError(
             "interpreter-not-found",
             "not a working Python interpreter",
             file=python,
             expected="Python 3.8 or later",
-            found=_failure(error),
+            found=why_silent(error),
             remedy="pass the interpreter of the training environment, such as /opt/venv/bin/python",
         ) from None
-    return seen
 
 
 def _instead_of_a_program(path: Path) -> str:
@@ -220,13 +210,13 @@ def _instead_of_a_program(path: Path) -> str:
     return "a file that is not executable" if path.is_file() else "no such program"
 
 
-def _failure(error: Exception) -> str:
+def why_silent(error: Exception) -> str:
     """Why an interpreter did not answer."""
     if isinstance(error, subprocess.CalledProcessError):
         *_, last = ["", *(line.strip() for line in error.stderr.splitlines() if line.strip())]
         return f"exit status {error.returncode}" + (f": {last}" if last else "")
     if isinstance(error, subprocess.TimeoutExpired):
-        return f"no answer after {PATIENCE} s"
+        return f"no answer after {error.timeout:g} s"
     return (error.strerror or str(error)) if isinstance(error, OSError) else "it does not execute Python code"
 
 
