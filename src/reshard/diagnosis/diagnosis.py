@@ -19,7 +19,7 @@ from reshard.diagnosis.environment import diagnose_environment
 from reshard.diagnosis.finding import CERTAINTIES, Finding, Text
 from reshard.diagnosis.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
 from reshard.diagnosis.freezes import diagnose_freeze, versions_in
-from reshard.diagnosis.launches import SHELL, diagnose_launch, processes_of, under_launch
+from reshard.diagnosis.launches import CONFIGS, SHELL, diagnose_launch, processes_of, under_launch
 from reshard.diagnosis.logs import STDIN, WORKER_UNSEEN, diagnose_log
 from reshard.diagnosis.notebooks import diagnose_notebook
 from reshard.diagnosis.reading import BEGIN, decoded, encoding_of
@@ -31,7 +31,6 @@ from reshard.formats import foreign
 from reshard.formats.not_found import ANYWHERE, NOTHING_FOUND
 from reshard.stores import as_path, typed_path
 
-CONFIGS = {".yaml", ".yml", ".json"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
 
 

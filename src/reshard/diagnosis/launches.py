@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
 from reshard.checks.machine import more_processes_than_gpus
+from reshard.diagnosis.configs import device_maps
+from reshard.diagnosis.configtext import read_config
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import in_words, told
 from reshard.diagnosis.words import words
 
+CONFIGS = (".yaml", ".yml", ".json")
 SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _LAUNCHER = re.compile(
     r"\b(?:torchrun|accelerate\s+launch|deepspeed|torch\.distributed\.(?:run|launch)|megatron\s+\w+|swift\s+\w+)\b"
@@ -67,6 +70,14 @@ def under_launch(finding: Finding, place: Place, count: int) -> Finding:
         return finding
     seen = words("launch-starts", place=place, count=count)
     return replace(finding, severity="error", certainty="sure", evidence=(seen,))
+
+
+def run_by_several(path: str, findings: Iterable[Finding], place: Place, count: int) -> list[Finding]:
+    """The findings about a script or config of a run with several processes, which `place` starts."""
+    found = list(findings)
+    if path.endswith(CONFIGS) and not any(each.code == "script-device-map" for each in found):
+        found += device_maps(read_config(path))
+    return [under_launch(each, place, count) for each in found]
 
 
 def _commands(text: str) -> Iterator[tuple[int, str]]:

@@ -52,7 +52,7 @@ class Command:
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
     """The number of GPUs that a process with this environment sees."""
-    from reshard.diagnosis.machine import find_gpus
+    from reshard.checks.environment import find_gpus
 
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     names = [each for each in (listed or "").split(",") if each.strip() and not each.strip().startswith("-")]

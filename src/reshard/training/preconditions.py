@@ -12,9 +12,8 @@ from reshard.checks.environment import Environment, Gpu
 from reshard.checks.machine import more_processes_than_gpus, torch_without_cuda
 from reshard.commands.inspection import inspect_checkpoint
 from reshard.diagnosis import diagnose
-from reshard.diagnosis.configs import device_maps
-from reshard.diagnosis.configtext import read_config
 from reshard.diagnosis.finding import Place
+from reshard.diagnosis.launches import run_by_several
 from reshard.diagnosis.rules import told
 from reshard.folders.companions import CONFIG, read_object
 from reshard.guard.complete import RECORD, SAVED
@@ -254,11 +253,6 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
 
 def config_problems(path: Path) -> list[Problem]:
     """The doctor's findings about a script or config for a run. Raises ReshardError if the file is neither."""
-    findings = list(diagnose(path))
-    known = "script-device-map" in (each.code for each in findings)
-    if path.suffix in (".yaml", ".yml", ".json") and not known:
-        findings += device_maps(
-            read_config(str(path))
-        )  # also in a config of `train`, which the doctor does not know
     # The doctor cannot know whether several processes will run a script; here they will.
-    return [in_short(each, "error" if each.code == "script-device-map" else None) for each in findings]
+    found = run_by_several(str(path), diagnose(path), Place("reshard train"), 2)
+    return [in_short(each) for each in found]
