@@ -50,8 +50,8 @@ def options_of_guard() -> list[list[str]]:
 
 
 def _value(flag: click.Option) -> str:
-    values = "|".join(flag.type.choices) if isinstance(flag.type, click.Choice) else flag.metavar
-    return f" `{values}`".replace("|", "\\|") if values else ""
+    values = flag.type.choices if isinstance(flag.type, click.Choice) else [flag.metavar] * bool(flag.metavar)
+    return "".join(f" `{value}`" for value in values)
 
 
 def _default(flag: click.Option) -> str:
