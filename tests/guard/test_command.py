@@ -77,7 +77,7 @@ PARSER = """
 import argparse, json, sys
 P = argparse.ArgumentParser
 
-def show(parser, *_):
+def show(parser, *_, **__):
     known = [[name.lstrip("-").replace("-", "_"), each.nargs == 0] for each in parser._actions
              for name in each.option_strings]
     print(json.dumps(known))

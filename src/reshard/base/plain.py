@@ -9,6 +9,8 @@ from typing import Any
 
 JSON_MOST = 128 << 20
 """Most bytes of a JSON file: vocabularies and indices of the largest models take a third of it."""
+CODE_MOST = 4 << 20
+"""Most bytes of a Python file that is read."""
 JSON_WEIGHT = 12
 """Bytes of memory per byte of a tokenizer's JSON while it is read: its text, and objects."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.base.plain import CODE_MOST
 from reshard.base.shown import shown
 from reshard.commands.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
 from reshard.diagnosis.finding import Finding, Place, Text
@@ -16,7 +17,7 @@ from reshard.diagnosis.rules import told
 from reshard.diagnosis.trainable import trainability
 from reshard.diagnosis.words import translated, words
 from reshard.folders import iterations
-from reshard.folders.companions import CODE_MOST, find_companions, read_object
+from reshard.folders.companions import find_companions, read_object
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron import fsdp_dtensor, legacy, torch_dist, zarr

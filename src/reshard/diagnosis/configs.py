@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from reshard.base.arguments import truth
@@ -27,9 +28,12 @@ OF_SWIFT = {"rlhf_type", "train_type", "tuner_type", "teacher_model"}
 OF_ACCELERATE = {"distributed_type", "compute_environment", "fsdp_config", "deepspeed_config"}
 
 
-def diagnose_config(path: str) -> list[Finding]:
-    """The findings about a config. Raises ReshardError if it cannot be read."""
-    config = read_config(path)
+def diagnose_config(path: str, installed: Mapping[str, str] | None = None) -> list[Finding]:
+    """The findings about a config. Raises ReshardError if it cannot be read.
+
+    `installed` are the packages of the Python that reads it; None if that is this one.
+    """
+    config = replace(read_config(path), installed=installed)
     rules = (_text, _accelerate, _deepspeed, _llamafactory, _trl, _keys)
     return [finding for rule in rules for finding in rule(config)]
 
@@ -274,7 +278,7 @@ def _keys(config: ConfigText) -> Iterator[Finding]:
     program = _program(config)
     if program is None:
         return
-    versions = Versions.beside(config.path)
+    versions = Versions.beside(config.path, installed=config.installed)
     keys = Keys(program, versions)
     if keys.table is None:
         return

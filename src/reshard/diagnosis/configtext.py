@@ -51,6 +51,8 @@ class ConfigText:
     repeated: list[str] = field(default_factory=list)
     is_lenient: bool = False
     """Whether it is JSON with comments or trailing commas."""
+    installed: Mapping[str, str] | None = None
+    """The packages of the Python that reads it; None if that is this one."""
 
     def get(self, key: str) -> Any:
         """The value of a key, None if it is missing."""

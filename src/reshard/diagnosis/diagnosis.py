@@ -13,17 +13,17 @@ from reshard.base.arguments import Arguments
 from reshard.base.boundary import for_users
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.shown import shown
+from reshard.diagnosis.causes import combined
 from reshard.diagnosis.checkpoints import diagnose_checkpoint, of_pair, of_recorded
 from reshard.diagnosis.configs import diagnose_config
 from reshard.diagnosis.environment import diagnose_environment
-from reshard.diagnosis.finding import CERTAINTIES, Finding, Text
+from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
 from reshard.diagnosis.freezes import diagnose_freeze, versions_in
 from reshard.diagnosis.launches import CONFIGS, SHELL, diagnose_launch, processes_of, under_launch
 from reshard.diagnosis.logs import STDIN, WORKER_UNSEEN, diagnose_log
 from reshard.diagnosis.notebooks import diagnose_notebook
 from reshard.diagnosis.reading import BEGIN, decoded, encoding_of
-from reshard.diagnosis.rules import CAUSES
 from reshard.diagnosis.scripts import diagnose_script
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.words import words
@@ -301,44 +301,3 @@ def typed(finding: Finding, commands: Sequence[str]) -> Finding:
         _CONVERT.sub(lambda _: shown(commands[0]), text) for text in (finding.remedy.en, finding.remedy.zh)
     )
     return replace(finding, remedy=Text(*cure))
-
-
-def combined(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding per cause: what a script or an environment breaks explains what a log shows of it."""
-    by_id: dict[str, list[Finding]] = {}
-    for finding in findings:
-        by_id.setdefault(finding.code, []).append(finding)
-    explained: dict[str, str] = {}
-    for cause, effects in CAUSES.items():
-        if cause in by_id:
-            explained.update((effect, cause) for effect in effects if effect in by_id)
-    result = []
-    for identifier, same in by_id.items():
-        if identifier not in explained:
-            shown_by = [
-                each for effect, cause in explained.items() if cause == identifier for each in by_id[effect]
-            ]
-            result.append(_merged(same, shown_by))
-    return sorted(result, key=lambda each: (each.severity != "error", CERTAINTIES.index(each.certainty)))
-
-
-def _merged(same: Sequence[Finding], effects: Sequence[Finding]) -> Finding:
-    """One finding from those of several targets, and from those that only show its effect."""
-    first, every = same[0], [*same, *effects]
-    evidence = [each for finding in same for each in finding.evidence]
-    evidence += [
-        words("shown-by", place=effect.places[0], title=effect.message) for effect in effects if effect.places
-    ]
-    return replace(
-        first,
-        certainty="sure" if effects else min((each.certainty for each in same), key=CERTAINTIES.index),
-        severity="error" if any(each.severity == "error" for each in every) else first.severity,
-        places=tuple(dict.fromkeys(place for finding in every for place in finding.places)),
-        evidence=tuple(dict.fromkeys(evidence)),
-        sources=tuple(dict.fromkeys(source for finding in every for source in finding.sources)),
-        also=tuple(
-            dict.fromkeys(
-                [*first.also, *(each for effect in effects for each in (effect.code, *effect.also))]
-            )
-        ),
-    )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import ast
 import re
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
 from typing import Any
 
 from reshard.base.errors import ReshardError
+from reshard.base.plain import CODE_MOST
 from reshard.diagnosis.finding import Place
-from reshard.folders.companions import CODE_MOST
 from reshard.stores import as_path
 from reshard.transfer.sources import Sources
 
@@ -87,12 +87,16 @@ class _Where:
 
 @dataclass
 class Source:
-    """A parsed script. `calls` are in the order of the text."""
+    """A parsed script. `calls` are in the order of the text.
+
+    `installed` are the packages of the Python that runs it; None if that is this one.
+    """
 
     path: str
     text: str
     tree: ast.Module
     calls: list[Call] = field(default_factory=list)
+    installed: Mapping[str, str] | None = None
 
     @cached_property
     def lines(self) -> list[str]:

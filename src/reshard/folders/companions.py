@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, understood
-from reshard.base.plain import JSON_MOST, JSON_WEIGHT, json_of, kind_of, to_json
+from reshard.base.plain import CODE_MOST, JSON_MOST, JSON_WEIGHT, json_of, kind_of, to_json
 from reshard.folders.places import belongs
 from reshard.stores import as_path
 from reshard.transfer.plan import OutputFile
@@ -296,7 +296,6 @@ _CLASS = re.compile(r"([^\W\d]\w*)\.\w+")
 """A class that `auto_map` names, in a file next to the config: one of another repository begins with its name."""
 _IMPORT = re.compile(r"^[ \t]*(?:import[ \t]+\.(\w+)[ \t]*$|from[ \t]+\.(\w+)[ \t]+import\b)", re.MULTILINE)
 """The imports that `get_relative_imports` in dynamic_module_utils.py of transformers 5.23 matches."""
-CODE_MOST = 4 << 20
 
 
 def _code_of(folder: Path, sources: Sources) -> Iterator[Path]:

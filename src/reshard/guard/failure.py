@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from reshard.base.shown import escape, escape_lines
+from reshard.diagnosis.causes import combined
 from reshard.diagnosis.checkpoints import of_recorded
-from reshard.diagnosis.diagnosis import combined
 from reshard.diagnosis.environment import diagnose_environment
 from reshard.diagnosis.failures import EXIT, is_consequence
 from reshard.diagnosis.finding import Finding

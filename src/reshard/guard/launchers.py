@@ -50,7 +50,7 @@ def _of_torchrun(options: Options, gpus: Gpus) -> int:
     return _number(word, gpus() or 1)
 
 
-SPREADING = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu")
+SPREADING = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_tp", "tpu")
 ALONE = ("", "no", "none", "multi_cpu")
 """Values of accelerate's distributed_type with which it starts a single process, without mpirun."""
 
@@ -137,6 +137,7 @@ LAUNCHERS = (
                 "use_deepspeed",
                 "use_fsdp",
                 "use_parallelism_config",
+                "use_tp",
                 "use_megatron_lm",
                 "use_xpu",
                 "debug",

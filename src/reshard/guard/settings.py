@@ -104,11 +104,8 @@ def output_of(
 
 def _stated(script: Path) -> str | None:
     """The output that a script states: an argument, or a default of argparse or a dataclass. None if several."""
-    try:
-        source = source_of(str(script))
-    except (ReshardError, OSError):
-        return None
-    for name in OUTPUTS[:1] + OUTPUTS[2:]:
+    source = plain_source(script)
+    for name in (each for each in OUTPUTS if "." not in each) if source else ():
         given = [value.value for call in source.calls if (value := call.keyword(name)) is not None]
         found = {text for value in given or source.values.get(name, []) for text in _texts(value, source)}
         if found:
@@ -127,6 +124,13 @@ def _texts(value: ast.expr, source: Any) -> Iterator[str]:
 
 def _is_text(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str) and bool(value.value)
+
+
+def plain_source(script: Path | None) -> Any:
+    """A parsed script, or None if there is none that can be parsed, which the checks report."""
+    with suppress(ReshardError):
+        return source_of(str(script)) if script is not None and script.is_file() else None
+    return None
 
 
 @lru_cache(maxsize=2)

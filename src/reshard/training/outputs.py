@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,24 +112,3 @@ def cleared(run: Run) -> Iterator[Problem]:
 def _foreign(folder: Path) -> list[str]:
     """Files in a folder that reshard did not write there."""
     return foreign_in(folder) if folder.is_dir() and not folder.is_symlink() else []
-
-
-def unwritable(output: Path) -> Iterator[Problem]:
-    """Problems if the output cannot be created or written to."""
-    place = next(path for path in (output, *output.parents) if path.exists())
-    if place != output and not place.is_dir():
-        yield Problem(
-            "output-below-a-file",
-            "the output folder cannot be created: a file has its name",
-            file=str(place),
-            found=f"-o {output}",
-            remedy="choose another folder with -o",
-        )
-    elif place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
-        yield Problem(
-            "output-not-writable",
-            "the output cannot be written to",
-            file=str(place),
-            found="no permission to write",
-            remedy="choose another folder with -o, or change its permissions",
-        )

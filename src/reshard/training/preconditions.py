@@ -17,6 +17,7 @@ from reshard.diagnosis.launches import run_by_several
 from reshard.diagnosis.rules import told
 from reshard.folders.companions import CONFIG, read_object
 from reshard.guard.complete import RECORD, SAVED
+from reshard.guard.outputs import unwritable
 from reshard.stores.hub import url_of
 from reshard.training import data, outputs
 from reshard.training.data.mix import Mix
@@ -140,7 +141,7 @@ def output(run: Run, *, overwrite: bool) -> Iterator[Problem]:
         yield from _resumable(run)
     else:
         yield from outputs.refused(run, overwrite=overwrite)
-    yield from outputs.unwritable(run.output)
+    yield from unwritable(run.output, "-o")
 
 
 def _resumable(run: Run) -> Iterator[Problem]:

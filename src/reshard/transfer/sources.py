@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
 
@@ -33,7 +33,9 @@ from reshard.stores import (
 )
 from reshard.transfer.files import unreadable
 from reshard.transfer.ledger import Passed, Range, Ranges
-from reshard.transfer.memory import Meter
+
+if TYPE_CHECKING:  # it imports numpy
+    from reshard.transfer.memory import Meter
 
 MOST = 2 << 30
 """Most bytes of a file that is read completely: ten times the metadata of the largest models."""

@@ -25,7 +25,7 @@ def history_findings(source: Source) -> Iterator[Finding]:
     names = _imports(source.tree)
     if not names and not source.calls:
         return
-    versions = Versions.beside(source.path, source.text)
+    versions = Versions.beside(source.path, source.text, source.installed)
     told_of: set[str] = set()
     asked: list[tuple[ast.stmt | ast.expr, str, str | None]] = [*_asked(source.tree)]
     for node, module, name in (*asked, *_attributes(source.tree, names)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
@@ -24,13 +24,19 @@ _QUOTED = re.compile(r"[\"']([A-Za-z][\w.-]*\s*==\s*[\w.]+)[\"']")
 
 @dataclass(frozen=True)
 class Versions:
-    """`pinned` versions by name, with what pins them; other packages are as installed."""
+    """`pinned` versions by name, with what pins them; other packages are as installed.
+
+    `installed` are the packages of the Python that runs the script; None if that is this one.
+    """
 
     pinned: dict[str, tuple[Version, str]] = field(default_factory=dict)
+    installed: Mapping[str, str] | None = None
 
     @staticmethod
-    def beside(path: str, text: str = "") -> Versions:
+    def beside(path: str, text: str = "", installed: Mapping[str, str] | None = None) -> Versions:
         """For a script: its own metadata, then `requirements*.txt` in its folder. Only `==` pins."""
+        if installed is not None:
+            return Versions({}, installed)
         found: dict[str, tuple[Version, str]] = {}
         for block in _INLINE.findall(text):
             for name, version in _pins(_QUOTED.findall(block)):
@@ -47,7 +53,9 @@ class Versions:
         if package in self.pinned:
             return self.pinned[package][0]
         with suppress(PackageNotFoundError, InvalidVersion):
-            return Version(installed_version(package))
+            if self.installed is None:
+                return Version(installed_version(package))
+            return Version(self.installed[package]) if package in self.installed else None
         return None
 
     def assumed(self, found: Table) -> Version:

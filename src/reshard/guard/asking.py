@@ -1,0 +1,75 @@
+"""Asks the Python of a command what it has installed, in that command's environment and folder."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.checks.environment import NAMES, Environment, ask, environment_of, find_gpus, why_silent
+from reshard.guard.command import Command
+
+KNOWN = (
+    "bitsandbytes",
+    "diffusers",
+    "huggingface-hub",
+    "lightning",
+    "llamafactory",
+    "ms-swift",
+    "axolotl",
+    "verl",
+)
+"""Packages with a history of releases, besides those of the environment."""
+PATIENCE = 10.0
+"""Seconds for the answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the command's Python says. `silence` is why it says nothing, and `environment` is then None."""
+
+    environment: Environment | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of all packages that the doctor's history knows."""
+    missing: tuple[str, ...] = ()
+    """Modules that it does not find."""
+    silence: str = ""
+
+
+class Question:
+    """A question that is asked while other checks go on."""
+
+    def __init__(self, command: Command) -> None:
+        pool = ThreadPoolExecutor(2)
+        self._gpus = pool.submit(find_gpus)
+        self._answer = pool.submit(_asked, command)
+        pool.shutdown(wait=False)
+
+    def answer(self) -> Answer:
+        """Wait for the answer, at most `PATIENCE` seconds."""
+        seen = self._answer.result()
+        if isinstance(seen, str):
+            return Answer(silence=seen)
+        missing = tuple(name for name, there in seen["modules"].items() if not there)
+        return Answer(environment_of(seen, *self._gpus.result()), seen["versions"], missing)
+
+
+def _asked(command: Command) -> dict[str, Any] | str:
+    """The answer, or why there is none."""
+    if command.interpreter is None:
+        return "the command does not show which Python it starts"
+    modules = [command.module] if command.module else []
+    try:
+        return ask(
+            command.interpreter,
+            command.environment,
+            command.folder,
+            patience=PATIENCE,
+            names=[*NAMES, *KNOWN],
+            modules=modules,
+            paths=[str(command.folder)],
+        )
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return f"{' '.join(command.interpreter)}: {why_silent(error)}"

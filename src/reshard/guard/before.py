@@ -1,0 +1,223 @@
+"""Checks of a command before it starts: its script and configs, its Python, and this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from reshard.base.errors import Problem, ReshardError
+from reshard.checks.environment import Environment
+from reshard.diagnosis.causes import combined
+from reshard.diagnosis.environment import diagnose_environment
+from reshard.diagnosis.finding import Finding, Place
+from reshard.diagnosis.spelling import Usage, spelled
+from reshard.guard import outputs, resources
+from reshard.guard.asking import Question
+from reshard.guard.command import Command
+from reshard.guard.settings import NAMED, source_of
+
+TESTED = {"transformers": ">=4.31", "torch": ">=2.0"}
+"""The releases that the doctor's rules know."""
+
+
+@dataclass
+class Checked:
+    """What the checks found. Errors among the `problems` stop the start."""
+
+    problems: list[Problem] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """What could not be checked, and why, in a sentence each."""
+    environment: Environment | None = None
+
+    @property
+    def errors(self) -> list[Problem]:
+        return [problem for problem in self.problems if problem.severity == "error"]
+
+
+def check(command: Command) -> Checked:
+    """All problems of a command that can be seen before it starts. Nothing of it is executed or imported."""
+    question = Question(command)
+    checked = Checked()
+    text = "\n".join(_texts(command))
+    weights = resources.weights_of(command)
+    checked.problems += [*resources.memory(command, weights, text), *resources.disk(command, weights, text)]
+    checked.problems += _of_output(command, text)
+    answer = question.answer()
+    environment = checked.environment = answer.environment
+    checked.problems += _missing(command, answer.missing)
+    checked.problems += resources.port(command, environment)
+    findings = list(_of_files(command, answer.versions, checked))
+    findings += _of_environment(command, environment, text) if environment else []
+    usage = Usage()
+    usage.see(text)
+    checked.problems += spelled(map(judged, combined(findings)), usage) if findings else []
+    checked.unchecked += _unchecked(command, environment, answer.silence)
+    return checked
+
+
+def judged(finding: Finding) -> Finding:
+    """A finding that stops the start only if it is sure."""
+    is_guess = finding.severity == "error" and finding.certainty != "sure"
+    return replace(finding, severity="warning") if is_guess or finding.code in MAY_WORK else finding
+
+
+MAY_WORK = (
+    "env-requirement",
+    "env-trl-transformers",
+    "script-first-rank-only",
+    "sharded-save-model",
+    "config-unknown-key",
+)
+"""Errors with which a run can still end well, or whose program may be another than it seems."""
+OF_SEVERAL = (
+    *("script-device-map", "script-rank-guard", "script-no-set-device", "script-preloaded-model"),
+    "script-optimizer-before-sharding",
+)
+"""Findings that matter only if several processes run the script."""
+
+
+def _texts(command: Command) -> Iterator[str]:
+    """The words, files and settings that show what a run does."""
+    yield " ".join(command.words)
+    for path in (*([command.script] if command.script else []), *command.configs):
+        if path.is_file():
+            yield path.read_text("utf-8", "replace")
+
+
+def _of_files(command: Command, installed: Mapping[str, str], checked: Checked) -> Iterator[Finding]:
+    """The doctor's findings about script and configs, for the number of processes that will run them."""
+    from reshard.diagnosis.launches import SHELL, diagnose_launch, run_by_several
+
+    count = command.processes * command.nodes
+    place = Place("the command", None, " ".join(command.words))
+    shell = [
+        path for word in command.words if word.endswith(SHELL) and (path := command.folder / word).is_file()
+    ]
+    for path in (*shell, *([command.script] if command.script else []), *command.configs):
+        try:
+            findings = diagnose_launch(str(path)) if path in shell else _diagnosed(path, installed)
+        except ReshardError as error:
+            checked.problems += error.problems if path.exists() else [_lost(path, command)]
+            continue
+        if count > 1:
+            findings = run_by_several(str(path), findings, place, command.processes)
+        yield from (each for each in findings if count > 1 or each.code not in OF_SEVERAL)
+
+
+def _diagnosed(path: Path, installed: Mapping[str, str]) -> list[Finding]:
+    """The findings about a script, or about a config, with these packages."""
+    if path.suffix in (".yaml", ".yml", ".json"):
+        from reshard.diagnosis.configs import diagnose_config
+
+        return diagnose_config(str(path), installed)
+    from reshard.diagnosis.scripts import diagnose_source
+
+    return diagnose_source(replace(source_of(str(path)), installed=installed))
+
+
+def _lost(path: Path, command: Command) -> Problem:
+    return Problem(
+        "script-not-found",
+        "the script does not exist",
+        file=str(path),
+        found=f"{command.launcher} in {command.folder}",
+        remedy="check the path, which counts from the folder of the command",
+    )
+
+
+def _missing(command: Command, modules: tuple[str, ...]) -> Iterator[Problem]:
+    for name in modules:
+        yield Problem(
+            "module-not-installed",
+            f"this Python has no module {name}",
+            found=" ".join(command.interpreter or ()),
+            remedy=f"activate the environment that has it, or install it: {' '.join(command.interpreter or ())} "
+            f"-m pip install {name.split('.')[0]}",
+        )
+
+
+RESUMING = re.compile(r"resume|load_checkpoint|--load\b|overwrite_output_dir|from_checkpoint")
+
+
+def _of_output(command: Command, text: str) -> Iterator[Problem]:
+    if command.output is not None:
+        yield from outputs.unwritable(command.output, _output_option(command))
+        if not RESUMING.search(text):
+            yield from outputs.occupied(command.output)
+
+
+def _output_option(command: Command) -> str:
+    """How the command names its output."""
+    name = next((name for name, (value, _) in command.settings.items() if _is(command, value)), "output_dir")
+    return name if "." in name else f"--{name}"
+
+
+def _is(command: Command, value: Any) -> bool:
+    return isinstance(value, str) and command.folder / value == command.output
+
+
+# ------------------------------------------------------------------------------------------------ environment
+
+
+def _of_environment(command: Command, environment: Environment, text: str) -> Iterator[Finding]:
+    """The doctor's findings about the environment as the launcher will make it for the ranks."""
+    variables = dict(environment.variables)
+    if command.launcher not in ("python", ""):
+        world = command.processes * command.nodes
+        variables |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(command.processes), "RANK": "0"}
+    for finding in diagnose_environment(replace(environment, variables=variables)):
+        concerns = CONCERNS.get(finding.code)
+        if concerns is None or concerns(command, text):
+            yield finding
+
+
+def _on_gpus(command: Command, text: str) -> bool:
+    """Whether nothing shows that the run uses the CPU."""
+    hidden = command.environment.get("CUDA_VISIBLE_DEVICES")
+    wanted = re.search(r"\bgloo\b|use_cpu|no_cuda|--cpu\b|\"cpu\"|'cpu'", text)
+    return (hidden is None or hidden.strip() not in ("", "-1")) and wanted is None
+
+
+CONCERNS: Mapping[str, Callable[[Command, str], bool]] = {
+    "env-more-processes-than-gpus": _on_gpus,
+    "env-torch-without-cuda": _on_gpus,
+    "env-no-bf16": lambda command, text: _on_gpus(command, text) and "bf16" in text,
+    "env-old-driver": _on_gpus,
+    "env-capability-not-built": _on_gpus,
+    "env-device-map-tp": lambda command, text: "device_map" in text and command.processes * command.nodes > 1,
+    "env-accelerate-fsdp2-lora": lambda command, text: bool(
+        re.search("fsdp", text, re.IGNORECASE) and re.search("lora|peft", text, re.IGNORECASE)
+    ),
+    "env-accelerate-default-config": lambda command, text: _reads_default(command),
+    "env-accelerate-config-unreadable": lambda command, text: _reads_default(command),
+    "env-trl-transformers": lambda command, text: "trl" in text,
+    "env-small-shm": lambda command, text: command.processes > 1,
+}
+"""When a finding about the environment concerns a command; the others always do."""
+
+
+def _reads_default(command: Command) -> bool:
+    return command.launcher in ("accelerate", "axolotl", "trl") and command.setting("config_file") is None
+
+
+# -------------------------------------------------------------------------------------------------- unchecked
+
+
+def _unchecked(command: Command, environment: Environment | None, silence: str) -> Iterator[str]:
+    if not command.launcher:
+        yield f"The script was not checked: reshard does not know what `{command.words[0]}` starts."
+    elif command.script is None and command.module:
+        yield f"The code of the module {command.module} was not checked, only its settings."
+    if environment is None:
+        yield f"The installed packages were not checked: {silence}."
+    for package, known in TESTED.items() if environment else ():
+        version = environment.versions.get(package) if environment else None
+        if version and environment and not environment.has(package, known):
+            yield f"What works with {package} {version} was not checked: reshard knows {package}{known}."
+    for name in NAMED:
+        value = command.setting(name)
+        if isinstance(value, str) and value.endswith(".json") and not (command.folder / value).is_file():
+            yield f"{name} was not checked: {value} does not exist."

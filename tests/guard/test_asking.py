@@ -1,0 +1,117 @@
+"""The Python of a command describes itself."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from reshard.checks.environment import NAMES, find_gpus, look_around
+from reshard.diagnosis import probe
+from reshard.guard import asking
+from reshard.guard.asking import Question
+from reshard.guard.command import read_command
+from tests.environments import python
+
+PROBE = Path(probe.__file__).read_text(encoding="utf-8")
+OLD = Path.home() / ".pyenv/versions"
+
+
+def asked(line: str, folder: Path, **variables: str) -> asking.Answer:
+    return Question(read_command(line.split(), {**os.environ, **variables}, folder)).answer()
+
+
+def test_the_probe_is_python_3_8() -> None:
+    ast.parse(PROBE, feature_version=(3, 8))
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(PROBE))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [each.name for each in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+        )
+    }
+    assert imported <= sys.stdlib_module_names
+
+
+@pytest.mark.skipif(not list(OLD.glob("3.8.*")), reason="no Python 3.8")
+def test_python_3_8_runs_the_probe(tmp_path: Path) -> None:
+    old = next(OLD.glob("3.8.*")) / "bin/python"
+    answer = asked(f"{old} train.py", tmp_path)
+    assert answer.environment is not None and answer.environment.python.startswith("3.8.")
+
+
+def test_this_python_answers_what_look_around_sees(tmp_path: Path) -> None:
+    answer = asked(f"{sys.executable} -m torch.distributed.run -m json.tool", tmp_path)
+    assert answer.environment is not None
+    here = look_around()
+    for name in ("versions", "cuda", "python", "markers", "gpus"):
+        assert getattr(answer.environment, name) == getattr(here, name)
+    assert answer.versions["trl"] == version("trl") and answer.missing == ()
+
+
+def test_the_environment_and_folder_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/train.py").touch()
+    for name in ("json", "typing", "platform", "torch"):
+        (tmp_path / f"{name}.py").write_text("open('executed', 'w')")
+    found = asked(f"env WORLD_SIZE=3 {sys.executable} -m mine.train", tmp_path)
+    assert found.environment is not None and found.missing == ()
+    assert found.environment.world_size == 3
+    assert asked(f"{sys.executable} -m mine.other", tmp_path).missing == ("mine.other",)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "silence"),
+    [
+        ("#!/bin/sh\nexit 3\n", "exit status 3"),
+        ("#!/bin/sh\nexec sleep 60\n", "no answer after 0.5 s"),
+        ("#!/bin/sh\necho hello\n", "it does not execute Python code"),
+    ],
+)
+def test_an_interpreter_that_does_not_answer(
+    program: str, silence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "PATIENCE", 0.5)
+    path = tmp_path / "python"
+    path.write_text(program)
+    path.chmod(0o755)
+    answer = asked(f"{path} train.py", tmp_path)
+    assert answer.environment is None and answer.silence == f"{path}: {silence}"
+
+
+def test_a_command_without_a_python(tmp_path: Path) -> None:
+    assert asked("docker run image python train.py", tmp_path).silence == (
+        "the command does not show which Python it starts"
+    )
+
+
+def test_a_question_takes_no_time_and_imports_nothing() -> None:
+    request = json.dumps({"names": list(NAMES), "modules": ["torch.distributed.run"]})
+    code = f"{PROBE}\nassert not {{'torch', 'numpy', 'transformers'}} & sys.modules.keys()"
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code, request], check=True, capture_output=True)
+        times.append(time.perf_counter() - begin)
+    idle = [time.perf_counter(), subprocess.run([sys.executable, "-c", ""], check=True), time.perf_counter()]
+    assert min(times) < 0.3 + 2 * (idle[2] - idle[0])  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "versions"),
+    [("transformers-4.53", {"transformers": "4.53.3", "trl": "0.19.1"}), ("ms-swift", {"trl": "0.29.1"})],
+)
+def test_other_environments(name: str, versions: dict[str, str], tmp_path: Path) -> None:
+    answer = asked(f"{python(name)} train.py", tmp_path)
+    assert answer.environment is not None and answer.environment.gpus == find_gpus()[0]
+    assert versions.items() <= answer.versions.items()
