@@ -167,6 +167,15 @@ ENVIRONMENTS = {
         ("ms-swift==4.6.0", "mcore-bridge==1.6.5", "triton==3.7.0"),
         on=TESTS,
     ),
+    # Without what only its web interface, its server and videos need.
+    "llamafactory": Environment(
+        (
+            *("transformers==5.6.0", "peft==0.18.1", "trl==0.24.0", "datasets==4.0.0", "accelerate==1.11.0"),
+            *("einops", "omegaconf", "pandas", "scipy", "sentencepiece", "tiktoken"),
+        ),
+        ("llamafactory==0.9.5", "torchaudio==2.6.0"),
+        on="torch-2.6",
+    ),
     # Their own requirements exclude each other's releases, and those of numpy that datasets needs.
     "paddleformers": Environment(
         (
@@ -263,6 +272,8 @@ def python(name: str) -> str:
             if wanted.without:
                 subprocess.run([*pip[:3], "uninstall", "--quiet", "--yes", *wanted.without], check=True)
             ready.write_text(wanted.made_of)
+        if wanted.on:
+            _add_scripts(interpreter, Path(below))
     return str(interpreter)
 
 
@@ -272,6 +283,16 @@ def _lie_on(interpreter: Path, below: str) -> None:
     sites = [subprocess.check_output([each, "-c", code], text=True).strip() for each in (below, interpreter)]
     sites = [str(Path(each).resolve()) for each in sites]  # not by way of a link, which may go
     (Path(sites[1]) / "below.pth").write_text(f"import site; site.addsitedir({sites[0]!r})\n")
+
+
+def _add_scripts(interpreter: Path, below: Path) -> None:
+    """Give an environment the console scripts of the packages that it finds in another, such as torchrun."""
+    for script in filter(Path.is_file, below.parent.iterdir()):
+        own = interpreter.with_name(script.name)
+        first, _, rest = script.read_bytes().partition(b"\n")
+        if first.startswith(f"#!{below.parent.resolve()}/".encode()) and not own.exists():
+            own.write_bytes(f"#!{interpreter}\n".encode() + rest)
+            own.chmod(0o755)
 
 
 def python_with(needs: Iterable[Requirement]) -> str:
