@@ -22,6 +22,13 @@ CACHE = Path(os.environ.get("RESHARD_TEST_CACHE", Path.home() / ".cache" / "resh
 TESTS = "tests"
 """The base of an environment that shares the packages of the tests."""
 LLAMA_CPP = "llama-cpp-python==0.3.36"
+_OF_JULY_2025 = (
+    "transformers==4.53.3",
+    "accelerate==1.9.0",
+    "trl==0.19.1",
+    "peft==0.15.2",
+    "datasets==3.6.0",
+)
 
 
 @dataclass(frozen=True)
@@ -56,10 +63,9 @@ ENVIRONMENTS = {
         ),
         on="torch-2.6",
     ),
-    "transformers-4.53": Environment(
-        ("transformers==4.53.3", "accelerate==1.9.0", "trl==0.19.1", "peft==0.15.2", "datasets==3.6.0"),
-        on="torch-2.6",
-    ),
+    "transformers-4.53": Environment(_OF_JULY_2025, on="torch-2.6"),
+    # The same on a later torch: FSDP2 of torch 2.6 cannot do a backward pass on a CPU.
+    "transformers-4.53-torch-2.13": Environment(_OF_JULY_2025, on=TESTS),
     "transformers-4.57": Environment(("transformers==4.57.6",), on=TESTS),
     "composer": Environment(
         (

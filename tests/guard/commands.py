@@ -1,6 +1,6 @@
 """Genuine training commands of two processes on a CPU, each in the environment of its time.
 
-    python -m tests.guard.commands [NAME …]     run them alone, and show what they print and how long they take
+python -m tests.guard.commands [NAME …]     run them alone, and show what they print and how long they take
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TRAINER = (
     *("--per_device_train_batch_size", "2", "--report_to", "none", "--use_cpu", "true"),
 )
 TRL = (*TRAINER, "--max_length", "64", "--bf16", "false", "--gradient_checkpointing", "false")
+GRPO = (*TRAINER, "--num_generations", "2", "--max_completion_length", "8", "--bf16", "false")
 TORCHRUN = ("torchrun", "--nproc-per-node", "2", "--master-port", "{port}")
 ACCELERATE = ("accelerate", "launch", "--config_file", "fsdp2.yaml", "--main_process_port", "{port}")
 WITHOUT_GPUS = {
@@ -72,10 +73,12 @@ COMMANDS = {
             fails="got mixed torch.Tensor and DTensor",
         ),
         Command(
-            "grpo-fsdp2",
+            "grpo-device-map",
             "transformers-4.53",
-            (*ACCELERATE, "grpo.py", *TRAINER, "--num_generations", "2", "--max_completion_length", "8"),
+            (*ACCELERATE, "grpo_auto.py", *GRPO),
+            fails="FSDP requires named DeviceMesh dims for ND parallelism",
         ),
+        Command("grpo-fsdp2", "transformers-4.53-torch-2.13", (*ACCELERATE, "grpo.py", *GRPO)),
         Command(
             "torchrun-loop",
             TESTS,

@@ -14,7 +14,9 @@ def main() -> None:
         args=args,
         train_dataset=load_dataset("json", data_files="data.jsonl", split="train"),
         processing_class=AutoTokenizer.from_pretrained("model"),
-        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(
+            r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        ),
     )
     trainer.train()
     trainer.save_model()

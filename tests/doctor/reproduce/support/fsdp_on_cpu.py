@@ -2,7 +2,6 @@
 
 import os
 
-import torch
 from accelerate import state
 from accelerate.utils import DistributedType
 
@@ -22,7 +21,3 @@ def _init_with_fsdp(self, *args, fsdp_plugin=None, **options):
 
 
 state.AcceleratorState.__init__ = _init_with_fsdp
-
-if not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6: its FSDP2 needs what later releases have, and do nothing in
-    torch.cpu.Stream.record_event = lambda self: None
-    torch.cpu.Stream.wait_event = lambda self, event: None
