@@ -30,8 +30,12 @@ GRPO = (*TRAINER, "--num_generations", "2", "--max_completion_length", "8", "--b
 TORCHRUN = ("torchrun", "--nproc-per-node", "2", "--master-port", "{port}")
 ACCELERATE = ("accelerate", "launch", "--config_file", "fsdp2.yaml", "--main_process_port", "{port}")
 WITHOUT_GPUS = {
-    **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
-    **{"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(SUPPORT)},
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONPATH": str(SUPPORT),
 }
 
 
