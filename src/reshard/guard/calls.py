@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from reshard.base.errors import ReshardError
 from reshard.guard.announce import FOLDER
+from reshard.guard.before import check
+from reshard.guard.command import Command, read_command
 from reshard.guard.memory import Memory
 from reshard.guard.options import Options
 from reshard.guard.progress import Progress
@@ -17,7 +20,7 @@ from reshard.guard.screen import Screen
 from reshard.guard.stacks import read_stack
 from reshard.guard.stall import Limits, Stall
 from reshard.guard.supervision import Outcome, supervise
-from reshard.guard.watching import Watcher
+from reshard.guard.watching import Notice, Watcher
 
 HOME = "reshard-guard"
 """Where the folders of runs are, in the working folder."""
@@ -26,6 +29,9 @@ LOG = "output.log"
 
 def guarded(words: Sequence[str], options: Options, *, quiet: bool = False, stdout: int = 1) -> Outcome:
     """Run a command under guard, with its stdout on the descriptor `stdout`. Raises ReshardError if it is refused."""
+    command = read_command(words, os.environ, Path.cwd())
+    if options.check:
+        _check(command, Screen(quiet=quiet))
     folder = _folder_for(options)
     relay = Relay.of(folder / LOG, stdout=stdout)
     screen = Screen(relay, quiet=quiet)
@@ -33,6 +39,18 @@ def guarded(words: Sequence[str], options: Options, *, quiet: bool = False, stdo
     environment = {**os.environ, FOLDER: str(folder)}
     watchers = watchers_of(options, folder, environment)
     return supervise(words, environment, Path.cwd(), relay, watchers, screen.say)
+
+
+def _check(command: Command, screen: Screen) -> None:
+    """Print the warnings about a command, and what could not be checked. Raises ReshardError with its errors."""
+    checked = check(command)
+    for problem in checked.problems:
+        if problem.severity != "error":
+            screen.say(Notice(problem))
+    for sentence in checked.unchecked:
+        screen.print(sentence)
+    if checked.errors:
+        raise ReshardError(checked.errors)
 
 
 def watchers_of(options: Options, folder: Path, environment: dict[str, str]) -> list[Watcher]:
