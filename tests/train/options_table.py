@@ -35,9 +35,8 @@ def methods() -> str:
     """The table of TRL's methods."""
     rows = []
     for name, way in WAYS.items():
-        where = f"`{way.name}Trainer`" + (", experimental" if way.experimental else "")
         plans = ", ".join(f"`{plan}`" for plan in way.plans)
-        rows.append(f"| `{name}` | {where} | {', '.join(METHODS[name].shapes)} | {plans} |")
+        rows.append(f"| `{name}` | `{way.name}Trainer` | {', '.join(METHODS[name].shapes)} | {plans} |")
     return "\n".join(["| method | TRL | learns from | `--parallel` |", "|---|---|---|---|", *rows]) + "\n"
 
 

@@ -3,38 +3,46 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import reshard as api
+from reshard.base.errors import ReshardError
 from reshard.diagnosis.environment import Environment
 from reshard.training import trl
 from reshard.training.final.finish import finish
-from reshard.training.methods import METHODS
+from reshard.training.methods import EXPERIMENTAL, METHODS, generates, is_rewarded
 from reshard.training.preflight import preflight
 from reshard.training.run import Run
 from reshard.training.trl.methods import WAYS
+from tests.commandline import reshard
 from tests.train.conftest import chats, preferences, rated, write_lines
-from tests.train.trl_plans import ENVIRONMENTS, FOUR_DIGITS, PLANS, run_of
+from tests.train.rewards import variety
+from tests.train.trl_plans import ENVIRONMENTS, PLANS, run_of, same_as
 from tests.train.trl_runs import STEPS, Ran, train
 
 NOWHERE = Environment({}, [], None, {})
-NEW = ("kto", "orpo", "cpo", "reward", "gkd")
+NEW = ("kto", "reward", "distillation", "rloo")
 """Methods that are not tested with the plans in general."""
-EACH = ["kto", "reward", *(pytest.param(name, marks=pytest.mark.slow) for name in ("orpo", "cpo", "gkd"))]
-OPTIONS: dict[str, dict[str, Any]] = {"gkd": {"lmbda": 0.5, "max_new_tokens": 8}}
 
 
 def asked(method: str, plan: str, model: Path, data: Path, output: Path, **options: Any) -> Run:
-    given = {**OPTIONS.get(method, {}), **options}
-    lora = given.pop("lora", False)
+    lora = options.pop("lora", False)
     if WAYS[method].teacher:
-        given.setdefault(WAYS[method].teacher, str(model))
-    return run_of(plan, method, model, data, output, lora, 1, given)
+        options.setdefault(str(WAYS[method].teacher), str(model))
+    return run_of(plan, method, model, data, output, lora, 1, options)
+
+
+def rewarded(run: Run) -> Run:
+    """The run with its reward as it is called from here; ranks are started in its folder."""
+    return replace(run, reward=tuple(f"tests.train.{each}" for each in run.reward))
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +55,7 @@ def ran(
     def get(method: str, plan: str = "one", **options: Any) -> Ran:
         key = f"{method}-{plan}-{sorted(options.items())}"
         if key not in done:
-            if method == "gkd":
+            if WAYS[method].teacher:
                 options.setdefault(
                     str(WAYS[method].teacher), str(tiny("qwen3", intermediate_size=96, seed=1))
                 )
@@ -59,8 +67,8 @@ def ran(
     return get
 
 
-def plain_losses(run: Run, folder: Path) -> list[float]:
-    """The results of TRL's own trainer, without any of reshard's code."""
+def plain_numbers(run: Run, folder: Path) -> list[tuple[float, float]]:
+    """Losses and gradient norms of TRL's own trainer, without any of reshard's code."""
     from datasets import load_dataset
     from transformers import AutoTokenizer, set_seed
 
@@ -80,7 +88,8 @@ def plain_losses(run: Run, folder: Path) -> list[float]:
     )
     set_seed(settings.seed)
     model = way.model_class().from_pretrained(run.model, dtype="float32", **way.model_arguments)
-    more = {"teacher_model": run.options[way.teacher]} if way.teacher else {}
+    more: dict[str, Any] = {"teacher_model": run.options[way.teacher]} if way.teacher else {}
+    more |= {"reward_funcs": [variety]} if is_rewarded(run.method) else {}
     trainer = way.trainer_class()(
         model=model,
         args=settings,
@@ -89,19 +98,19 @@ def plain_losses(run: Run, folder: Path) -> list[float]:
         **more,
     )
     trainer.train()
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
 
 
-@pytest.mark.parametrize("method", EACH)
+@pytest.mark.parametrize("method", NEW)
 def test_losses_are_those_of_plain_trl_to_the_bit(
     method: str, ran: Callable[..., Ran], tmp_path: Path
 ) -> None:
     one = ran(method)
     assert len(one.losses) == STEPS["max_steps"]
-    assert one.losses == plain_losses(one.run, tmp_path)
+    assert [(row["loss"], row["grad_norm"]) for row in one.rows] == plain_numbers(one.run, tmp_path)
 
 
-@pytest.mark.parametrize("method", EACH)
+@pytest.mark.parametrize("method", NEW)
 def test_a_run_goes_on_as_if_it_had_not_been_killed(
     method: str, ran: Callable[..., Ran], tmp_path: Path
 ) -> None:
@@ -116,27 +125,29 @@ def test_a_run_goes_on_as_if_it_had_not_been_killed(
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "fsdp2", "tp", "zero2", "zero3"])
 @pytest.mark.parametrize("method", NEW)
-def test_every_plan_of_a_method_has_the_losses_of_one_process(
+def test_every_plan_of_a_method_has_the_same_losses(
     method: str, plan: str, ran: Callable[..., Ran], tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     if plan not in WAYS[method].plans:
         found = preflight(replace(ran(method).run, output=tmp_path, parallel=plan), environment=NOWHERE)
         assert "trl-method-plan-unsupported" in {problem.code for problem in found.problems}
         return
-    of_rank = (
-        {"loss_type": "apo_zero_unpaired"} if method == "kto" else {}
-    )  # KL is estimated in a rank's batch
-    of_rank |= {"lmbda": 0.0} if method == "gkd" else {}  # each rank draws answers of its own
-    spread, one = ran(method, plan, **of_rank), ran(method, **of_rank)
-    assert spread.losses == pytest.approx(one.losses, abs=FOUR_DIGITS)
+    of_rank: dict[str, Any] = {
+        "kto": {"loss_type": "apo_zero_unpaired"},  # KL is estimated in a rank's batch
+        "distillation": {"generation_kwargs": {"do_sample": False}},  # each rank draws answers of its own
+    }.get(method, {})
+    like = "ddp" if method == "rloo" and plan != "tp" else "one"
+    spread, alike = ran(method, plan, **of_rank), ran(method, like, **of_rank)
+    same_as(spread, alike)
     assert trl.ENGINE.check(spread.run, spread.trained, spread.trained.checkpoint) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "fsdp2"])
-def test_ranks_that_draw_answers_for_distillation_do_so_together(plan: str, ran: Callable[..., Ran]) -> None:
-    spread = ran("gkd", plan, lmbda=0.5)
+def test_ranks_that_draw_answers_for_distillation_learn(plan: str, ran: Callable[..., Ran]) -> None:
+    spread = ran("distillation", plan)
     assert len(spread.losses) == STEPS["max_steps"] and spread.losses[-1] < spread.losses[0]
+    assert all(row["tokens"] > 0 for row in spread.rows)
 
 
 @pytest.mark.parametrize("method", ["kto", "reward"])
@@ -162,12 +173,13 @@ def test_the_dry_run_takes_the_data_of_a_method(
     method: str, tiny: Callable[..., Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     run = asked(method, "one", tiny("qwen3"), data[method], tmp_path / "out")
-    found = preflight(run, environment=NOWHERE)
+    found = preflight(rewarded(run), environment=NOWHERE)
     assert found.problems == [], found.problems
     assert found.room is not None and found.room.fits
     parts = found.room.needed.parts
-    assert ("reference model" in parts) is (method == "kto")
-    assert ("teacher" in parts) is (method == "gkd")
+    assert ("reference model" in parts) is (method in ("kto", "rloo"))
+    assert ("teacher" in parts) is (method == "distillation")
+    assert ("keys and values" in parts) is generates(method)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +188,8 @@ def test_the_dry_run_takes_the_data_of_a_method(
         ("kto", preferences, "write each pair as two records"),
         ("kto", chats, "rename the columns"),
         ("reward", rated, "give two answers to each prompt"),
-        ("orpo", chats, "give two answers to each prompt"),
-        ("gkd", preferences, "rename the columns"),
+        ("distillation", chats, "keep the turns before the answer as `prompt`"),
+        ("rloo", chats, "what the reward needs goes into columns of its own"),
     ],
 )
 def test_data_of_another_method_are_refused(
@@ -188,7 +200,8 @@ def test_data_of_another_method_are_refused(
     tmp_path: Path,
 ) -> None:
     file = write_lines(tmp_path / "rows.jsonl", rows())
-    found = preflight(asked(method, "one", tiny("qwen3"), file, tmp_path / "out"), environment=NOWHERE)
+    run = rewarded(asked(method, "one", tiny("qwen3"), file, tmp_path / "out"))
+    found = preflight(run, environment=NOWHERE)
     assert [problem.code for problem in found.problems] == ["columns-missing"]
     assert cure in str(found.problems[0].remedy)
 
@@ -204,8 +217,12 @@ def test_a_label_is_a_truth_value(tiny: Callable[..., Path], tmp_path: Path) -> 
     ("method", "given", "code"),
     [
         ("reward", {"lora": True}, "reward-model-adapters"),
-        ("gkd", {"packing": True}, "option-not-read-by-trainer"),
-        ("gkd", {"teacher_model_name_or_path": "nowhere"}, "teacher-not-hugging-face"),
+        ("distillation", {"teacher_model_name_or_path": "nowhere"}, "teacher-not-hugging-face"),
+        (
+            "distillation",
+            {"teacher_model_init_kwargs": {"device_map": "auto"}},
+            "model-init-kwarg-not-passed-on",
+        ),
     ],
 )
 def test_what_a_method_cannot_do_is_refused_before_the_launch(
@@ -220,6 +237,18 @@ def test_what_a_method_cannot_do_is_refused_before_the_launch(
         asked(method, "one", tiny("qwen3"), data[method], tmp_path / "out", **given), environment=NOWHERE
     )
     assert [problem.code for problem in found.problems] == [code]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTAL)
+def test_a_method_that_trl_calls_experimental_names_its_class(name: str) -> None:
+    found = reshard("train", name, "--model", "m", "--data", "d", "-o", "o")
+    assert found.code == 2 and "reshard guard -- accelerate launch script.py" in found.err, found
+    with pytest.raises(ReshardError) as raised:
+        api.train(name, model="m", data="d", output="o")
+    (problem,) = raised.value.problems
+    assert problem.code == "method-experimental"
+    _, module, name = re.split(r"use (trl\.experimental\.\w+)\.(\w+)", str(problem.remedy))[:3]
+    assert getattr(import_module(module), name).__name__ == name
 
 
 def test_a_method_is_one_entry_here_and_one_there() -> None:

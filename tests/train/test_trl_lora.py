@@ -32,9 +32,10 @@ def test_lora_under_fsdp2_saves_whole_adapters(ran: Trainer, tiny: Callable[...,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
-def test_lora_is_the_same_under_ddp_and_fsdp2(method: str, ran: Trainer) -> None:
-    same_as(ran("fsdp2", method, lora=True), ran("ddp", method, lora=True))
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "rloo", "distillation"])
+def test_lora_is_the_same_under_ddp_and_fsdp2(method: str, ran: Trainer, tiny: Callable[..., Path]) -> None:
+    options = {"teacher_model_name_or_path": str(tiny(seed=1))} if method == "distillation" else {}
+    same_as(ran("fsdp2", method, lora=True, **options), ran("ddp", method, lora=True, **options))
 
 
 @pytest.mark.slow

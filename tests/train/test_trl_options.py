@@ -265,7 +265,7 @@ def test_grpo_counts_completions() -> None:
             {"per_device_train_batch_size": 3, "num_generations": 4},
             "the GRPO batch is not a multiple of the group size",
         ),
-        ({"num_generations": 1}, "GRPO needs at least two completions for each prompt"),
+        ({"num_generations": 1}, "GRPO and RLOO need at least two completions for each prompt"),
     ],
 )
 def test_groups_that_do_not_come_out_are_refused_in_the_words_of_the_doctor(

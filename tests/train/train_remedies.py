@@ -17,7 +17,13 @@ from tests.commandline import reshard
 from tests.train.conftest import chats, preferences, prompts, rated, write_lines
 
 Change = Callable[[Path], object]
-ROWS = {"sft": chats, "gkd": chats, "dpo": preferences, "kto": rated, "grpo": prompts, "reward": preferences}
+ROWS = {
+    "sft": chats,
+    "dpo": preferences,
+    "kto": rated,
+    "reward": preferences,
+    **dict.fromkeys(("grpo", "rloo", "distillation"), prompts),
+}
 EVALUATED = {"--eval-data": "more.jsonl"}
 
 
@@ -245,7 +251,7 @@ CASES: dict[str, list[Case]] = {
         case(f"{GRPO} --eval-data more.jsonl --per_device_eval_batch_size 3", method="grpo")
     ],
     "trl-method-plan-unsupported": [
-        case("--parallel tp --tp 2 --nproc 2 --teacher_model_name_or_path model", method="gkd")
+        case("--parallel tp --tp 2 --nproc 2 --teacher_model_name_or_path model", method="distillation")
     ],
     "option-package-not-installed": [
         case("--use_liger_kernel"),
@@ -297,7 +303,7 @@ CASES: dict[str, list[Case]] = {
     "model-init-kwarg-not-passed-on": [
         case('--model_init_kwargs {"dtype":"float32"}', {"--dtype": "float32"})
     ],
-    "teacher-missing": [case(method="gkd", given={"DIR": "model"})],
+    "teacher-missing": [case(method="distillation", given={"DIR": "model"})],
     # ----------------------------------------------------------------------------------------------- Megatron
     "megatron-parallelism-unsupported": [megatron("--parallel fsdp2")],
     "megatron-option-unknown": [megatron("--learning_rate 1e-5"), megatron("--frobnicate 1")],

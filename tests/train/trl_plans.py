@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from reshard.algebra.layout import Layout
+from reshard.training.methods import generates, is_rewarded
 from reshard.training.run import Run
 from tests.train.trl_runs import STEPS, Ran, train
 
@@ -45,7 +46,8 @@ def run_of(
 ) -> Run:
     ranks = PLANS[plan]
     per_device = 8 // ranks if plan.startswith("tp") else 4 // ranks
-    grpo = {"num_generations": 2, "max_completion_length": 8} if method == "grpo" else {}
+    generated = {"max_completion_length": 8} if generates(method) else {}
+    generated |= {"num_generations": 2} if is_rewarded(method) else {}
     evaluated = EVALUATED if method == "sft" and plan != "tp+fsdp2" else {}
     return Run(
         method,
@@ -55,8 +57,8 @@ def run_of(
         lora=lora,
         parallel=KINDS.get(plan, plan),
         layout=Layout(tp=2 if plan.startswith("tp") else 1, ep=ep),
-        reward=("rewards:variety",) if method == "grpo" else (),
-        options={**STEPS, "per_device_train_batch_size": per_device, **grpo, **evaluated, **options},
+        reward=("rewards:variety",) if is_rewarded(method) else (),
+        options={**STEPS, "per_device_train_batch_size": per_device, **generated, **evaluated, **options},
     )
 
 

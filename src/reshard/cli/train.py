@@ -21,10 +21,10 @@ from reshard.cli.console import (
 )
 from reshard.cli.options import COUNT, LOCAL, POSITIVE, quiet_option
 from reshard.cli.tables import print_table
-from reshard.cli.usage import Group
+from reshard.cli.usage import Group, WrongUsageError
 from reshard.training.data.records import DATA_SHAPES
 from reshard.training.engines import MODULES, engine_named
-from reshard.training.methods import METHODS
+from reshard.training.methods import METHODS, elsewhere
 from reshard.training.request import run_of
 from reshard.training.run import PARALLEL, Run
 from reshard.training.start import start, submit
@@ -39,7 +39,19 @@ SETTINGS = {"ignore_unknown_options": True, "token_normalize_func": lambda token
 """Flags may contain underscores, like those of the engines."""
 
 
-@click.group("train", cls=Group)
+class Methods(Group):
+    """The methods. For one of TRL's that is not offered, it says what to run instead."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click's, after that check."""
+        if not ctx.resilient_parsing and (problem := elsewhere(args[0])):
+            raise WrongUsageError([problem], ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group("train", cls=Methods)
 def command() -> None:
     """Fine-tune a model on many processes, and write a Hugging Face folder at the end.
 
@@ -47,8 +59,8 @@ def command() -> None:
       reshard train sft  --model DIR --data FILE -o OUT
       reshard train sft  --model DIR --data FILE -o OUT --lora --parallel fsdp2 --nproc 8
       reshard train sft  --model DIR --data FILE -o OUT --engine megatron --tp 2 --pp 2
-      reshard train dpo  --model DIR --data PAIRS -o OUT         (or kto, orpo, cpo, reward, gkd)
-      reshard train grpo --model DIR --data PROMPTS -o OUT --reward rewards:score
+      reshard train dpo  --model DIR --data PAIRS -o OUT                               (or kto, reward)
+      reshard train grpo --model DIR --data PROMPTS -o OUT --reward rewards:score      (or rloo)
 
     Package versions, data, tokenizer, batches and memory are checked before anything starts. --dry-run stops after the
     checks; with --gpus H100:8, it plans for GPUs of another machine.
@@ -130,7 +142,7 @@ _OPTIONS = [
         "--reward",
         multiple=True,
         metavar="FILE.py:NAME[:WEIGHT]",
-        help="Reward function for GRPO, also as MODULE:NAME. Repeat the option to add several.",
+        help="Reward function for GRPO and RLOO, also as MODULE:NAME. Repeat the option to add several.",
     ),
     click.option(
         "--merge/--no-merge", default=None, help="With --lora, also write the merged model (default)."

@@ -12,7 +12,7 @@ from reshard.base.boundary import for_users
 from reshard.planning.naming import Types
 from reshard.training.data.records import DATA_SHAPES
 from reshard.training.engines import MODULES
-from reshard.training.methods import METHODS
+from reshard.training.methods import METHODS, elsewhere
 from reshard.training.planning.gpus import machine_asked
 from reshard.training.request import run_of
 from reshard.training.run import PARALLEL
@@ -73,7 +73,7 @@ def train(
 
     Parameters
     ----------
-    method : {"sft", "dpo", "kto", "orpo", "cpo", "reward", "gkd", "grpo"}
+    method : {"sft", "dpo", "kto", "reward", "distillation", "grpo", "rloo"}
         Training method, as in ``reshard train sft``.
     model : str or path-like
         Hugging Face folder or Hub model ("Org/Model") to start from. `model` and `data` can be omitted with `resume`,
@@ -112,7 +112,7 @@ def train(
     rendezvous : str, optional
         "HOST:PORT" of the first node.
     reward : str or sequence of str, optional
-        Reward functions for GRPO, as "module:function" or "file.py:function:weight".
+        Reward functions for GRPO and RLOO, as "module:function" or "file.py:function:weight".
     merge : bool, optional
         With `lora`, also write the merged model; by default true.
     nan_steps : int, optional
@@ -162,7 +162,10 @@ def train(
     --model is missing
     """
     given = Arguments("train")
-    given.choice("method", str(method), METHODS)
+    if problem := elsewhere(str(method)):
+        given.problems.append(problem)
+    else:
+        given.choice("method", str(method), METHODS)
     given.choice("engine", engine, MODULES)
     given.choice("data_shape", data_shape, DATA_SHAPES)
     given.choice("parallel", parallel, PARALLEL)

@@ -1,12 +1,14 @@
 """Training methods: the data that each learns from, and the numbers that show whether training works.
 
-To add one, add an entry here, and one in each engine that has it (`trl/methods.py`). Importing this imports nothing.
+To add one, add an entry here, and one in each engine that has it (`trl/methods.py`). It imports no framework.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from reshard.base.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,17 @@ class Method:
     help: str
     shapes: tuple[str, ...]
     headline: tuple[Measure, ...] = (LOSS,)
+    generates: bool = False
+    """Whether the data are only prompts, which the model answers."""
     rewarded: bool = False
-    """Whether the data are only prompts, which the model answers, and `--reward` rates the answers."""
+    """Whether `--reward` rates the answers, in groups of answers to the same prompt."""
 
 
 _CHATS = ("chat", "ShareGPT", "Alpaca")
 _PAIRS = ("preference pairs",)
-_ACCURACY, _MARGIN = Measure("rewards/accuracies", "accuracy"), Measure("rewards/margins", "margin")
-_PREFERENCES = (_ACCURACY, _MARGIN, LOSS)
+_PROMPTS = ("prompts",)
+_MARGIN = Measure("rewards/margins", "margin")
+_REWARDS = (Measure("reward", "reward"), Measure("kl", "KL divergence"))
 
 METHODS = {
     method.name: method
@@ -59,7 +64,7 @@ METHODS = {
             "dpo",
             "Direct preference optimization: pairs of a chosen and a rejected answer.",
             _PAIRS,
-            _PREFERENCES,
+            (Measure("rewards/accuracies", "accuracy"), _MARGIN, LOSS),
         ),
         Method(
             "kto",
@@ -68,38 +73,65 @@ METHODS = {
             (_MARGIN, LOSS),
         ),
         Method(
-            "orpo",
-            "Odds ratio preference optimization: pairs, without a reference model.",
-            _PAIRS,
-            _PREFERENCES,
-        ),
-        Method(
-            "cpo",
-            "Contrastive preference optimization or SimPO: pairs, without a reference model.",
-            _PAIRS,
-            _PREFERENCES,
-        ),
-        Method(
             "reward",
             "A reward model: pairs of a chosen and a rejected answer.",
             _PAIRS,
             (Measure("accuracy", "accuracy"), Measure("margin", "margin"), LOSS),
         ),
-        Method("gkd", "Generalized knowledge distillation: chats, and a teacher model.", _CHATS),
+        Method(
+            "distillation",
+            "On-policy distillation: prompts, and a teacher model for the model's answers.",
+            _PROMPTS,
+            (LOSS, Measure("entropy", "entropy")),
+            generates=True,
+        ),
         Method(
             "grpo",
             "Group relative policy optimization: prompts, and rewards for the model's answers.",
-            ("prompts",),
-            (Measure("reward", "reward"), Measure("kl", "KL divergence")),
+            _PROMPTS,
+            _REWARDS,
+            generates=True,
+            rewarded=True,
+        ),
+        Method(
+            "rloo",
+            "REINFORCE leave-one-out: prompts, and rewards for the model's answers.",
+            _PROMPTS,
+            _REWARDS,
+            generates=True,
             rewarded=True,
         ),
     )
 }
 """Methods by the names that users type."""
 
+EXPERIMENTAL = ("orpo", "cpo", "gkd")
+"""Methods whose trainers TRL 1.16 declares experimental, in `trl.experimental.NAME`."""
+
+
+def elsewhere(name: str) -> Problem | None:
+    """The problem of a method that is not offered here, with the class to use instead; None for any other name."""
+    if name.lower() not in EXPERIMENTAL:
+        return None
+    title = name.upper()
+    return Problem(
+        "method-experimental",
+        f"reshard train has no {title}",
+        rule="TRL declares its trainer experimental: it may change in any release",
+        expected=", ".join(METHODS),
+        found=name,
+        remedy=f"use trl.experimental.{name.lower()}.{title}Trainer with {title}Config in your own script, and run it "
+        "with: reshard guard -- accelerate launch script.py",
+    )
+
+
+def generates(method: str) -> bool:
+    """Whether the model answers prompts."""
+    return METHODS[method].generates
+
 
 def is_rewarded(method: str) -> bool:
-    """Whether the model answers prompts and is rewarded for it."""
+    """Whether the model is rewarded for its answers to prompts."""
     return METHODS[method].rewarded
 
 

@@ -23,7 +23,7 @@ from reshard.training.final.dtype import final_dtype
 from reshard.training.launching import launch
 from reshard.training.launching.places import place_of
 from reshard.training.memory import Memory
-from reshard.training.methods import is_rewarded
+from reshard.training.methods import generates
 from reshard.training.outlook import Preflight, Room
 from reshard.training.planning.gpus import Machine, planned_for
 from reshard.training.planning.plans import Asked, plans_of
@@ -310,9 +310,9 @@ def _few(records: int, batches: Batches, reading: Reading) -> Iterator[Problem]:
 
 
 def _longest(run: Run, batches: Batches, lengths: Lengths | None, reading: Reading) -> int:
-    """Tokens of the longest sequence that must fit into memory; for GRPO the prompt and the completion."""
+    """Tokens of the longest sequence that must fit into memory; of a generated one, prompt and completion."""
     seen = lengths.longest if lengths else 0
-    if is_rewarded(run.method):
+    if generates(run.method):
         return batches.length + seen
     known = lengths is not None and lengths.looked_at == lengths.records
     if batches.length and (reading.full or not known):

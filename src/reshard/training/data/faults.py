@@ -23,7 +23,7 @@ from reshard.training.data.records import (
     tools_of,
     word_of,
 )
-from reshard.training.methods import is_rewarded
+from reshard.training.methods import generates, is_rewarded
 
 DEEPEST = 50
 """Maximum depth of nested lists and objects. Arrow stops at 64; schemas of tools have about ten."""
@@ -155,10 +155,9 @@ def _cure(shape: str | None, method: str) -> str:
         return "write each pair as two records: prompt and chosen as completion with label true, rejected with false"
     if METHODS[method] == ("preference pairs",):
         return "give two answers to each prompt, or train on one with `reshard train sft`"
-    if is_rewarded(method) and shape in CHATS:
-        return (
-            "keep the turns before the answer as `prompt`; what the reward needs goes into columns of its own"
-        )
+    if generates(method) and shape in CHATS:
+        more = "; what the reward needs goes into columns of its own" if is_rewarded(method) else ""
+        return f"keep the turns before the answer as `prompt`{more}"
     if method == "sft" and shape == "preference pairs":
         return "use `reshard train dpo`, or rename `chosen` to `completion` (with `prompt` beside it)"
     if method == "sft" and shape == "prompts":

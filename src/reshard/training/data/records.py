@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.base.plain import json_of
 from reshard.training import methods
-from reshard.training.methods import is_rewarded
+from reshard.training.methods import generates
 
 Row = dict[str, Any]
 
@@ -67,7 +67,7 @@ def kind_of(row: Row) -> str:
 
 
 def standard(row: Row, shape: str, system: str | None = None) -> Row:
-    """A row of a known shape in TRL's standard shape, without unused columns, except for GRPO's reward.
+    """A row of a known shape in TRL's standard shape, without unused columns, except for the reward of GRPO and RLOO.
 
     `system` is the system message for chats without one.
     """
@@ -137,8 +137,8 @@ def _answer(value: Any) -> Any:
 
 
 def seen(row: Row, method: str) -> Row:
-    """The columns of a standard row that are tokenized: GRPO's reward gets all columns, its model only the prompt."""
-    return {key: row[key] for key in row if key == "prompt"} if is_rewarded(method) else row
+    """The columns of a standard row that are tokenized: of prompts, not the columns for a reward."""
+    return {key: row[key] for key in row if key == "prompt"} if generates(method) else row
 
 
 def _with_system(messages: Any, system: Any) -> Any:

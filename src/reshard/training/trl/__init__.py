@@ -22,7 +22,7 @@ from reshard.training.engine import (
     Trained,
     sizes_in_words,
 )
-from reshard.training.methods import is_rewarded
+from reshard.training.methods import generates
 from reshard.training.run import Run
 from reshard.training.trl import looks, memory, quantized, speed, vllm
 from reshard.training.trl.arithmetic import batches_of, evaluation_of, precision_of
@@ -59,9 +59,9 @@ def _plan(run: Run, world_size: int) -> list[str]:
 
 
 def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> Reading:
-    """GRPO limits only completions. TRL infers the shape of DPO data from the first record, so it must not be mixed."""
+    """TRL limits no prompts. It infers the shape of DPO data from the first record, so it must not be mixed."""
     packed = bool(options.get("packing"))
-    limit = None if is_rewarded(run.method) else int(options.get("max_length") or 0) or None
+    limit = None if generates(run.method) else int(options.get("max_length") or 0) or None
     learning, mixed = learning_of(options), run.method == "sft"
     return Reading("max_length", limit, learning, packed=packed, full=packed, mixed=mixed)
 

@@ -147,7 +147,7 @@ def _check_head(model: Any, way: Way, linears: list[str]) -> None:
     """Raise ReshardError if a trainer that multiplies by the weight of the head would ignore the head's adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if way.whole_logits or not isinstance(model.get_output_embeddings(), BaseTunerLayer):
+    if not isinstance(model.get_output_embeddings(), BaseTunerLayer):
         return
     raise ReshardError(
         "adapter-of-head-ignored",

@@ -15,7 +15,7 @@ BESIDE = (*LORA, *MODEL, *ADDED)
 
 
 def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
-    """SFTConfig, DPOConfig or GRPOConfig. Options equal to TRL's defaults are left out, to avoid warnings."""
+    """The config of the method's trainer. Options equal to TRL's defaults are left out, to avoid warnings."""
     own = {name: value for name, value in options.items() if name not in BESIDE}
     stated = _stated(run, own)
     stated.pop("assistant_only_loss", None)  # TRL gets labels

@@ -12,7 +12,7 @@ from reshard.checks import grpo
 from reshard.folders.companions import CONFIG
 from reshard.training.engine import Batches, Precision
 from reshard.training.findings import of_fact
-from reshard.training.methods import is_rewarded
+from reshard.training.methods import generates, is_rewarded
 from reshard.training.run import Run
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -84,7 +84,7 @@ def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
     """Features not known to work with transformers' FSDP2 over groups of tensor-parallel ranks."""
     wrong = {
         "--lora": run.lora,  # adapters are made after sharding: their gradients are not averaged
-        run.method.upper(): is_rewarded(run.method),
+        run.method.upper(): generates(run.method),
         f"--ep {run.layout.ep}": run.layout.ep > 1,
         "--eval-data": run.eval_data is not None,  # accelerate counts some of the records twice
         "a head that is tied to the embedding": _is_tied(run),  # its second step has another loss
@@ -147,18 +147,18 @@ def evaluation_of(options: Mapping[str, Any]) -> str:
 
 
 def _rows(run: Run, options: Mapping[str, Any], replicas: int, samples: int) -> int:
-    """Rows per epoch. GRPO draws complete generations, and repeats each prompt for its group."""
-    if not is_rewarded(run.method):
+    """Rows per epoch. TRL draws complete generations; GRPO and RLOO repeat each prompt for its group."""
+    if not generates(run.method):
         return samples
-    numbers = grpo.numbers_of(options) or {}
+    numbers = grpo.numbers_of({"num_generations": 1, **options}) or {}
     group = numbers["num_generations"]
     prompts = grpo.generated(numbers, replicas) // group
-    return samples // prompts * prompts * group * int(options["num_iterations"])
+    return samples // prompts * prompts * group * int(options.get("num_iterations", 1))
 
 
 def _length(run: Run, options: Mapping[str, Any]) -> int:
-    """Maximum tokens per sequence; for GRPO those of a completion, since TRL does not limit prompts."""
-    return int(options["max_completion_length" if is_rewarded(run.method) else "max_length"] or 0)
+    """Maximum tokens per sequence; those of a completion if the model generates, since TRL does not limit prompts."""
+    return int(options["max_completion_length" if generates(run.method) else "max_length"] or 0)
 
 
 def precision_of(run: Run, options: Mapping[str, Any]) -> Precision:

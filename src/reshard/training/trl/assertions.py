@@ -41,7 +41,7 @@ def assert_plan(run: Run, trainer: Any) -> None:
     ]
     problems += [
         *_misplaced(trainer, trainer.model, "the model"),
-        *_reference(run, trainer),
+        *_frozen(run, trainer),
         *_guarded(run, trainer),
     ]
     if found := agreed(problems):
@@ -173,21 +173,22 @@ def _misplaced(trainer: Any, model: Any, whose: str) -> Iterator[Problem]:
     return misplaced(model, world_size(), trainer.accelerator.device, whose)
 
 
-def _reference(run: Run, trainer: Any) -> Iterator[Problem]:
-    """Check that the reference model of DPO and GRPO is sharded like the model, frozen, and separate from it."""
-    reference = getattr(trainer, "ref_model", None)
-    if reference is None:
-        return
-    yield from _spread(run, reference, "the reference model")
-    yield from _misplaced(trainer, reference, "the reference model")
+def _frozen(run: Run, trainer: Any) -> Iterator[Problem]:
+    """Check that a reference model or a teacher is sharded like the model, and separate from it."""
     own = {id(parameter) for parameter in trainer.model.parameters()}
-    if any(id(parameter) in own for parameter in reference.parameters()):
-        yield Problem(
-            "reference-model-shared",
-            "the reference model is the model itself",
-            rule="the reference must keep the initial weights",
-            remedy="use TRL 1.16 or later",
-        )
+    for name, whose in (("ref_model", "the reference model"), ("teacher_model", "the teacher")):
+        frozen = getattr(trainer, name, None)
+        if frozen is None:
+            continue
+        yield from _spread(run, frozen, whose)
+        yield from _misplaced(trainer, frozen, whose)
+        if any(id(parameter) in own for parameter in frozen.parameters()):
+            yield Problem(
+                "reference-model-shared",
+                f"{whose} is the model itself",
+                rule="it must keep its initial weights",
+                remedy="use TRL 1.16 or later",
+            )
 
 
 def _guarded(run: Run, trainer: Any) -> list[Problem]:

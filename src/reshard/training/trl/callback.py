@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.training import signals
 from reshard.training.engine import Monitor
-from reshard.training.methods import is_rewarded
+from reshard.training.methods import generates
 from reshard.training.run import Run
 from reshard.training.trl.assertions import Motion, assert_plan
 
@@ -54,7 +54,7 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
             if not logs or "loss" not in logs:
                 return
             tokens, self._tokens = logs.get("num_tokens", 0) - self._tokens, logs.get("num_tokens", 0)
-            if is_rewarded(run.method):
+            if generates(run.method):
                 tokens /= run.layout.tp  # TRL counts on each rank; SFT and DPO divide already
             monitor.step(
                 state.global_step, **_measured(logs, COUNTED), tokens=float(tokens), memory=float(_memory())

@@ -37,8 +37,8 @@ class Evaluating(Base):  # type: ignore[misc]
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """transformers' loader, from which each rank takes complete batches.
 
-        accelerate fills up the last batches with samples from the beginning, which would then count in the loss. DPO
-        and GRPO gather measurements of each sample, for which the batches of all ranks must have equal sizes.
+        accelerate fills up the last batches with samples from the beginning, which would then count in the loss.
+        Other methods gather measurements of each sample, for which the batches of all ranks must have equal sizes.
         """
         loader = super().get_eval_dataloader(eval_dataset)
         if self.asked.method == "sft":

@@ -120,12 +120,31 @@ def reference_of(run: Run, options: Mapping[str, Any]) -> Any:
 
     TRL 1.16 shards it as one group (`prepare_fsdp`), so that each forward pass would gather all of it on each rank.
     """
+    return _sharded(run.model, options, model_arguments(run, options))
+
+
+def teacher_of(run: Run, options: Mapping[str, Any], arguments: Any) -> Any:
+    """The teacher: a path, which TRL loads with `arguments`; under FSDP2 a model, sharded layer by layer.
+
+    TRL 1.16 would neither shard it under FSDP2 nor move it to the GPU, and would spread it over all visible GPUs if
+    there is only one process.
+    """
+    folder = str(options[str(WAYS[run.method].teacher)])
+    given = {**(arguments.teacher_model_init_kwargs or {}), "device_map": None}
+    if run.parallel != "fsdp2":
+        arguments.teacher_model_init_kwargs = given
+        return folder
+    arguments.teacher_model_init_kwargs = None  # TRL refuses them for a model
+    return _sharded(folder, options, {"dtype": None, **given})
+
+
+def _sharded(folder: str | Path, options: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        run.model, trust_remote_code=bool(options["trust_remote_code"]), **model_arguments(run, options)
+        folder, trust_remote_code=bool(options["trust_remote_code"]), **given
     )
     half = torch.bfloat16 if options["bf16"] else torch.float16 if options["fp16"] else None
     policy = MixedPrecisionPolicy(param_dtype=half)

@@ -16,7 +16,7 @@ from reshard.folders.companions import CONFIG, read_object
 from reshard.training.engine import Batches, Parts, Precision
 from reshard.training.memory import activations
 from reshard.training.memory.activations import Kept, Widths
-from reshard.training.methods import is_rewarded
+from reshard.training.methods import generates, is_rewarded
 from reshard.training.run import Run
 from reshard.training.trl import adapters, quantized
 from reshard.training.trl.config_fields import LORA, options_of
@@ -206,7 +206,7 @@ def parts(
         base=BYTES.get(str(options.get("dtype")), 4) if run.lora else precision.weights,
     )
     always, step = _states(case), _step(case)
-    return _there(always), _there(step), _there(_generation(case) if is_rewarded(run.method) else {})
+    return _there(always), _there(step), _there(_generation(case) if generates(run.method) else {})
 
 
 def _there(parts: Parts) -> Parts:
@@ -224,7 +224,7 @@ def _states(case: _Case) -> dict[str, int]:
     return {
         "weights": (frozen * case.base + trained * precision.weights - saved) // all_split,
         "reference model": _reference(case) // all_split,
-        "teacher": _teacher(case),
+        "teacher": _teacher(case) // all_split,
         "gradients": trained * precision.gradients // states_split,
         "optimizer": trained * precision.optimizer // states_split,
         "gathered layers": _gathered(case) // case.tp if all_split > 1 or kind in ("fsdp2", "zero3") else 0,
@@ -233,7 +233,7 @@ def _states(case: _Case) -> dict[str, int]:
 
 
 def _reference(case: _Case) -> int:
-    """The reference model of DPO, and of GRPO with a beta; with LoRA it is the base without its adapters."""
+    """The reference model of DPO, and of GRPO and RLOO with a beta; with LoRA it is the base without its adapters."""
     compared = WAYS[case.run.method].reference(case.options)
     before = case.options.get("precompute_ref_log_probs") and case.kind != "fsdp2"
     if case.run.lora or not compared or before:
@@ -243,13 +243,15 @@ def _reference(case: _Case) -> int:
 
 
 def _teacher(case: _Case) -> int:
-    """The teacher, complete on each rank, in the dtype of its folder."""
+    """The teacher, which is not tensor-parallel; TRL loads it in its own dtype unless told otherwise."""
     way = WAYS[case.run.method]
     if not way.teacher:
         return 0
     folder = Path(str(case.options.get(way.teacher) or case.run.model))
     config = read_object(folder / CONFIG, Sources())
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    given = (case.options.get("teacher_model_init_kwargs") or {}).get("dtype", "auto")
+    own = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = str(own if given == "auto" else given)
     return _sizes(folder, bool(case.options.get("trust_remote_code")), False, ()).all * BYTES.get(dtype, 4)
 
 
@@ -321,8 +323,6 @@ def _logits(case: _Case, tokens: int) -> int:
     widths, computed, way = case.widths, case.precision.activations, WAYS[case.run.method]
     if way.classifies:
         return 0
-    if way.whole_logits:
-        return tokens * widths.vocab * (computed + 4 * way.whole_logits)
     rows, columns = min(tokens, HEAD_TOKENS), min(widths.vocab, HEAD_COLUMNS)
     tile = rows * HEAD_COLUMNS * computed + (0 if case.gpu else 6 * rows * columns * 4)
     cast = columns * widths.hidden * computed if case.precision.weights != computed else 0
@@ -369,7 +369,7 @@ def savings(run: Run) -> Iterator[dict[str, object]]:
 
 
 def smaller_batch(run: Run) -> dict[str, object]:
-    """One sample at a time with the same samples per step; the groups of GRPO are not changed."""
+    """One sample at a time with the same samples per step; groups of completions are not changed."""
     options = options_of(run)
     size, steps = int(options["per_device_train_batch_size"]), int(options["gradient_accumulation_steps"])
     if size == 1 or is_rewarded(run.method):

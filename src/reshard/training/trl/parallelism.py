@@ -27,11 +27,12 @@ def fsdp(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
     """accelerate's FSDP2, which wraps the layers that the model names in `_no_split_modules`.
 
     The first rank of a node reads the weights and broadcasts them, so that the host holds the model once. Not with a
-    reference model: only the trained model is broadcast, and TRL's reference would stay empty on other ranks.
+    second model: only the trained one is broadcast, and a reference or teacher would stay empty on other ranks.
     """
+    alone = not has_reference(run, options) and not WAYS[run.method].teacher
     return {
         "version": 2,
-        "cpu_ram_efficient_loading": not has_reference(run, options),
+        "cpu_ram_efficient_loading": alone,
         "state_dict_type": "SHARDED_STATE_DICT",
     }
 

@@ -73,15 +73,21 @@ def refused(run: Run) -> Iterator[Problem]:
             rule=reason,
             remedy=cure,
         )
-    given = run.options.get("model_init_kwargs")
-    for key in sorted(_INIT | _EITHER):
+    yield from _init_kwargs(run, "model_init_kwargs", _INIT | _EITHER)
+    yield from _init_kwargs(run, "teacher_model_init_kwargs", _INIT)
+
+
+def _init_kwargs(run: Run, name: str, keys: set[str]) -> Iterator[Problem]:
+    """A problem for each of the `keys` in an option with arguments of from_pretrained."""
+    given = run.options.get(name)
+    for key in sorted(keys):
         if (isinstance(given, Mapping) and key in given) or (isinstance(given, str) and f'"{key}"' in given):
             reason, cure = REFUSED.get(key, (_PLAN, "leave it out"))
             if key in _EITHER:
                 reason, cure = "it is an option of its own", f"use --{key.replace('torch_', '')} instead"
             yield Problem(
                 "model-init-kwarg-not-passed-on",
-                f"--model_init_kwargs with {key} is not passed on",
+                f"--{name} with {key} is not passed on",
                 found=str(given),
                 rule=reason,
                 remedy=cure,
@@ -203,15 +209,6 @@ def _of_method(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if way.teacher:
         yield from _teacher(run, way.teacher, typed.get(way.teacher))
-    for name in typed:
-        if name in way.unread:
-            yield Problem(
-                "option-not-read-by-trainer",
-                f"--{name} has no effect on {run.method.upper()}",
-                rule=f"{way.config} inherits it, and TRL's {way.name}Trainer does not read it",
-                found=f"--{name} {typed[name]}",
-                remedy="leave it out",
-            )
 
 
 def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The reward functions of GRPO, imported from the folder in which reshard was started, or from the files they name."""
+"""Reward functions, imported from the folder in which reshard was started, or from the files they name."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def load(name: str) -> Callable[..., Any]:
 
 
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What TRL passes to a reward besides the columns of the data (`GRPOTrainer._calculate_rewards`)."""
+"""What TRL passes to a reward besides the columns of the data (`_calculate_rewards` of GRPOTrainer and RLOOTrainer)."""
 
 
 def _takes_all(function: Callable[..., Any]) -> bool:

@@ -1,7 +1,7 @@
 """The data of a run, read once on each node: other ranks map what the first one wrote, and what TRL makes of it.
 
-A `Data` has the training and the evaluation data. SFT gets tokens (`data/store.py`), which TRL truncates and packs; DPO
-and GRPO get records, which TRL tokenizes.
+A `Data` has the training and the evaluation data. SFT gets tokens (`data/store.py`), which TRL truncates and packs;
+other methods get records, which TRL tokenizes.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Stopping(Base):  # type: ignore[misc]
         return math.isfinite(loss) and (norm is None or skipped or math.isfinite(norm))
 
     def _records(self) -> list[str]:
-        """The beginnings of this rank's last records: prompts for GRPO, otherwise tokens."""
+        """The beginnings of this rank's last records: prompts of a model that generates, otherwise tokens."""
         if isinstance(self._last, list):
             return few(str(row.get("prompt")) for row in self._last)
         ids = next(

@@ -112,28 +112,11 @@ class Saving(Base):  # type: ignore[misc]
         """Nothing: the weights were already loaded from there."""
 
 
-class Counted(Base):  # type: ignore[misc]
-    """A mixin for trainers that divide their loss by the tokens of all ranks.
-
-    The gradients of ranks are averaged, so the loss must be multiplied by their number, as transformers' own loss is.
-    """
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """TRL's loss, times the number of ranks."""
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes
-        return (loss, outputs) if return_outputs else loss
-
-
 def trainer_class(run: Run, monitor: Monitor, loraplus: float | None = None) -> Any:
     """TRL's trainer of a method, extended by our mixins."""
     base = WAYS[run.method].trainer_class()
     own = {"asked": run, "monitor": monitor, "loraplus": loraplus}
-    own_bases = (Stopping, Saving, Evaluating, *((Counted,) if WAYS[run.method].counted else ()))
-    return type(base.__name__, (*own_bases, base), own)
+    return type(base.__name__, (Stopping, Saving, Evaluating, base), own)
 
 
 def trainer_of(
@@ -157,7 +140,7 @@ def trainer_of(
     if way.reference(options) and not rewarded and run.parallel == "fsdp2" and not shared:
         more["ref_model"] = loading.reference_of(run, options)
     if way.teacher:
-        more["teacher_model"] = str(options[way.teacher])
+        more["teacher_model"] = loading.teacher_of(run, options, arguments)
     if run.lora:
         more["peft_config"] = loading.adapter_config(options)
     save_only, arguments.save_only_model = (

@@ -1,4 +1,4 @@
-"""Checks before launch for reasons why vLLM cannot generate for GRPO: versions, server, GPUs, ranks.
+"""Checks before launch for reasons why vLLM cannot generate: versions, server, GPUs, ranks.
 
 Sources: `is_vllm_available` of trl/import_utils.py, trl/generation/vllm_client.py and vllm_generation.py of TRL 1.16.
 """
@@ -181,7 +181,7 @@ def _settings(info: Any, url: str, serve: str, options: Mapping[str, Any]) -> It
     if options.get("vllm_importance_sampling_correction") and mode != "processed_logprobs":
         yield Problem(
             "vllm-server-raw-probabilities",
-            "the vLLM server's unprocessed log probabilities bias GRPO's importance sampling",
+            "the vLLM server's unprocessed log probabilities bias the importance sampling",
             expected="--logprobs-mode processed_logprobs",
             found=f"{url}: {mode}",
             remedy=f"restart it: {serve}; or pass --vllm_importance_sampling_correction false",
