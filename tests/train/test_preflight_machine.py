@@ -82,9 +82,11 @@ def test_packages_that_are_missing_or_old_come_with_the_command(run: Run) -> Non
     missing, old = sorted(
         preconditions.packages(run, there), key=lambda problem: str(problem.found), reverse=True
     )
-    assert (missing.message, missing.expected) == ("not installed: trl", "trl>=1.16")
+    assert (missing.message, missing.expected) == ("not installed: trl", "trl>=1.16,<1.17")
     assert missing.remedy == install_command("trl")
-    assert (old.message, old.found) == ("this peft is too old", "0.20")
+    assert (old.message, old.found) == ("reshard does not train with this version of peft", "0.20")
+    (new,) = preconditions.packages(run, there | {"trl": "1.17", "peft": "0.21"})
+    assert (new.expected, new.remedy) == ("trl>=1.16,<1.17", "pip install 'trl>=1.16,<1.17'")
     zero = replace(run, parallel="zero3")
     assert [p.message for p in preconditions.packages(zero, there | {"trl": "1.16", "peft": "0.21"})] == [
         "not installed: deepspeed"
@@ -96,7 +98,10 @@ def test_an_old_megatron_core_cannot_share_query_groups(tiny: Callable[..., Path
     shared = replace(groups, layout=Layout(tp=4))
     old = {"megatron-core": "0.15.3"}
     (problem,) = looks.model(shared, old)
-    assert (problem.message, problem.found) == ("this megatron-core is too old", "0.15.3")
+    assert (problem.message, problem.found) == (
+        "reshard does not train with this version of megatron-core",
+        "0.15.3",
+    )
     assert problem.rule == "--tp 4 is larger than the 2 query groups"
     assert problem.remedy == "pip install --no-deps 'megatron-core>=0.16'"
     assert list(looks.model(shared)) == list(looks.model(replace(groups, layout=Layout(tp=2)), old)) == []

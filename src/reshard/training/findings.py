@@ -44,7 +44,7 @@ def of_fact(fact: Fact, severity: str | None = None) -> Problem:
 def lacking(
     floors: Mapping[str, str], installed: Mapping[str, str] | None = None, rule: str | None = None
 ) -> Iterator[Problem]:
-    """Packages that are missing or too old. `installed` replaces the versions that are installed here."""
+    """Packages that are missing, or of untested versions. `installed` replaces the versions that are installed here."""
     missing = []
     for package, floor in floors.items():
         found = _version(package) if installed is None else installed.get(package)
@@ -52,8 +52,8 @@ def lacking(
             missing.append(package)
         elif not SpecifierSet(floor).contains(found, prereleases=True):
             yield Problem(
-                "package-too-old",
-                f"this {package} is too old",
+                "package-version-unsupported",
+                f"reshard does not train with this version of {package}",
                 rule=rule,
                 expected=f"{package}{floor}",
                 found=found,

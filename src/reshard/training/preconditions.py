@@ -37,7 +37,7 @@ HARMLESS = (
 
 
 def packages(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """Packages of the engine that are missing or too old."""
+    """Packages of the engine that are missing, or of untested versions."""
     return lacking(engine_of(run).requires(run), installed)
 
 

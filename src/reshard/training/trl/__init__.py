@@ -34,7 +34,7 @@ from reshard.training.trl.saving import saved
 NEEDS = {
     "torch": ">=2.6",
     "transformers": ">=5",
-    "trl": ">=1.16",
+    "trl": ">=1.16,<1.17",
     "accelerate": ">=1.15",
     "peft": ">=0.21",
     "datasets": ">=3",
