@@ -24,7 +24,7 @@ _COUNTERS = [
         # Megatron, nanotron, torchtitan, DeepSpeed, verl, own loops
         r"(?<![\w/])(?P<name>(?:global[_ ])?(?:step|iter(?:ation)?|batch)(?:s|_idx)?)\b"
         rf"\W{{0,4}}?{_N}\b(?: ?/ ?{_TOTAL})?",
-        rf"(?P<name>)[\[(] ?{_N} ?/ ?{_TOTAL} ?[\])]",  # [10/100]
+        rf"(?P<name>[\[(]) ?{_N} ?/ ?{_TOTAL} ?[\])]",  # [10/100]
         rf"(?P<name>epoch)\W{{0,4}}{_N}\b(?: ?/ ?{_TOTAL})?",
     )
 ]
@@ -48,8 +48,13 @@ _NORM = re.compile(
 _NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*[1-9]")
 """Megatron-LM leaves the loss out of the average when it is NaN."""
 _OTHER_NAN = re.compile(r"(?P<name>eval\w*[_/]loss)['\"]?\s*[:=]\s*['\"]?nan", re.IGNORECASE)
+_SUMMARY = "train_runtime"
+"""In the last record of transformers, whose loss is an average, while the model is still to be saved."""
 _RECORD = re.compile(r"\{['\"]")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_VALUES = 2
+"""Earlier values of a word and a number, without a loss or a total, that make it a counter of steps: settings look the
+same."""
 _NORMS = 3
 """Consecutive gradient norms that are NaN before a warning: with fp16, a single one lowers the loss scale."""
 
@@ -75,7 +80,7 @@ def read(text: str) -> Reading:
     """The counter and values in a line. A loss counts beside a counter or in a record: not in mere words."""
     text = " ".join(_ESCAPES.sub("", text[:16_000]).split())
     found = next((match for pattern in _COUNTERS if (match := pattern.search(text))), None)
-    tells = found is not None or _RECORD.search(text) is not None
+    tells = (found is not None or _RECORD.search(text) is not None) and _SUMMARY not in text
     loss, norm = (_value(pattern, text) if tells else None for pattern in (_LOSS, _NORM))
     if _NAN_ITERATIONS.search(text):
         loss = math.nan
@@ -110,7 +115,8 @@ class Progress:
     """The longest time between two advances of any counter since the first step."""
     _stepped: float = 0.0
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=101))
-    _counters: dict[tuple[str, str], str] = field(default_factory=dict)
+    _counters: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """By counter: its first values, and its last one."""
     _bad: dict[int | None, list[str]] = field(default_factory=dict)
     """By rank: the consecutive steps whose loss was not finite."""
     _bad_norms: int = 0
@@ -125,8 +131,8 @@ class Progress:
         """Read a line; report losses that are not finite."""
         self.spoke = line.time
         seen = read(line.text)
-        if seen.counter is not None and self._counters.get(seen.counter) != seen.n:
-            self._advance(line.time, seen)
+        if seen.counter is not None and [seen.n] != self._counters.get(seen.counter, [])[-1:]:
+            self._advance(line.time, seen, seen.counter)
         yield from self._check_loss(line.rank, seen)
         yield from self._check_others(line.text, seen)
 
@@ -134,14 +140,14 @@ class Progress:
         """Nothing: a run makes progress in what it prints."""
         return ()
 
-    def _advance(self, time: float, seen: Reading) -> None:
-        assert seen.counter is not None
-        is_first = seen.counter not in self._counters
-        self._counters[seen.counter] = seen.n
+    def _advance(self, time: float, seen: Reading, counter: tuple[str, str]) -> None:
+        earlier = self._counters.get(counter, [])[:_VALUES]
+        self._counters[counter] = [*earlier, seen.n]
         if self.started:
             self.longest = max(self.longest, time - self.alive)
         self.alive = time
-        if seen.in_training and (not is_first or seen.loss is not None):
+        enough = seen.loss is not None or len(earlier) >= (1 if counter[1] else _VALUES)
+        if seen.in_training and enough:
             self._intervals.extend([time - self._stepped] if self.started else [])
             self.started, self._stepped, self.at = True, time, seen.at or self.at
 
