@@ -51,7 +51,8 @@ def watch(
     act: Callable[[float, Processes, list[str]], None] = lambda passed, processes, lines: None,
     until: int | None = None,
     every: float = 0.1,
-    most: float = 60,
+    most: float = 90,
+    stdin: int = subprocess.DEVNULL,
 ) -> Watched:
     """Run a command to its end, or until so many notices. `act` is called at each tick, and can send signals."""
     start = time.time()
@@ -59,7 +60,7 @@ def watch(
         list(map(str, command)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         cwd=REPOSITORY,
         start_new_session=True,
         env={

@@ -65,7 +65,7 @@ class Activity:
             before = self._before.get(pid)
             used = each.seconds - (before.seconds if before else 0)
             read = each.io - (before.io if before else 0)
-            if before is None or used > _BUSY * passed or read > _MOVING * passed:
+            if before is None or each.state == "R" or used > _BUSY * passed or read > _MOVING * passed:
                 self._since[pid] = now
             if before is not None and read > _MOVING * passed:
                 self.moved = now

@@ -62,7 +62,7 @@ def main() -> None:
     bar = tqdm(total=100_000, mininterval=0, disable=dist.get_rank() > 0)
     for word in sys.argv[1:]:
         kind, _, amount = word.partition(":")
-        value = float(amount)
+        value = float(amount or 0)
         if kind == "step":
             for _ in range(int(value)):
                 compute(STEP)
