@@ -130,7 +130,7 @@ def port() -> Iterator[int]:
 
 def test_a_port_in_use_as_torchrun_fails_with_it(port: int, folder: Path) -> None:
     line = f"torchrun --nproc-per-node 2 --master-port {port} train.py"
-    problem = the("port-in-use", found := checked(line, folder))
+    problem = the("guard-port-in-use", found := checked(line, folder))
     assert problem in found.errors and str(port) in problem.message
     (folder / "train.py").write_text("")
     ran = subprocess.run(
@@ -142,7 +142,7 @@ def test_a_port_in_use_as_torchrun_fails_with_it(port: int, folder: Path) -> Non
 def test_a_port_that_is_free_or_belongs_to_another_node(port: int, folder: Path) -> None:
     for options in ("--standalone", "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port {port}"):
         found = checked(f"torchrun --nproc-per-node 2 {options.format(port=port)} train.py", folder)
-        assert [each for each in found.problems if each.code == "port-in-use"] == []
+        assert [each for each in found.problems if each.code == "guard-port-in-use"] == []
 
 
 def with_gpus(folder: Path, count: int) -> str:

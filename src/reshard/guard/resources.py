@@ -40,7 +40,7 @@ def port(command: Command, environment: Environment | None) -> Iterator[Problem]
         return
     option = "--main_process_port" if command.launcher in ("accelerate", "trl") else "--master_port"
     yield Problem(
-        "port-in-use",
+        "guard-port-in-use",
         f"port {number} is in use",
         expected=f"a free port on {host}, where the ranks meet",
         found="another process listens there: often a run that has not ended",
