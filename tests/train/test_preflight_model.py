@@ -245,4 +245,12 @@ def test_flash_attention_that_is_not_installed_is_refused_without_a_gpu(run: Run
     if is_kernels_available():
         pytest.skip("transformers takes flash attention from the Hub")
     wrong = replace(run, options={"attn_implementation": "flash_attention_2"})
-    the("flash attention is not installed", preflight(wrong, environment=NOWHERE).problems)
+    problem = the("flash_attention_2 needs a package", preflight(wrong, environment=NOWHERE).problems)
+    assert "pip install flash-attn, which needs a GPU, or leave out" in str(problem.remedy)
+
+
+def test_variables_that_contradict_the_plan_are_said_before_the_start(run: Run) -> None:
+    shell = replace(NOWHERE, variables={"ACCELERATE_USE_DEEPSPEED": "true"})
+    assert (
+        the("contradicts the plan", preflight(run, environment=shell).problems).expected == "--parallel ddp"
+    )

@@ -203,7 +203,7 @@ def test_variables_of_accelerate_that_contradict_the_plan_are_refused(
     kind: str, variables: dict[str, str]
 ) -> None:
     options = {"bf16": False, "fp16": False, "use_cpu": True}
-    (problem,) = refused(environment.check, run_of(layout=Layout(kind)), options, variables)
+    (problem,) = environment.contradictions(run_of(layout=Layout(kind)), options, variables)
     assert problem.message == "an environment variable contradicts the plan"
     assert str(problem.found).split("=")[0] in variables
 
@@ -211,7 +211,7 @@ def test_variables_of_accelerate_that_contradict_the_plan_are_refused(
 def test_variables_that_say_the_same_as_the_plan_are_fine() -> None:
     options = {"bf16": True, "fp16": False, "use_cpu": False}
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    environment.check(run_of(parallel="fsdp2"), options, variables)
+    assert list(environment.contradictions(run_of(parallel="fsdp2"), options, variables)) == []
 
 
 def test_the_arithmetic_of_batches() -> None:

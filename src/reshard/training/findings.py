@@ -47,7 +47,7 @@ def lacking(
     """Packages that are missing, or of untested versions. `installed` replaces the versions that are installed here."""
     missing = []
     for package, floor in floors.items():
-        found = _version(package) if installed is None else installed.get(package)
+        found = version_of(package) if installed is None else installed.get(package)
         if found is None:
             missing.append(package)
         elif not SpecifierSet(floor).contains(found, prereleases=True):
@@ -69,7 +69,8 @@ def lacking(
         )
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a package."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -7,60 +7,51 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.base.arguments import truth
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem
 from reshard.training.run import Run
 
 SIZES = {"TP_SIZE": "tp", "CP_SIZE": "cp", "SP_SIZE": "sp", "DP_SHARD_SIZE": "dp_shard"}
-_CURE = "unset it, or let `accelerate launch` take a config that says the same as the flags of reshard"
 
 
-def check(run: Run, options: Mapping[str, Any], variables: Mapping[str, str] = os.environ) -> None:
-    """Refuse variables that contradict the plan, all at once. Raises ReshardError."""
-    problems = [*_switches(run, variables), *_details(run, variables), *_precision(options, variables)]
-    if problems:
-        raise ReshardError(problems)
+def contradictions(
+    run: Run, options: Mapping[str, Any], variables: Mapping[str, str] = os.environ
+) -> Iterator[Problem]:
+    """A problem for each variable that contradicts the plan."""
+    for name, asked in _planned(run, options, variables):
+        yield Problem(
+            "environment-contradicts-plan",
+            "an environment variable contradicts the plan",
+            rule="accelerate's variables override arguments",
+            expected=asked,
+            found=f"{name}={variables[name]}",
+            remedy="unset it, or let `accelerate launch` take a config that says the same as the flags of reshard",
+        )
 
 
-def _problem(name: str, variables: Mapping[str, str], asked: str) -> Problem:
-    return Problem(
-        "environment-contradicts-plan",
-        "an environment variable contradicts the plan",
-        rule="accelerate's variables override arguments",
-        expected=asked,
-        found=f"{name}={variables[name]}",
-        remedy=_CURE,
-    )
-
-
-def _switches(run: Run, variables: Mapping[str, str]) -> Iterator[Problem]:
-    kind = run.parallel
-    allowed = {
-        "ACCELERATE_USE_FSDP": kind == "fsdp2",
-        "ACCELERATE_USE_DEEPSPEED": kind in ("zero2", "zero3"),
-        "ACCELERATE_USE_MEGATRON_LM": False,
+def _planned(run: Run, options: Mapping[str, Any], variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Variables with another value than the plan has, and the plan in words."""
+    kind, plan = run.parallel, f"--parallel {run.parallel}"
+    precision = "bf16" if options["bf16"] else "fp16" if options["fp16"] else "no"
+    switches = {
+        "ACCELERATE_USE_FSDP": (kind == "fsdp2", plan),
+        "ACCELERATE_USE_DEEPSPEED": (kind.startswith("zero"), plan),
+        "ACCELERATE_USE_MEGATRON_LM": (False, plan),
+        "ACCELERATE_USE_CPU": (options["use_cpu"], "the GPU; --use_cpu to train without one"),
     }
-    for name, fits in allowed.items():
-        if truth(variables.get(name)) and not fits:
-            yield _problem(name, variables, f"--parallel {kind}")
-
-
-def _details(run: Run, variables: Mapping[str, str]) -> Iterator[Problem]:
-    kind = run.parallel
-    if kind == "fsdp2" and variables.get("FSDP_VERSION", "2") != "2":
-        yield _problem("FSDP_VERSION", variables, "--parallel fsdp2")
-    stage = variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
-    if kind.startswith("zero") and stage not in (None, kind[-1]):
-        yield _problem("ACCELERATE_DEEPSPEED_ZERO_STAGE", variables, f"--parallel {kind}")
+    values: dict[str, tuple[tuple[str, ...], str]] = {
+        "ACCELERATE_MIXED_PRECISION": (("no", precision), f"mixed precision: {precision}")
+    }
+    if kind == "fsdp2":
+        values["FSDP_VERSION"] = ("2",), plan
+    if kind.startswith("zero"):
+        values["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = (kind[-1],), plan
     for suffix, name in SIZES.items():
-        variable = f"PARALLELISM_CONFIG_{suffix}"
-        if variables.get(variable, "1") not in ("1", str(getattr(run.layout, name, 1))):
-            yield _problem(variable, variables, f"{name} {getattr(run.layout, name, 1)}")
-
-
-def _precision(options: Mapping[str, Any], variables: Mapping[str, str]) -> Iterator[Problem]:
-    asked = "bf16" if options["bf16"] else "fp16" if options["fp16"] else "no"
-    said = variables.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if said not in ("no", asked):
-        yield _problem("ACCELERATE_MIXED_PRECISION", variables, f"mixed precision: {asked}")
-    if truth(variables.get("ACCELERATE_USE_CPU")) and not options["use_cpu"]:
-        yield _problem("ACCELERATE_USE_CPU", variables, "the GPU; --use_cpu to train without one")
+        size = str(getattr(run.layout, name, 1))
+        values[f"PARALLELISM_CONFIG_{suffix}"] = ("1", size), f"{name} {size}"
+    wrong = {name: asked for name, (on, asked) in switches.items() if truth(variables.get(name)) and not on}
+    wrong |= {
+        name: asked
+        for name, (fitting, asked) in values.items()
+        if variables.get(name, fitting[0]).lower() not in fitting
+    }
+    yield from wrong.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reshard.base.errors import Problem
@@ -13,6 +12,7 @@ from reshard.checks.machine import facts_of, old_gpus
 from reshard.diagnosis.finding import Text
 from reshard.training.findings import in_short, of_fact
 from reshard.training.run import Run
+from reshard.training.trl import environment as variables
 from reshard.training.trl import vllm
 from reshard.training.trl.arithmetic import alien_parallelism, plan_instead
 from reshard.training.trl.config_fields import options_of
@@ -47,41 +47,15 @@ def asked(run: Run) -> Iterator[Problem]:
 
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
-    """Problems of the environment that affect this run, including attention that is missing or mixes samples."""
+    """Problems of the environment that affect this run, including packed samples that see each other."""
     yield from (of_fact(fact) for fact in facts_of(environment) if fact.code in RULES)
+    yield from variables.contradictions(run, options, environment.variables)
     yield from _packed(options)
     yield from vllm.problems(run, options, environment)
-    yield from _flash(options, environment)
     if environment.gpus and not options.get("use_cpu"):
         flash = str(options.get("attn_implementation")).startswith("flash")
         if options.get("bf16") or flash:
             yield from (of_fact(fact, "error") for fact in old_gpus(environment))
-
-
-def _flash(options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
-    """A problem if flash attention is missing. If `kernels` is installed, transformers takes it from the Hub."""
-    from transformers.utils import is_kernels_available
-
-    chosen = str(options.get("attn_implementation"))
-    package = {"flash_attention_3": "flash-attn-3", "flash_attention_4": "flash-attn-4"}.get(
-        chosen, "flash-attn"
-    )
-    there = package in environment.versions or _is_installed(package) or is_kernels_available()
-    if not chosen.startswith("flash") or there:
-        return
-    yield Problem(
-        "flash-attention-not-installed",
-        "flash attention is not installed",
-        found=f"attn_implementation {chosen}",
-        remedy=f"leave it out: sdpa has the same kernels; or pip install {package}, which needs a GPU",
-    )
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return bool(version(package))
-    except PackageNotFoundError:
-        return False
 
 
 def model(run: Run) -> Iterator[Problem]:

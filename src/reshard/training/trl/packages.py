@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from reshard.base.errors import Problem
+from reshard.training.findings import version_of
 
 SWITCHES = {
     "use_vllm": ("trl.import_utils:is_vllm_available", "pip install 'trl[vllm]'"),
@@ -17,6 +18,12 @@ SWITCHES = {
 """On/off options, the framework's function that checks for the package, and the command that installs it."""
 KERNELS = ("transformers.utils:is_kernels_available", "pip install kernels")
 """The same for kernels of the Hub, whose names have a slash."""
+FLASH = {
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
+}
+"""Kinds of flash attention, and their packages. If `kernels` is installed, transformers takes them from the Hub."""
 OF_TORCH = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 """Optimizers that come with torch or transformers."""
 
@@ -30,10 +37,17 @@ def lacking(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Probl
     for name, (asked, install) in SWITCHES.items():
         if typed.get(name) and not _is_there(asked):
             yield _problem(f"--{name}", install)
-    chosen = str(typed.get("attn_implementation"))
-    if "/" in chosen and not _is_there(KERNELS[0]):
-        yield _problem(f"--attn_implementation {chosen}", KERNELS[1])
+    yield from _attention(str(typed.get("attn_implementation")))
     yield from _optimizer(typed, told)
+
+
+def _attention(chosen: str) -> Iterator[Problem]:
+    """Attention from the Hub, whose names have a slash, and flash attention, which also the Hub may provide."""
+    package = FLASH.get(chosen)
+    needed = "/" in chosen or (package and version_of(package) is None)
+    if needed and not _is_there(KERNELS[0]):
+        option = f"--attn_implementation {chosen}"
+        yield _problem(option, KERNELS[1] if "/" in chosen else f"pip install {package}, which needs a GPU")
 
 
 def _is_there(asked: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from reshard.base.errors import ReshardError
 from reshard.training.engine import Monitor, Trained
 from reshard.training.engines import engine_of
 from reshard.training.final.dtype import final_dtype
@@ -21,7 +22,8 @@ from reshard.training.trl.trainers import trainer_of
 def train_here(run: Run, monitor: Monitor) -> Trained:
     """Train on this rank. Raises ReshardError if a check fails, and whatever the frameworks raise."""
     options = options_of(run)
-    environment.check(run, options)
+    if wrong := list(environment.contradictions(run, options)):
+        raise ReshardError(wrong)
     devices.start(options, deepspeed=run.parallel.startswith("zero"))
     if options["use_cpu"]:
         cpu.prepare()
