@@ -70,9 +70,9 @@ def test_every_wrong_name_and_value_is_named_with_the_right_one(tmp_path: Path) 
     assert len(found) == 5
     assert "did you mean --lr?" in found[0]
     assert "did you mean --lr?" in found[1]
-    assert "--seq_length: int" in found[2]
+    assert "--seq_length has an invalid value int" in found[2]
     assert "cosine, linear" in found[3]
-    assert "--pack: bool" in found[4]
+    assert "--pack has an invalid value bool" in found[4]
 
 
 def test_what_contradicts_itself_is_refused_at_once(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ NOT_HERE = {
     "the ranks, which have started": """
         adapter-targets-nothing chats-without-template checkpoint-not-loadable data-teach-nothing
         fsdp2-head-not-averaged lora-rank-not-divisible no-step-changed-weights processes-missing
-        parameters-not-as-planned rank-weights-unchanged run-unfinished system-refused trainable-parameters-differ
-        trained-weight-differs trained-weight-not-finite""",
+        parameters-not-as-planned rank-weights-unchanged run-unfinished trainable-parameters-differ
+        trained-weight-differs""",
     "another file or model, which the remedy asks for": """
         dataset-test-split-size file-trained-and-evaluated-on model-quantized transformers-cannot-build""",
 }

@@ -270,7 +270,7 @@ CASES: dict[str, list[Case]] = {
     "checkpoints-without-optimizer": [
         case("--resume --save_only_model", then={"checkpoint-to-resume-missing"})
     ],
-    "trl-evaluation-data-missing": [case("--eval_steps 2", EVALUATED)],
+    "evaluation-data-missing": [case("--eval_steps 2", EVALUATED), megatron("--eval_interval 2", EVALUATED)],
     "option-needs-evaluation": [
         case("--eval-data more.jsonl --eval_strategy no --save_strategy best --metric_for_best_model loss")
     ],
@@ -288,17 +288,23 @@ CASES: dict[str, list[Case]] = {
     ],
     "option-not-in-config": [case("--max_step 3"), case("--frob 3")],
     "option-not-passed-on": [
-        case(
-            f"--{name} {value}",
-            {"--save-on-signal": "60", "N": "2"},
-            then={"train-package-not-installed"} if name == "deepspeed" else (),
-        )
-        for name, value in {
-            "fsdp": "full_shard",
-            "deepspeed": "zero.json",
-            "push_to_hub": "true",
-            "enable_jit_checkpoint": "true",
-        }.items()
+        *(
+            case(
+                f"--{name} {value}",
+                {"--save-on-signal": "60", "N": "2"},
+                then={"train-package-not-installed"} if name == "deepspeed" else (),
+            )
+            for name, value in {
+                "fsdp": "full_shard",
+                "deepspeed": "zero.json",
+                "push_to_hub": "true",
+                "enable_jit_checkpoint": "true",
+            }.items()
+        ),
+        megatron("--tensor_model_parallel_size 2", {"--tp": "1"}),
+        megatron("--params_dtype bf16"),
+        megatron("--use_megatron_fsdp"),
+        megatron("--moe_use_legacy_grouped_gemm", model="qwen3_moe"),
     ],
     "model-init-kwarg-not-passed-on": [
         case('--model_init_kwargs {"dtype":"float32"}', {"--dtype": "float32"})
@@ -313,13 +319,6 @@ CASES: dict[str, list[Case]] = {
         megatron("--start_weight_decay 0.1 --end_weight_decay 0.2", {"--weight_decay": "0.1"})
     ],
     "megatron-wsd-without-steps": [megatron("--lr_decay_style WSD", {"--lr_wsd_decay_iters": "2"})],
-    "megatron-evaluation-data-missing": [megatron("--eval_interval 2", EVALUATED)],
-    "megatron-option-refused": [
-        megatron("--tensor_model_parallel_size 2", {"--tp": "1"}),
-        megatron("--params_dtype bf16"),
-        megatron("--use_megatron_fsdp"),
-        megatron("--moe_use_legacy_grouped_gemm", model="qwen3_moe"),
-    ],
     "batch-not-divisible": [megatron("--global_batch_size 3 --micro_batch_size 2")],
     "sequence-not-divisible": [megatron("--tp 2 --nproc 2 --seq_length 63")],
     "transformer-engine-not-installed": [megatron("--transformer_impl transformer_engine")],

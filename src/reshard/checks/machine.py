@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 
 from reshard.base.plain_yaml import yaml_of
-from reshard.checks.environment import Environment, Gpu, unmet
+from reshard.checks.environment import Environment, unmet
 from reshard.checks.fact import Fact
+from reshard.checks.precision import without_bf16
 
 Rule = Callable[[Environment], Iterator[Fact]]
 RULES: list[Rule] = []
@@ -36,19 +37,6 @@ def device_map_becomes_tensor_parallelism(env: Environment) -> Iterator[Fact]:
         is_set = env.world_size is not None
         shows = f"transformers {env.versions['transformers']}" + (f", WORLD_SIZE={env.world_size}" * is_set)
         yield Fact("env-device-map-tp", shows, severity="error" if is_set else "warning")
-
-
-BF16 = 8.0
-"""The lowest compute capability with bfloat16, and with flash-attention 2: Ampere."""
-
-
-def without_bf16(gpus: Iterable[Gpu], flash_attention: str | None = None) -> Iterator[Fact]:
-    """The oldest of the GPUs, if it has neither bfloat16 nor flash-attention 2, of which a version may be installed."""
-    oldest = min(gpus, key=lambda gpu: gpu.capability, default=None)
-    if oldest is not None and oldest.capability < BF16:
-        flash = f", flash-attn {flash_attention}" if flash_attention else ""
-        shows = f"{oldest.name}, compute_cap {oldest.capability}{flash}"
-        yield Fact("env-no-bf16", shows, {"name": oldest.name, "capability": oldest.capability})
 
 
 @rule

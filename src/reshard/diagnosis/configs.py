@@ -10,7 +10,7 @@ from reshard.base.arguments import truth
 from reshard.checks import grpo
 from reshard.checks.device_maps import spread_in
 from reshard.checks.environment import find_gpus
-from reshard.checks.machine import without_bf16
+from reshard.checks.precision import several, without_bf16
 from reshard.diagnosis.configtext import ConfigText, read_config
 from reshard.diagnosis.finding import Finding, Place, Text
 from reshard.diagnosis.history.calls import Refused
@@ -137,9 +137,7 @@ def _deepspeed(config: ConfigText) -> Iterator[Finding]:
         key = f"zero_optimization.{gather}" if there else "zero_optimization.stage"
         place = config.changed(key, True) if there else config.with_sibling(key, gather, True)
         yield told("config-zero3-gather", [place], certainty="likely" if auto else "possible")
-    if truth(config.get("fp16.enabled")) and truth(config.get("bf16.enabled")):
-        places = [config.changed("fp16.enabled", False), config.place("bf16.enabled")]
-        yield told("config-two-precisions", places)
+    yield from _precisions(config, "fp16.enabled", "bf16.enabled")
     unfilled = [
         key for key in auto if key not in FILLED and key.split(".")[0] not in ("optimizer", "scheduler")
     ]
@@ -156,6 +154,12 @@ def _deepspeed(config: ConfigText) -> Iterator[Finding]:
             yield told(
                 "config-stage3-keys", places, values, severity="error" if "offload_param" in late else None
             )
+
+
+def _precisions(config: ConfigText, half: str, brain: str) -> Iterator[Finding]:
+    on = [key.partition(".")[0] for key in (half, brain) if truth(config.get(key))]
+    for fact in several(on):
+        yield in_words(fact, [config.changed(half, False), config.place(brain)])
 
 
 def _switched_on(value: object) -> bool:
@@ -253,8 +257,7 @@ def _trl(config: ConfigText) -> Iterator[Finding]:
     yield from device_maps(config)
     if "num_generations" in given or "reward_funcs" in given:
         yield from _groups(config)
-    if given.get("bf16") is True and given.get("fp16") is True:
-        yield told("config-two-precisions", [config.changed("fp16", False), config.place("bf16")])
+    yield from _precisions(config, "fp16", "bf16")
 
 
 def device_maps(config: ConfigText) -> Iterator[Finding]:

@@ -8,18 +8,20 @@ are converted to the type, or refused.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.checks.precision import several
 from reshard.training.engine import Option
 from reshard.training.fields import kind, typed
+from reshard.training.findings import of_fact
 from reshard.training.megatron.core_fields import all_fields
 from reshard.training.megatron.refusals import missing, passes, refused
 from reshard.training.names import nearest
+from reshard.training.option_checks import mistyped, without_evaluation, without_lora, wrong_numbers
 from reshard.training.run import Run
 
 LENGTH = 4096
@@ -199,13 +201,19 @@ def read(run: Run) -> Options:
                 (given if name in OWN else more)[name] = _chosen(name, typed(value, hint))
             except ValueError:
                 choices = OWN[name].metadata["choices"] if name in OWN else ()
-                problems.append(_mistyped(name, value, ", ".join(choices) or kind(hint)))
+                problems.append(mistyped(name, value, kind(hint), choices))
     problems += missing(more, local=given.get("transformer_impl") == "local")
     if not problems:
         given.setdefault("lr", LORA_LR if run.lora else FULL_LR)
         given.setdefault("seq_length", _length(run.model))
         options = Options(**given, more=more)
-        problems = [*_contradictions(options), *_without_data(run), *_without_lora(run)]
+        problems = [
+            *_contradictions(options),
+            *without_evaluation(
+                run, [name for name in ("eval_interval", "eval_iters") if name in run.options]
+            ),
+            *without_lora(run, [name for name in run.options if name.startswith("lora_")]),
+        ]
     if problems:
         raise ReshardError(problems)
     return options
@@ -225,17 +233,6 @@ def _length(model: Path) -> int:
         return min(LENGTH, int(config.get("max_position_embeddings") or LENGTH))
     except (OSError, ValueError, TypeError, AttributeError):
         return LENGTH  # `Run`'s own check and `resolve` report problems of the folder
-
-
-def _without_lora(run: Run) -> Iterator[Problem]:
-    for name in run.options:
-        if name.startswith("lora_") and not run.lora:
-            yield Problem(
-                "lora-option-without-lora",
-                f"--{name} without --lora",
-                found=str(run.options[name]),
-                remedy="add --lora, or leave it out",
-            )
 
 
 def _unknown(name: str, value: Any) -> Problem:
@@ -270,16 +267,6 @@ _ELSEWHERE = {
 """TRL's names of the same options."""
 
 
-def _mistyped(name: str, value: Any, expected: str) -> Problem:
-    return Problem(
-        "option-of-another-kind",
-        "an option has a value of the wrong type",
-        expected=f"--{name}: {expected}",
-        found="no value behind it" if value is True else repr(value),
-        remedy="correct the value",
-    )
-
-
 _POSITIVE = (
     *("train_epochs", "micro_batch_size", "seq_length", "train_iters", "global_batch_size", "save_interval"),
     *(
@@ -308,35 +295,10 @@ _NOT_NEGATIVE = (
 )
 
 
-def _without_data(run: Run) -> Iterator[Problem]:
-    for name in ("eval_interval", "eval_iters"):
-        if run.eval_data is None and run.options.get(name) is not None:
-            yield Problem(
-                "megatron-evaluation-data-missing",
-                "no evaluation data",
-                found=f"--{name} {run.options[name]}",
-                remedy="pass them with --eval-data, or leave it out",
-            )
-
-
 def _contradictions(options: Options) -> Any:
     values: Mapping[str, Any] = options.as_dict()
-    for name in _POSITIVE:
-        if values[name] is not None and values[name] <= 0:
-            yield _mistyped(name, values[name], "more than 0")
-    for name in _NOT_NEGATIVE:
-        if values[name] is not None and values[name] < 0:
-            yield _mistyped(name, values[name], "0 or more")
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            yield _mistyped(name, value, "a finite number")
-    if sum(bool(flag) for flag in (options.bf16, options.fp16, options.fp32)) > 1:
-        yield Problem(
-            "precisions-conflict",
-            "more than one precision is set",
-            found="several of bf16, fp16, fp32",
-            remedy="choose one",
-        )
+    yield from wrong_numbers(values, positive=_POSITIVE, not_negative=_NOT_NEGATIVE)
+    yield from map(of_fact, several([f"--{name}" for name in ("bf16", "fp16", "fp32") if values[name]]))
     if options.lr_warmup_init > options.rate > 0:
         yield Problem(
             "megatron-warm-up-falls",
@@ -369,7 +331,7 @@ def _contradictions(options: Options) -> Any:
     yield from _schedules(options)
     for name in options.lora_target_modules:
         if name not in LINEARS:
-            yield _mistyped("lora_target_modules", name, ", ".join(LINEARS))
+            yield mistyped("lora_target_modules", name, "", LINEARS)
 
 
 def _schedules(options: Options) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from typing import Any
 from reshard.base.errors import Problem
 from reshard.training.fields import can_be_typed
 from reshard.training.megatron.core_fields import all_fields
+from reshard.training.option_checks import not_passed_on
 
 
 @dataclass(frozen=True)
@@ -205,10 +206,4 @@ def _has_gpu() -> bool:
 
 
 def _problem(name: str, value: Any, refusal: Refusal) -> Problem:
-    return Problem(
-        "megatron-option-refused",
-        f"--{name} is not passed on",
-        found=str(value),
-        rule=refusal.why,
-        remedy=refusal.cure,
-    )
+    return not_passed_on(name, value, refusal.why, refusal.cure)

@@ -10,12 +10,12 @@ from typing import Any, get_args, get_type_hints
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain import json_of
-from reshard.base.suggest import did_you_mean
 from reshard.diagnosis.history.calls import refused
 from reshard.diagnosis.history.table import table
 from reshard.diagnosis.history.versions import Versions
 from reshard.training.engine import Option
 from reshard.training.names import ALIASES, nearest
+from reshard.training.option_checks import mistyped
 from reshard.training.run import Run
 from reshard.training.trl import defaults, limits, optimizers, packages, quantized, refusals, reward
 from reshard.training.trl.methods import WAYS
@@ -110,7 +110,7 @@ def options_of(run: Run) -> dict[str, Any]:
                 typed[name] = _typed(parser, name, value, hints[name])
             except ValueError as error:
                 problems.append(_mistyped(name, value, str(error), hints[name]))
-    problems += limits.wrong_values(typed, run.options)
+    problems += limits.wrong_values(typed)
     problems += refusals.contradictions(run, typed)
     if run.reward:
         problems += reward.problems(run.reward, typed.get("reward_weights"))
@@ -183,14 +183,7 @@ _ELSEWHERE = {
 def _mistyped(name: str, value: Any, why: str, hint: Any) -> Problem:
     """`why` is what argparse says, which quotes the choices there are."""
     choices = re.findall(r"'([^']*)'", why.partition("(choose from ")[2])
-    expected = ", ".join(choices) or _WORDS_FOR.get(_kind(hint)) or why.split(": ", 1)[-1]
-    return Problem(
-        "option-not-understood",
-        f"--{name} has an invalid value",
-        found="no value behind it" if value is True else repr(value),
-        expected="a value" if value is True else expected,
-        remedy=did_you_mean(str(value), choices, "correct the value"),
-    )
+    return mistyped(name, value, _WORDS_FOR.get(_kind(hint)) or why.split(": ", 1)[-1], choices)
 
 
 _WORDS_FOR = {"bool": "true or false", "int": "an integer", "float": "a number"}

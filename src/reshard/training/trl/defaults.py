@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from reshard.checks.machine import BF16
+from reshard.checks.precision import BF16
 from reshard.training.methods import is_rewarded
 from reshard.training.planning.gpus import capability, has_gpu
 from reshard.training.run import Run

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.base.errors import Problem
 from reshard.base.suggest import did_you_mean
 from reshard.training import signals
+from reshard.training.option_checks import impossible, wrong_numbers
 
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"),
@@ -27,37 +27,21 @@ BELOW_ONE = ("lora_dropout",)
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
-def wrong_values(typed: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of typed options; `said` are the same options as given."""
-    for name, value in typed.items():
-        if why := _wrong_number(name, value, typed):
-            yield Problem(
-                "option-value-impossible",
-                f"--{name} has a value that makes training impossible",
-                expected=why,
-                found=str(said.get(name, value)),
-                remedy="correct the value",
-            )
+def wrong_values(typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of typed options."""
+    yield from wrong_numbers(
+        typed,
+        positive=POSITIVE,
+        not_negative=NOT_NEGATIVE,
+        below_one=BELOW_ONE,
+        unlimited=("max_grad_norm",),
+    )
+    epochs = typed.get("num_train_epochs", 1)
+    if epochs <= 0 and typed.get("max_steps", -1) <= 0:
+        yield impossible("num_train_epochs", epochs, "more than 0, or --max_steps")
     yield from _workers(typed.get("dataloader_multiprocessing_context"))
     yield from _attention(typed.get("attn_implementation"))
     yield from _trackers(typed.get("report_to"))
-
-
-def _wrong_number(name: str, value: Any, typed: Mapping[str, Any]) -> str | None:
-    """What a number should be, or None if it is valid."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    if math.isnan(value) or (math.isinf(value) and name != "max_grad_norm"):
-        return "a finite number"
-    if name in POSITIVE and value <= 0:
-        return "more than 0"
-    if name in BELOW_ONE and not 0 <= value < 1:
-        return "0 or more, and less than 1"
-    if name in NOT_NEGATIVE and value < 0:
-        return "0 or more"
-    if name == "num_train_epochs" and value <= 0 and typed.get("max_steps", -1) <= 0:
-        return "more than 0, or --max_steps"
-    return None
 
 
 def _workers(context: Any) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from reshard.base.errors import Problem
 from reshard.training.findings import version_of
+from reshard.training.option_checks import without_package
 
 SWITCHES = {
     "use_vllm": ("trl.import_utils:is_vllm_available", "pip install 'trl[vllm]'"),
@@ -36,7 +37,7 @@ def lacking(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Probl
     """Problems for packages that are not installed. `typed` are the options that were given, `told` are all options."""
     for name, (asked, install) in SWITCHES.items():
         if typed.get(name) and not _is_there(asked):
-            yield _problem(f"--{name}", install)
+            yield without_package(f"--{name}", install)
     yield from _attention(str(typed.get("attn_implementation")))
     yield from _optimizer(typed, told)
 
@@ -47,22 +48,14 @@ def _attention(chosen: str) -> Iterator[Problem]:
     needed = "/" in chosen or (package and version_of(package) is None)
     if needed and not _is_there(KERNELS[0]):
         option = f"--attn_implementation {chosen}"
-        yield _problem(option, KERNELS[1] if "/" in chosen else f"pip install {package}, which needs a GPU")
+        yield without_package(
+            option, KERNELS[1] if "/" in chosen else f"pip install {package}, which needs a GPU"
+        )
 
 
 def _is_there(asked: str) -> bool:
     module, _, name = asked.partition(":")
     return bool(getattr(import_module(module), name)())
-
-
-def _problem(option: str, install: str, rule: str | None = None) -> Problem:
-    return Problem(
-        "option-package-not-installed",
-        f"{option} needs a package that is not installed",
-        rule=rule,
-        found=option,
-        remedy=f"{install}, or leave out {option.split()[0]}",
-    )
 
 
 def _optimizer(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Problem]:
@@ -83,6 +76,8 @@ def _optimizer(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Pr
         why = str(error).split("\n")[0]
         told_how = _INSTALL.search(why)
         if isinstance(error, ImportError) or "install" in why:
-            yield _problem(option, told_how[1] if told_how else "install what transformers asks for", why)
+            yield without_package(
+                option, told_how[1] if told_how else "install what transformers asks for", why
+            )
     except Exception:  # the package is there, and transformers has gone on to the model
         return

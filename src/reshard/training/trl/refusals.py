@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.checks.precision import several
 from reshard.families.config import EXPERTS
 from reshard.families.within import language_config
 from reshard.folders.companions import CONFIG, read_object
+from reshard.training.findings import of_fact
+from reshard.training.option_checks import not_passed_on, without_evaluation, without_lora
 from reshard.training.run import Run
 from reshard.training.trl import quantized
 from reshard.training.trl.arithmetic import plan_instead
@@ -65,14 +68,7 @@ def refused(run: Run) -> Iterator[Problem]:
     for name in run.options.keys() & REFUSED.keys():
         if str(run.options[name]).lower() in _LEFT_OUT:
             continue
-        reason, cure = REFUSED[name]
-        yield Problem(
-            "option-not-passed-on",
-            f"--{name} is not passed on",
-            found=str(run.options[name]),
-            rule=reason,
-            remedy=cure,
-        )
+        yield not_passed_on(name, run.options[name], *REFUSED[name])
     yield from _init_kwargs(run, "model_init_kwargs", _INIT | _EITHER)
     yield from _init_kwargs(run, "teacher_model_init_kwargs", _INIT)
 
@@ -105,14 +101,8 @@ def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]
     asked = [name for name in asked if said[name] != "no"]
     needed = ["save_strategy"] if said.get("save_strategy") == "best" else []
     needed += ["lr_scheduler_type"] if said.get("lr_scheduler_type") in PLATEAUS else []
+    yield from without_evaluation(run, (*asked, *needed))
     if run.eval_data is None:
-        for name in (*asked, *needed):
-            yield Problem(
-                "trl-evaluation-data-missing",
-                "no evaluation data",
-                found=f"--{name} {said[name]}",
-                remedy="pass them with --eval-data, or leave it out",
-            )
         return
     if said.get("eval_strategy") == "no":
         for name in needed:
@@ -257,15 +247,8 @@ def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _divided(run)
     yield from quantized.problems(run, typed)
     yield from _of_method(run, typed)
-    if not run.lora:
-        for name in typed:
-            if name.startswith("lora") or name in ("use_rslora", "use_dora"):
-                yield Problem(
-                    "lora-option-without-lora",
-                    f"--{name} without --lora",
-                    found=str(typed[name]),
-                    remedy="add --lora, or leave it out",
-                )
+    of_adapters = (name for name in typed if name.startswith("lora") or name in ("use_rslora", "use_dora"))
+    yield from without_lora(run, of_adapters)
     yield from _without_evaluation(run, typed)
     if typed.get("padding_free") and not typed.get("packing") and typed.get("max_length", True) is not None:
         yield Problem(
@@ -274,8 +257,7 @@ def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
             found="--padding_free with --max_length, which has a default, and without --packing",
             remedy="add --packing, which is free of padding as well, or --max_length none; or leave it out",
         )
-    if typed.get("bf16") and typed.get("fp16"):
-        yield Problem("bf16-and-fp16", "bf16 and fp16 exclude each other", remedy="leave out one")
+    yield from map(of_fact, several([f"--{name}" for name in ("bf16", "fp16") if typed.get(name)]))
     if run.resume and typed.get("sync_ref_model"):
         yield Problem(
             "reference-model-not-saved",
