@@ -22,7 +22,7 @@ import reshard
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
-from reshard.families import in_memory
+from reshard.families import FAMILIES, in_memory
 from reshard.families.renaming import saved
 from reshard.formats.operations import OPERATIONS
 from reshard.formats.renamed import applied, to_hub
@@ -265,3 +265,10 @@ def test_a_model_of_the_hub_keeps_its_names(tmp_path: Path) -> None:
     converted(model, tmp_path)
     assert set(tensors_of(tmp_path / "hub")) == named
     assert reshard.verify(tmp_path / "hub", base).equal
+
+
+def test_a_name_on_the_hub_is_not_renamed_again() -> None:
+    """`language_model.` becomes `language_model.model.` on the Hub."""
+    family = FAMILIES["gemma3"]
+    for name in ("model.language_model.layers.0.mlp.up_proj.", "language_model.model.layers.0.mlp.up_proj."):
+        assert family.plain_name(name) == "model.layers.0.mlp.up_proj."

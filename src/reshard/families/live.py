@@ -77,7 +77,8 @@ class Live:
     def begun_on_hub(self, name: str) -> str:
         """The name of a tensor or module with the Hub's prefix."""
         if self.rules:
-            return self._renamed(name, saved(self.rules))
+            on_hub = self._renamed(self._renamed(name, self.rules), saved(self.rules)) == name
+            return name if on_hub else self._renamed(name, saved(self.rules))
         begin = next((pair for pair in self.begins if name.startswith(pair[0])), ("", ""))
         return begin[1] + name.removeprefix(begin[0])
 
