@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import click
 
-from bench import costs, live, rows, scale, sync, training
+from bench import costs, guard, live, rows, scale, sync, training
 from bench.models import QWEN2_5_3B, QWEN3_MOE, REAL_SIZES, make
 from bench.race import HEADER, Contender, race
 
@@ -83,6 +83,8 @@ def main(data: Path, rounds: int, only: str) -> None:
         _show(["", *training.HEADER])
         for row in training.rows(data, rounds):
             _show([row])
+    if only in "guard":
+        _show(guard.rows(data, rounds))
     if only in "rows":
         _show(["", *rows.HEADER])
         for row in rows.rows(data, rounds):
