@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reshard.guard import acceptance
 from reshard.guard.checkpoints import Found, saved_in
-from reshard.guard.final import Finished, final_of
+from reshard.guard.final import Ask, Finished, final_of
 from reshard.oracle.transformers import transformers_logits
 
 Models = Callable[..., Path]
@@ -50,7 +50,7 @@ def adapted(model: Path, output: Path) -> Path:
 
 def test_the_tokenizer_is_that_of_the_base_if_the_step_has_none(hf_model: Models, tmp_path: Path) -> None:
     model = hf_model("qwen3")
-    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", model=str(model))
+    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", Ask(model=str(model)))
     assert finished.whole, finished.problems
     assert len(AutoTokenizer.from_pretrained(finished.final)) == 283
     assert not (tmp_path / "final.unchecked").exists()
@@ -67,14 +67,14 @@ def test_an_adapter_stays_one_or_is_merged(hf_model: Models, tmp_path: Path) -> 
     found = found_in(adapted(hf_model("qwen3"), tmp_path))
     adapter = final_of(found, tmp_path / "adapter")
     assert adapter.whole, adapter.problems
-    merged = final_of(found, tmp_path / "merged", merge=True)
+    merged = final_of(found, tmp_path / "merged", Ask(merge=True))
     assert merged.whole, merged.problems
     assert (adapter.final / "adapter_config.json").is_file() and (merged.final / "config.json").is_file()
 
 
 def test_what_has_no_adapter_is_not_merged(hf_model: Models, tmp_path: Path) -> None:
     model = hf_model("qwen3")
-    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", merge=True, base=model)
+    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", Ask(merge=True, base=model))
     assert wrong(finished) == {"converted": "no adapter to merge"}
     assert not (tmp_path / "final").exists()
 
@@ -85,7 +85,7 @@ def test_a_step_with_nan_gets_no_name(hf_model: Models, tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors["model.norm.weight"][0] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
-    finished = final_of(found_in(tmp_path), tmp_path / "final", base=model)
+    finished = final_of(found_in(tmp_path), tmp_path / "final", Ask(base=model))
     assert wrong(finished) == {"converted": "a weight is NaN or infinite"}
     assert not (tmp_path / "final").exists()
 
@@ -95,7 +95,7 @@ def test_without_transformers_the_checks_say_what_they_left_out(
 ) -> None:
     model = hf_model("qwen3")
     monkeypatch.setattr(acceptance, "find_spec", lambda name: None)
-    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", base=model)
+    finished = final_of(found_in(saved(model, tmp_path)), tmp_path / "final", Ask(base=model))
     told = {check.name: check.found for check in finished.checks}
     assert finished.whole and "transformers, which is not installed, was not asked" in told["loads strictly"]
     assert told["tokenizer"] == "not checked: transformers is not installed beside reshard"
@@ -104,10 +104,10 @@ def test_without_transformers_the_checks_say_what_they_left_out(
 def test_what_users_added_stays(hf_model: Models, tmp_path: Path) -> None:
     model = hf_model("qwen3")
     found = found_in(saved(model, tmp_path))
-    final = final_of(found, tmp_path / "final", base=model).final
+    final = final_of(found, tmp_path / "final", Ask(base=model)).final
     (final / "README.md").write_text("mine")
     config = json.loads((found.path / "config.json").read_text())
     (found.path / "config.json").write_text(json.dumps({**config, "use_cache": False}))
     shutil.rmtree(tmp_path / "final.unchecked", ignore_errors=True)
-    assert final_of(found, tmp_path / "final", base=model).whole
+    assert final_of(found, tmp_path / "final", Ask(base=model)).whole
     assert (final / "README.md").read_text() == "mine"

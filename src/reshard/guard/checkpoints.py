@@ -16,6 +16,7 @@ from reshard.folders.descent import STEPS
 from reshard.formats import detect, huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.guard.complete import lacking
+from reshard.stores.names import declared
 
 DEPTH = 4
 """Levels of folders that are searched."""
@@ -108,11 +109,12 @@ def step_of(place: Path) -> int | None:
 
 
 def _candidates(folder: Path, since: float) -> list[tuple[float, Path]]:
-    """Folders of steps, with the time of their last change; the folder itself if it has none."""
-    steps = [(when, each) for each in _steps(folder) if (when := _changed(each)) >= since]
-    if steps or not folder.is_dir() or detect(folder) is None:
-        return steps
-    return [(when, folder)] if (when := _changed(folder)) >= since else []
+    """Steps, and the folder itself if it has weights, with the time of their last change."""
+    places = [(_changed(each), each) for each in _steps(folder)]
+    weights = [each.stat().st_mtime for each in _entries(folder) if each.suffix in declared().weights]
+    if weights or (not places and folder.is_dir() and detect(folder)):
+        places.append((max(weights, default=_changed(folder)), folder))
+    return [(when, each) for when, each in places if when >= since]
 
 
 def _steps(top: Path) -> Iterator[Path]:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,8 @@ class Seen:
     ranks: int = 0
     """Number of ranks, 0 if unknown."""
     oom_kills: int = 0
+    status: int = 0
+    """Exit status of the command, as in a shell."""
     notices: tuple[Notice, ...] = ()
 
 
@@ -64,11 +66,18 @@ class Failure:
     who: str
     shown: tuple[str, ...]
     findings: tuple[Finding, ...]
+    did: str = "failed first"
+
+    @staticmethod
+    def of_notice(notice: Notice) -> Failure:
+        """A run that the guard ended."""
+        finding = of_recorded(notice.problem, Path())
+        return Failure("the guard", notice.lines, (finding,), "ended the run")
 
     def as_dict(self, language: str = "en") -> dict[str, Any]:
         """For JSON, with the first finding only."""
         told = [_row(each, language) for each in self.findings[:1]]
-        return {"who": f"{self.who} failed first", "shown": list(self.shown), "problems": told}
+        return {"who": f"{self.who} {self.did}", "shown": list(self.shown), "problems": told}
 
 
 def _row(finding: Finding, language: str) -> dict[str, Any]:
@@ -113,6 +122,9 @@ def failure_in(name: str, content: str, seen: Seen = Seen()) -> Failure:
     """The failure in a text called `name`."""
     log = read_log(name, content)
     root = first_failure(log)
+    told = signal_name(seen.status - 128) if root is None and seen.status > 128 else ""
+    if told:  # no launcher reports it
+        log = read_log(name, f"{content}\n{SIGNAL.format(seen.status - 128, told.split(':')[0])}")
     findings = _weighed(_explained(_diagnosed(log, content, root, seen), seen), root, seen)
     if root is None or is_consequence(root):
         if silent := _silent(content, log):
@@ -120,10 +132,20 @@ def failure_in(name: str, content: str, seen: Seen = Seen()) -> Failure:
         if rank := _missing(content, log, seen):
             return Failure(f"rank {rank}", tuple(_last_words(log, rank, None)), findings)
     if root is None or root.exception == EXIT:
-        return Failure(SOME_RANK, tuple(_last(log.lines)), findings)
-    return Failure(_who(root, content), tuple(_short(root.root)), findings)
+        shown = [*_last(log.lines)[:-1], f"killed by {told}"] if told else _last(log.lines)
+        return _of_rank("", shown, findings, seen)
+    return _of_rank(_who(root, content), _short(root.root), findings, seen)
 
 
+def _of_rank(who: str, shown: Iterable[str], findings: tuple[Finding, ...], seen: Seen) -> Failure:
+    """The failure of a rank, if its number is known, or else of some rank; or of the only process."""
+    if not who and seen.ranks == 1:
+        return Failure("the command", tuple(shown), findings, "failed")
+    return Failure(who or SOME_RANK, tuple(shown), findings)
+
+
+SIGNAL = "Signal {} ({}) received by PID of the command"
+"""torchrun's own words (torch.distributed.elastic.multiprocessing.errors), for what a shell's exit status tells."""
 KILLED = "killed-"
 """Codes of findings in an exit status."""
 OOM = "Memory cgroup out of memory: Killed process ({} by the counter oom_kill of the control group)"
@@ -132,7 +154,7 @@ OOM = "Memory cgroup out of memory: Killed process ({} by the counter oom_kill o
 
 def _diagnosed(log: Log, content: str, root: Traceback | None, seen: Seen) -> list[Finding]:
     """The doctor's findings. An exit status explains nothing if a rank raised an exception."""
-    findings = diagnose_text(log.name, content, Usage(set(seen.tools)))
+    findings = diagnose_text(log.name, log.text if root is None else content, Usage(set(seen.tools)))
     if not findings or not findings[0].code.startswith(KILLED):
         return findings
     if root and root.frames and not is_consequence(root):
@@ -150,8 +172,22 @@ def _weighed(findings: list[Finding], root: Traceback | None, seen: Seen) -> tup
     guessed = guessed or bool(first and first.code.startswith((KILLED, "hang")))
     if not guessed or (first and first.code.startswith("short-")):
         return tuple(findings)
-    noticed = sorted(seen.notices, key=lambda each: each.problem.severity != "error")
+    noticed = sorted(_standing(seen.notices), key=lambda each: each.problem.severity != "error")
     return (*(of_recorded(each.problem, Path()) for each in noticed), *findings)
+
+
+OVER, WAITING = "run-goes-on", ("run-stands-still", "rank-stopped")
+
+
+def _standing(notices: Iterable[Notice]) -> list[Notice]:
+    """What may explain a lost rank: neither a stall that was over, nor numbers."""
+    standing: list[Notice] = []
+    for notice in notices:
+        if notice.problem.code == OVER:
+            standing = [each for each in standing if each.problem.code not in WAITING]
+        elif not notice.problem.code.endswith("-not-finite"):
+            standing.append(notice)
+    return standing
 
 
 _EXIT = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+) ")
@@ -248,10 +284,10 @@ _LAUNCHER = re.compile(
 
 
 def _who(root: Traceback, content: str) -> str:
-    """The rank of a traceback. The number before torchrun's own lines is its process."""
+    """The rank of a traceback, "" if it is unknown. The number before torchrun's own lines is its process."""
     rank = root.stream.split("/")[-1]
     label = rank.isdecimal() and re.search(rf"^\[(?:default|rank){rank}\]:", content, re.MULTILINE)
-    return f"rank {rank}" if label else SOME_RANK
+    return f"rank {rank}" if label else ""
 
 
 def _short(root: Traceback) -> Iterator[str]:
@@ -263,8 +299,8 @@ def _short(root: Traceback) -> Iterator[str]:
 
 def print_what(failure: Failure, console: Console) -> None:
     """Print which rank failed first, and its last lines."""
-    console.print(f"\n[bold red]{escape(failure.who)} failed first[/]")
-    for line in "\n".join(failure.shown).split("\n"):
+    console.print(f"\n[bold red]{escape(failure.who)} {failure.did}[/]")
+    for line in "\n".join(failure.shown).splitlines():
         console.print(f"  {escape_lines(line)}")
 
 

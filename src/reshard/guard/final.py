@@ -65,45 +65,56 @@ def named(drafts: Mapping[Path, Path], final: Path, merged: Path | None, checks:
     return Finished(*places, tuple(checks))
 
 
-def final_of(
-    found: Found,
-    place: Path,
-    *,
-    merge: bool = False,
-    base: Path | None = None,
-    model: str = "",
-    trust: bool = False,
-) -> Finished:
-    """Make a Hugging Face folder, or a PEFT adapter, from a checkpoint, and check it.
+@dataclass(frozen=True)
+class Ask:
+    """How to make the folder. `base` is what the user passed, `model` what the command names; `trust` is its
+    trust_remote_code."""
 
-    `base` is what the user passed, `model` what the command names; `trust` is its trust_remote_code.
-    """
+    merge: bool = False
+    base: Path | None = None
+    model: str = ""
+    trust: bool = False
+
+
+def final_of(found: Found, place: Path, ask: Ask = Ask()) -> Finished:
+    """Make a Hugging Face folder, or a PEFT adapter, from a checkpoint, and check it."""
     draft = place.with_name(place.name + UNCHECKED)
     shutil.rmtree(draft, ignore_errors=True)
-    checks = list(_checks(found, draft, merge, [str(base or ""), model], trust))
-    return named({place: draft}, place, None, checks)
+    return named({place: draft}, place, None, list(_checks(found, draft, ask)))
 
 
-def _checks(found: Found, draft: Path, merge: bool, models: list[str], trust: bool) -> Iterator[Check]:
+def missing(place: Path, where: Path) -> Finished:
+    """The failed check of a run that left no checkpoint with complete weights."""
+    problem = Problem(
+        "final-checkpoint-missing",
+        "no checkpoint with complete weights was found",
+        file=str(where),
+        remedy="pass the folder of its checkpoints: --output DIR",
+    )
+    return Finished(place, None, (Check("checkpoint", problem.message, (problem,)),))
+
+
+def _checks(found: Found, draft: Path, ask: Ask) -> Iterator[Check]:
+    """Convert and check; if the folder cannot be made, nothing is checked."""
     opened = checked("opened", lambda: open_checkpoint(found.path).format)
     if not opened.right:
         yield opened
         return
     checkpoint = open_checkpoint(found.path)
     is_adapter = adapters.kind_of(checkpoint) is Kind.ADAPTER
-    base = _base_of(checkpoint, models, is_adapter=is_adapter)
-    made = checked("converted", lambda: _made(checkpoint, found.path, draft, base, merge, is_adapter))
+    base = _base_of(checkpoint, ask, is_adapter=is_adapter)
+    made = checked("converted", lambda: _made(checkpoint, found.path, draft, base, ask.merge, is_adapter))
     yield made
     if made.right:
-        look = acceptance.of_adapter if is_adapter and not merge else acceptance.of_model
-        yield from look(draft, Origin(base, trust))
+        look = acceptance.of_adapter if is_adapter and not ask.merge else acceptance.of_model
+        yield from look(draft, Origin(base, ask.trust))
 
 
-def _base_of(checkpoint: Checkpoint, models: list[str], *, is_adapter: bool) -> Path | None:
+def _base_of(checkpoint: Checkpoint, ask: Ask, *, is_adapter: bool) -> Path | None:
     """The folder of the base model: what the user passed, what the checkpoint or else the command names."""
     own = [adapters.find(checkpoint).settings.base or ""] if is_adapter else []
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.sources, checkpoint.args)
-    told = [models[0], *own, *(hint.value for hint in hints if hint.kind == BASE), *models[1:]]
+    told = [str(ask.base or ""), *own, *(hint.value for hint in hints if hint.kind == BASE), ask.model]
     return next((folder for name in told if name and (folder := _folder(name))), None)
 
 

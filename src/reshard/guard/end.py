@@ -1,0 +1,256 @@
+"""The end of a guarded command: which rank failed first and why, the last checkpoint, and how to continue.
+
+Exit status: that of the command; 1 if the guard ended it, or if the folder of `--final` did not pass its checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.guard.options import Options
+from reshard.guard.supervision import Outcome
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reshard.base.errors import Problem
+    from reshard.guard.checkpoints import Saved
+    from reshard.guard.failure import Failure
+    from reshard.guard.final import Finished
+    from reshard.guard.resume import Resume, Started
+
+WORDS = {
+    "en": {
+        "log": "all that the command printed: {}",
+        "interrupted": "the command was ended by {}",
+        "last": "the last complete checkpoint: {}",
+        "older": "the last complete checkpoint is from before this start: {}",
+        "none": "no complete checkpoint was found in {}",
+        "incomplete": "not complete: {} ({})",
+        "resume": "continue from it: {}",
+        "advice": "to continue: {}",
+        "final": "the checked folder: {}",
+        "unchecked": "the folder did not pass its checks, and is kept as {}",
+    },
+    "zh": {
+        "log": "命令的全部输出：{}",
+        "interrupted": "命令被 {} 结束",
+        "last": "最近的完整检查点：{}",
+        "older": "最近的完整检查点早于这次启动：{}",
+        "none": "在 {} 中没有找到完整的检查点",
+        "incomplete": "不完整：{}（{}）",
+        "resume": "从它继续：{}",
+        "advice": "要继续：{}",
+        "final": "已检查的目录：{}",
+        "unchecked": "目录没有通过检查，保留为 {}",
+    },
+}
+SHOWN = 3
+"""Incomplete checkpoints that are named."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command that has ended. `started` says what it was, `output` where its checkpoints are, if that is known.
+
+    `model` is the base that its settings name, `trust` their trust_remote_code; `tools` are those that it uses, as the
+    doctor calls them.
+    """
+
+    started: Started
+    log: Path
+    folder: Path
+    output: Path | None = None
+    model: str = ""
+    trust: bool = False
+    ranks: int = 0
+    tools: frozenset[str] = frozenset()
+    oom_kills: int = 0
+    """Since the start."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a command ended, and what is left of it."""
+
+    outcome: Outcome
+    log: Path
+    where: Path
+    failure: Failure | None = None
+    saved: Saved | None = None
+    resume: Resume | None = None
+    final: Finished | None = None
+    requeued: str | Problem = ""
+
+    @property
+    def status(self) -> int:
+        """The exit status of the guard."""
+        if self.outcome.stopped:
+            return 1
+        return self.outcome.status or int(self.final is not None and not self.final.whole)
+
+    def as_dict(self, language: str = "en") -> dict[str, Any]:
+        """For `--json`."""
+        found = self.saved.last if self.saved else None
+        return {
+            **self.outcome.as_dict(),
+            "status": self.status,
+            "log": str(self.log),
+            "failure": self.failure.as_dict(language) if self.failure else None,
+            "checkpoint": str(found.path) if found else None,
+            "step": found.step if found else None,
+            "incomplete": self._incomplete(),
+            "resume": list(self.resume.words) if self.resume and self.resume.words else None,
+            "advice": self.resume.advice if self.resume else "",
+            "final": self.final.as_dict() if self.final else None,
+            "requeued": str(self.requeued),
+        }
+
+    def _incomplete(self) -> dict[str, list[str]]:
+        """What later checkpoints lack."""
+        if self.saved is None:
+            return {}
+        found = {str(each.path): [f"lacks {name}" for name in each.lacks] for each in self.saved.found}
+        found = {path: lost for path, lost in found.items() if lost}
+        return {**{str(path): lost for path, lost in self.saved.incomplete.items()}, **found}
+
+    def print(self, console: Console, language: str = "en") -> None:
+        """Print it; the cause and its cure come last."""
+        from reshard.guard.failure import print_what, print_why
+
+        if self.failure:
+            print_what(self.failure, console)
+        for line in self._lines(WORDS[language]):
+            console.print(line, markup=False)
+        if self.failure:
+            print_why(self.failure, console, language)
+
+    def _lines(self, words: dict[str, str]) -> Iterable[str]:
+        from reshard.base.shown import shown
+        from reshard.guard.failure import signal_name
+
+        if self.outcome.signal and not self.failure:
+            yield words["interrupted"].format(signal_name(self.outcome.signal))
+        if self.outcome.status:
+            yield words["log"].format(shown(str(self.log)))
+        if self.saved is not None:
+            yield from map(shown, self._of_checkpoints(words))
+        if self.final:
+            yield from map(shown, self._of_final(words))
+        yield from str(self.requeued).splitlines()
+
+    def _of_checkpoints(self, words: dict[str, str]) -> Iterable[str]:
+        import shlex
+
+        for path, lost in list(self._incomplete().items())[:SHOWN]:
+            yield words["incomplete"].format(path, "; ".join(lost[:SHOWN]))
+        found = self.saved.last if self.saved else None
+        if found is None:
+            yield words["none"].format(self.where)
+            return
+        yield words["last" if found.when >= self.outcome.began else "older"].format(found.path)
+        if self.resume:
+            told = shlex.join(self.resume.words) if self.resume.words else self.resume.advice
+            yield words["resume" if self.resume.words else "advice"].format(told)
+
+    def _of_final(self, words: dict[str, str]) -> Iterable[str]:
+        assert self.final
+        for check in self.final.checks:
+            yield f"{'✓' if check.right else '✗'} {check.name}: {check.found}"
+            yield from (line for problem in check.problems for line in str(problem).splitlines()[1:])
+        yield words["final" if self.final.whole else "unchecked"].format(self.final.final)
+
+
+@dataclass
+class _End:
+    """What is found out about a command that has ended, in turn."""
+
+    ran: Ran
+    outcome: Outcome
+    options: Options
+    where: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.where = self.ran.output or self.ran.folder
+
+    def report(self) -> Report:
+        """All of it. A good run without `--final` costs nothing."""
+        if not self.outcome.status and not self.outcome.stopped and not self.options.final:
+            return Report(self.outcome, self.ran.log, self.where)
+        saved = self._saved()
+        failure = self._failure()
+        resume = self._resume(saved) if self.outcome.status or self.outcome.stopped else None
+        return Report(
+            self.outcome,
+            self.ran.log,
+            self.where,
+            failure,
+            saved if resume or self.outcome.status else None,
+            resume,
+            self._final(saved),
+            self._requeued(failure, saved, resume),
+        )
+
+    def _saved(self) -> Saved:
+        """What the run has saved: below the working folder only what has changed since the start."""
+        from reshard.guard.checkpoints import saved_in
+
+        return saved_in(self.where, 0.0 if self.ran.output else self.outcome.began)
+
+    def _failure(self) -> Failure | None:
+        from reshard.guard.failure import Failure, Seen, read_failure
+
+        if self.outcome.stopped:
+            return Failure.of_notice(self.outcome.stopped)
+        if self.outcome.signal or not self.outcome.status:
+            return None
+        ran, notices = self.ran, tuple(self.outcome.notices)
+        scripts = (ran.started.script,) if ran.started.script else ()
+        how = (ran.ranks, ran.oom_kills, self.outcome.status, notices)
+        return read_failure(ran.log, Seen(ran.tools, scripts, ran.output, *how))
+
+    def _resume(self, saved: Saved) -> Resume | None:
+        from reshard.guard.resume import resume_of
+
+        return resume_of(self.ran.started, saved.last) if saved.last else None
+
+    def _final(self, saved: Saved) -> Finished | None:
+        """The folder of `--final`, of a run that was not broken off."""
+        from reshard.guard.final import Ask, final_of, missing
+
+        if not self.options.final or self.outcome.status or self.outcome.stopped:
+            return None
+        if saved.weights is None:
+            return missing(self.options.final, self.where)
+        origin = Ask(self.options.merge, self.options.base, self.ran.model, self.ran.trust)
+        return final_of(saved.weights, self.options.final, origin)
+
+    def _requeued(self, failure: Failure | None, saved: Saved, resume: Resume | None) -> str | Problem:
+        """A job is not requeued if it would begin again, although there is a checkpoint."""
+        from reshard.guard.requeue import is_cured, requeue
+
+        goes_on = saved.last is None or (resume is not None and resume.words is not None)
+        ended = self.outcome.status or self.outcome.stopped
+        if not (self.options.requeue and ended and goes_on and is_cured(self.outcome.signal, failure)):
+            return ""
+        return requeue(self.options.requeue)
+
+
+def ended(ran: Ran, outcome: Outcome, options: Options) -> Report:
+    """What a command left behind, and what to do."""
+    return _End(ran, outcome, options).report()
+
+
+def continuing(ran: Ran, options: Options) -> tuple[str, ...] | None:
+    """In a job that Slurm has requeued for `--requeue`: the command that continues, if there is a checkpoint."""
+    from reshard.guard.checkpoints import saved_in
+    from reshard.guard.requeue import restarts
+    from reshard.guard.resume import resume_of
+
+    if not (options.requeue and restarts() and ran.output):
+        return None
+    found = saved_in(ran.output).last
+    return resume_of(ran.started, found).words if found else None

@@ -1,0 +1,171 @@
+"""The end of a genuine run of the Trainer: what is reported, and that the command it shows continues the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from reshard.base.errors import Problem
+from reshard.guard.end import Ran, Report, ended
+from reshard.guard.options import Options
+from reshard.guard.resume import Started
+from reshard.guard.supervision import Outcome
+from reshard.guard.watching import Notice
+
+SCRIPT = """
+import os, signal
+import torch
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **given):
+        if state.global_step == 3 and os.environ.get("HOW") == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+torch.manual_seed(0)
+rows = [{"input_ids": (ids := torch.randint(5, 200, (16,))), "labels": ids} for _ in range(8)]
+model = AutoModelForCausalLM.from_pretrained("model")
+trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[Kill()])
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+trainer.save_model()
+"""
+WORDS = (
+    *(
+        "python",
+        "train.py",
+        "--output_dir",
+        "out",
+        "--max_steps",
+        "4",
+        "--save_steps",
+        "2",
+        "--use_cpu",
+        "true",
+    ),
+    *("--logging_steps", "1", "--per_device_train_batch_size", "2", "--report_to", "none"),
+)
+
+
+def run(folder: Path, words: tuple[str, ...], how: str = "") -> Outcome:
+    """Run a command as the guard does: its output in a log, its status as in a shell."""
+    began = time.time()
+    environment = {**os.environ, "HOW": how, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with (folder / "output.log").open("wb") as log:
+        code = subprocess.run(words, cwd=folder, env=environment, stdout=log, stderr=log).returncode
+    return Outcome(code if code >= 0 else 128 - code, began=began)
+
+
+def ran(folder: Path, **more: object) -> Ran:
+    started = Started(WORDS, folder / "train.py")
+    return replace(Ran(started, folder / "output.log", folder, folder / "out", ranks=1), **more)  # type: ignore[arg-type]
+
+
+def losses(folder: Path) -> list[float]:
+    state = json.loads((folder / "out/checkpoint-4/trainer_state.json").read_text())
+    return [row["loss"] for row in state["log_history"] if "loss" in row]
+
+
+def printed(report: Report, language: str = "en") -> str:
+    console = Console(file=StringIO(), width=400)
+    report.print(console, language)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.fixture(scope="module")
+def folder(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("run")
+    (place / "train.py").write_text(SCRIPT)
+    shutil.copytree(hf_model("qwen2", dtype="float32", num_hidden_layers=2), place / "model")
+    return place
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path) -> Outcome:
+    outcome = run(folder, WORDS, "kill")
+    assert outcome.status == 137
+    return outcome
+
+
+def test_the_command_that_is_shown_continues_to_the_same_losses_and_the_folder_loads(
+    folder: Path, killed: Outcome, tmp_path: Path
+) -> None:
+    report = ended(ran(folder), killed, Options())
+    assert report.status == 137 and report.resume and report.resume.words
+    text = printed(report)
+    assert "the last complete checkpoint: " in text and "checkpoint-2" in text
+    assert "killed-by-signal" in text and "possible" in text
+    assert "the command failed" in text and "killed by SIGKILL: by the out-of-memory killer" in text
+    again = Path(shutil.copytree(folder, tmp_path / "again"))
+    words = tuple(word.replace(str(folder), str(again)) for word in report.resume.words)
+    resumed = run(again, words)
+    assert resumed.status == 0
+    whole = Path(shutil.copytree(folder, tmp_path / "whole", ignore=shutil.ignore_patterns("out")))
+    assert run(whole, WORDS).status == 0
+    assert losses(again) == losses(whole)
+    options = Options(final=again / "final", base=again / "model")
+    report = ended(ran(again), resumed, options)
+    assert report.status == 0 and report.final and report.final.whole, report.final and report.final.problems
+    assert "✓ loads strictly" in printed(report)
+    assert report.as_dict()["final"]["whole"]
+
+
+def test_a_report_is_in_chinese_too(folder: Path, killed: Outcome) -> None:
+    text = printed(ended(ran(folder), killed, Options()), "zh")
+    assert "最近的完整检查点" in text and "错误：进程被外部信号终止" in text and "从它继续" in text
+
+
+def test_a_run_that_the_guard_ended_has_status_1(folder: Path, killed: Outcome) -> None:
+    nan = Notice(Problem("loss-not-finite", "the loss is NaN", remedy="lower it"), ("step 3",), stop=True)
+    report = ended(ran(folder), replace(killed, status=143, notices=[nan]), Options(final=folder / "final"))
+    text = printed(report)
+    assert report.status == 1 and "the guard ended the run" in text and "the loss is NaN" in text
+    assert report.final is None and not (folder / "final").exists()
+
+
+def test_a_signal_is_no_failure(folder: Path, killed: Outcome) -> None:
+    outcome = replace(killed, status=143, signal=int(signal.SIGTERM))
+    report = ended(ran(folder), outcome, Options())
+    assert report.status == 143 and report.failure is None
+    assert "the command was ended by SIGTERM" in printed(report)
+    assert report.as_dict()["checkpoint"] == str(folder / "out/checkpoint-2")
+
+
+def test_an_unknown_folder_is_looked_for_below_the_working_folder(folder: Path, killed: Outcome) -> None:
+    found = ended(ran(folder, output=None), killed, Options()).saved
+    assert found and found.last and found.last.path == folder / "out/checkpoint-2"
+    later = replace(killed, began=time.time() + 60)
+    report = ended(ran(folder, output=None), later, Options())
+    assert report.saved and report.saved.last is None
+    assert f"no complete checkpoint was found in {folder}" in printed(report)
+    assert "is from before this start" in printed(ended(ran(folder), later, Options()))
+
+
+def test_a_good_run_without_a_checkpoint_does_not_pass_for_final(tmp_path: Path) -> None:
+    (tmp_path / "output.log").touch()
+    report = ended(ran(tmp_path), Outcome(), Options(final=tmp_path / "final"))
+    assert report.status == 1 and "no checkpoint with complete weights was found" in printed(report)
+
+
+def test_a_good_run_imports_nothing_more() -> None:
+    code = (
+        "import sys; from pathlib import Path; from reshard.guard.end import Ran, ended\n"
+        "from reshard.guard.options import Options; from reshard.guard.supervision import Outcome\n"
+        "before = set(sys.modules)\n"
+        "ended(Ran(None, Path('log'), Path()), Outcome(), Options())\n"
+        "print(set(sys.modules) - before, 'reshard.formats' in sys.modules, 'reshard.diagnosis' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set() False False"
