@@ -73,15 +73,38 @@ def test_a_device_map_is_stopped_under_two_processes_and_names_the_line(tmp_path
         assert checked(line, tmp_path).problems == []
 
 
+MODEL = """\
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained("model")
+"""
+
+
 @pytest.mark.slow
-def test_the_field_report_in_its_own_environment(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(FIELD_REPORT)
+@pytest.mark.parametrize(
+    ("launch", "codes"),
+    [
+        (
+            "-m torch.distributed.run --standalone --nproc-per-node 2",
+            ["env-device-map-tp", "script-device-map"],
+        ),
+        ("-m torch.distributed.run --standalone --nproc-per-node 1", ["env-device-map-tp"]),
+        ("", []),
+    ],
+)
+def test_the_field_report_in_its_own_environment(launch: str, codes: list[str], tmp_path: Path) -> None:
+    """What is stopped fails, and what is not trains."""
+    short = 'output_dir="out", max_steps=1, use_cpu=True, report_to=[]'
+    (tmp_path / "train.py").write_text(FIELD_REPORT.replace('output_dir="out"', short))
+    (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2], "labels": [1, 2]}\n' * 8)
     interpreter = python("transformers-4.53")
-    two = checked(f"{interpreter} -m torch.distributed.run --nproc-per-node 2 train.py", tmp_path)
-    assert "script-device-map" in [each.code for each in two.errors]
-    assert two.environment is not None and two.environment.versions["transformers"] == "4.53.3"
-    one = checked(f"{interpreter} train.py", tmp_path)
-    assert (one.problems, one.unchecked) == ([], [])
+    subprocess.run([interpreter, "-c", MODEL], cwd=tmp_path, check=True)
+    line = f"{interpreter} {launch} train.py"
+    found = checked(line, tmp_path)
+    assert sorted(each.code for each in found.errors) == codes and found.unchecked == []
+    assert found.environment is not None and found.environment.versions["transformers"] == "4.53.3"
+    ran = subprocess.run(shlex.split(line), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ran.returncode != 0) == bool(codes), ran.stderr
 
 
 def test_a_device_map_in_a_config(folder: Path) -> None:

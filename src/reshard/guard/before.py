@@ -165,7 +165,7 @@ def _is(command: Command, value: Any) -> bool:
 def _of_environment(command: Command, environment: Environment, text: str) -> Iterator[Finding]:
     """The doctor's findings about the environment as the launcher will make it for the ranks."""
     variables = dict(environment.variables)
-    if command.launcher not in ("python", ""):
+    if command.has_ranks:
         world = command.processes * command.nodes
         variables |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(command.processes), "RANK": "0"}
     for finding in diagnose_environment(replace(environment, variables=variables)):
@@ -187,7 +187,9 @@ CONCERNS: Mapping[str, Callable[[Command, str], bool]] = {
     "env-no-bf16": lambda command, text: _on_gpus(command, text) and "bf16" in text,
     "env-old-driver": _on_gpus,
     "env-capability-not-built": _on_gpus,
-    "env-device-map-tp": lambda command, text: "device_map" in text and command.processes * command.nodes > 1,
+    "env-device-map-tp": lambda command, text: (
+        "device_map" in text and (command.has_ranks or "WORLD_SIZE" in command.environment)
+    ),
     "env-accelerate-fsdp2-lora": lambda command, text: bool(
         re.search("fsdp", text, re.IGNORECASE) and re.search("lora|peft", text, re.IGNORECASE)
     ),

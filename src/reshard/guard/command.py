@@ -39,6 +39,8 @@ class Command:
     """Of the launcher's config and options, then of the script's configs and arguments; the later one wins."""
     processes: int = 1
     """On this node."""
+    has_ranks: bool = False
+    """Whether the launcher sets WORLD_SIZE and the like, even for a single process."""
     nodes: int = 1
     node_rank: int = 0
     rendezvous: tuple[str, int] | None = None
@@ -95,6 +97,7 @@ class _Reading:
     settings: Settings = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
     processes: int = 1
+    has_ranks: bool = False
     nodes: int = 1
     node_rank: int = 0
     rendezvous: tuple[str, int] | None = None
@@ -240,6 +243,7 @@ class _Reading:
         options = {key: str(value) for key, (value, _) in config.items()} | given
         self.settings |= config | typed([f"--{key}={value}" for key, value in given.items()], *self.place)
         self.processes = launcher.processes(options, self.gpus)
+        self.has_ranks = launcher.ranks_one or self.processes > 1
         for name in (launcher.nodes, launcher.node_rank):
             word = options.get(name, "").rpartition(":")[2]
             number = int(word) if word.isdecimal() else None
@@ -294,6 +298,7 @@ class _Reading:
             tuple(dict.fromkeys([*self.configs, *configs])),
             settings,
             self.processes,
+            self.has_ranks,
             self.nodes,
             self.node_rank,
             self.rendezvous,

@@ -33,6 +33,8 @@ class Launcher:
     processes: Callable[[Options, Gpus], int]
     meeting: Callable[[Options], tuple[str, int] | None]
     verb: str = ""
+    ranks_one: bool = True
+    """Whether a single process, too, gets a rank."""
     prefix: str | None = None
     """The prefix of environment variables that set options."""
 
@@ -154,6 +156,7 @@ LAUNCHERS = (
         _of_accelerate,
         _of_names("main_process_ip", "main_process_port"),
         verb="launch",
+        ranks_one=False,
     ),
     Launcher(
         "deepspeed",
