@@ -122,7 +122,8 @@ def run(
     limit: float = LIMIT,
 ) -> Outcome:
     """Run a command in a folder that was prepared. `guard` are options of the guard, None runs it alone."""
-    shutil.rmtree(folder / "out", ignore_errors=True)
+    for left in ("out", "reshard-guard"):
+        shutil.rmtree(folder / left, ignore_errors=True)
     port, mark = free_port(), uuid.uuid4().hex
     words = (*command.filled(port, LONG if injury.strike else STEPS), *injury.words(command))
     before = () if guard is None else (*GUARD, *guard, *injury.guard, "--")
