@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from reshard.checks import probe
 from reshard.checks.environment import NAMES, find_gpus, look_around
-from reshard.diagnosis import probe
 from reshard.guard import asking
 from reshard.guard.asking import Question
 from reshard.guard.command import read_command

@@ -18,8 +18,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis import probe
-from reshard.diagnosis.probe import installed
+from reshard.checks import probe
+from reshard.checks.probe import installed
 
 PACKAGES = (
     *(
