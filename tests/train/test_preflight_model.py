@@ -254,3 +254,18 @@ def test_variables_that_contradict_the_plan_are_said_before_the_start(run: Run) 
     assert (
         the("contradicts the plan", preflight(run, environment=shell).problems).expected == "--parallel ddp"
     )
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_qwen_1_is_sent_to_versions_that_can_train_it(trusted: bool, run: Run) -> None:
+    """The config of Qwen-1, and the method of its code that transformers 5 does not know; not its other code."""
+    file = run.model / "config.json"
+    auto = {"AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "qwen", "auto_map": auto}))
+    old = "def _set_gradient_checkpointing(self, module, value=False):\n    pass\n"
+    (run.model / "modeling_qwen.py").write_text(old)
+    found = preflight(replace(run, options={"trust_remote_code": trusted}), environment=NOWHERE)
+    (problem,) = found.problems
+    assert problem.code == "model-needs-transformers-4"
+    assert "'transformers==4.53.3'" in str(problem.remedy)
+    assert "reshard guard -- old/bin/torchrun" in str(problem.remedy)

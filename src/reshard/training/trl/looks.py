@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from reshard.base.errors import Problem
+from reshard.base.errors import Problem, ReshardError
 from reshard.checks.environment import Environment
 from reshard.checks.machine import facts_of, old_gpus
 from reshard.diagnosis.finding import Text
+from reshard.folders.companions import CONFIG, read_object
 from reshard.training.findings import in_short, of_fact
 from reshard.training.run import Run
 from reshard.training.trl import environment as variables
@@ -17,13 +19,14 @@ from reshard.training.trl import vllm
 from reshard.training.trl.arithmetic import alien_parallelism, plan_instead
 from reshard.training.trl.config_fields import options_of
 from reshard.training.trl.methods import WAYS
+from reshard.transfer.sources import Sources
 
 RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
 """Rules of the environment that can break a run. Rules about launches cannot: reshard sets these variables itself."""
 
 
 def asked(run: Run) -> Iterator[Problem]:
-    """Problems of layouts that are contradictory or unsupported by TRL, and of plans unsupported by a method."""
+    """Problems of layouts, plans and models that TRL does not support, whatever is installed."""
     way = WAYS[run.method]
     if run.parallel not in way.plans:
         yield Problem(
@@ -44,6 +47,7 @@ def asked(run: Run) -> Iterator[Problem]:
             expected="--parallel tp --tp N",
             remedy="pass both, or neither",
         )
+    yield from _first_qwen(run)
 
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
@@ -56,6 +60,40 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
         flash = str(options.get("attn_implementation")).startswith("flash")
         if options.get("bf16") or flash:
             yield from (of_fact(fact, "error") for fact in old_gpus(environment))
+
+
+_OF_QWEN_1 = (
+    *(
+        "'transformers==4.53.3'",
+        "'trl==0.19.1'",
+        "'peft==0.15.2'",
+        "'accelerate==1.9.0'",
+        "'datasets==3.6.0'",
+    ),
+    *("tiktoken", "einops", "transformers_stream_generator"),
+)
+"""Packages with which Qwen-1 was trained: LoRA of the class in Qwen/Qwen-7B, on two ranks of torch 2.6 and 2.13."""
+
+
+def _first_qwen(run: Run) -> Iterator[Problem]:
+    """A problem for Qwen-1: its code imports a package that needs `DisjunctiveConstraint` of transformers 4."""
+    with suppress(ReshardError):  # reported for the model's folder
+        if read_object(run.model / CONFIG, Sources()).get("model_type") == "qwen":
+            yield _qwen_1(run)
+
+
+def _qwen_1(run: Run) -> Problem:
+    return Problem(
+        "model-needs-transformers-4",
+        "the code of Qwen-1 does not run with transformers 5",
+        file=str(run.model / CONFIG),
+        rule="transformers has no class for it, and its own code needs what transformers 5 has removed",
+        found="model_type: qwen",
+        expected="Qwen1.5 or later (model_type qwen2, qwen3)",
+        remedy="train it by your own script, with ddp_find_unused_parameters=False, in another environment: python -m "
+        f"venv old && old/bin/pip install torch {' '.join(_OF_QWEN_1)} && reshard guard -- old/bin/torchrun "
+        f"--nproc-per-node {run.ranks.nproc or 'gpu'} script.py",
+    )
 
 
 def model(run: Run) -> Iterator[Problem]:
