@@ -38,9 +38,11 @@ def command(words: tuple[str, ...], *, quiet: bool, json_output: bool, **options
     Exit status: that of the command; 2 refused before the start; 1 ended by the guard, or the folder of --final did not
     pass its checks; 128 + N ended by signal N.
     """
+    from reshard.diagnosis.words import locale_language
     from reshard.guard.calls import guarded
 
-    outcome = guarded(words, Options(**options), quiet=quiet, stdout=2 if json_output else 1)
+    stdout, language = 2 if json_output else 1, locale_language()
+    report = guarded(words, Options(**options), quiet=quiet, stdout=stdout, language=language)
     if json_output:
-        print_json(outcome.as_dict())
-    sys.exit(outcome.status)
+        print_json(report.as_dict(language))
+    sys.exit(report.status)

@@ -31,6 +31,8 @@ class Checked:
     unchecked: list[str] = field(default_factory=list)
     """What could not be checked, and why, in a sentence each."""
     environment: Environment | None = None
+    tools: frozenset[str] = frozenset()
+    """The programs that the command uses, by their names in remedies."""
 
     @property
     def errors(self) -> list[Problem]:
@@ -53,6 +55,7 @@ def check(command: Command) -> Checked:
     findings += _of_environment(command, environment, text) if environment else []
     usage = Usage()
     usage.see(text)
+    checked.tools = frozenset(usage.found)
     checked.problems += spelled(map(judged, combined(findings)), usage) if findings else []
     checked.unchecked += _unchecked(command, environment, answer.silence)
     return checked

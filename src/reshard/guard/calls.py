@@ -5,43 +5,58 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
+from reshard.base.plain import put
 from reshard.guard.announce import FOLDER
-from reshard.guard.before import check
+from reshard.guard.before import Checked, check
 from reshard.guard.command import Command, read_command
+from reshard.guard.end import Ran, Report, continuing, ended
+from reshard.guard.failure import oom_kills
 from reshard.guard.memory import Memory
 from reshard.guard.options import Options
 from reshard.guard.progress import Progress
 from reshard.guard.relay import Relay
+from reshard.guard.resources import MODELS
+from reshard.guard.resume import Started
 from reshard.guard.screen import Screen
 from reshard.guard.stacks import read_stack
 from reshard.guard.stall import Limits, Stall
-from reshard.guard.supervision import Outcome, supervise
+from reshard.guard.supervision import supervise
 from reshard.guard.watching import Notice, Watcher
 
 HOME = "reshard-guard"
 """Where the folders of runs are, in the working folder."""
-LOG = "output.log"
+LOG, REPORT = "output.log", "guard.json"
 
 
-def guarded(words: Sequence[str], options: Options, *, quiet: bool = False, stdout: int = 1) -> Outcome:
+def guarded(
+    words: Sequence[str], options: Options, *, quiet: bool = False, stdout: int = 1, language: str = "en"
+) -> Report:
     """Run a command under guard, with its stdout on the descriptor `stdout`. Raises ReshardError if it is refused."""
     command = read_command(words, os.environ, Path.cwd())
-    if options.check:
-        _check(command, Screen(quiet=quiet))
+    checked = _checked(command, Screen(quiet=quiet)) if options.check else Checked()
     folder = _folder_for(options)
+    ran = _ran(command, checked, options, folder / LOG)
     relay = Relay.of(folder / LOG, stdout=stdout)
     screen = Screen(relay, quiet=quiet)
     screen.print(f"output is kept in {folder / LOG}")
     environment = {**os.environ, FOLDER: str(folder)}
     watchers = watchers_of(options, folder, environment)
-    return supervise(words, environment, Path.cwd(), relay, watchers, screen.say)
+    starts = continuing(ran, options) or words
+    kills = oom_kills()
+    outcome = supervise(starts, environment, command.folder, relay, watchers, screen.say)
+    report = ended(replace(ran, oom_kills=oom_kills() - kills), outcome, options)
+    put(folder / REPORT, report.as_dict(language))
+    if report.status or not quiet:
+        report.print(screen.console, language)
+    return report
 
 
-def _check(command: Command, screen: Screen) -> None:
+def _checked(command: Command, screen: Screen) -> Checked:
     """Print the warnings about a command, and what could not be checked. Raises ReshardError with its errors."""
     checked = check(command)
     for problem in checked.problems:
@@ -51,6 +66,22 @@ def _check(command: Command, screen: Screen) -> None:
         screen.print(sentence)
     if checked.errors:
         raise ReshardError(checked.errors)
+    return checked
+
+
+def _ran(command: Command, checked: Checked, options: Options, log: Path) -> Ran:
+    """What the report has to know of a command."""
+    versions = checked.environment.versions if checked.environment else None
+    return Ran(
+        Started(command.words, command.script, command.module, versions),
+        log,
+        command.folder,
+        options.output or command.output,
+        model=str(command.setting(*MODELS) or ""),
+        trust=str(command.setting("trust_remote_code")).lower() == "true",
+        ranks=command.processes * command.nodes,
+        tools=checked.tools,
+    )
 
 
 def watchers_of(options: Options, folder: Path, environment: dict[str, str]) -> list[Watcher]:

@@ -27,6 +27,7 @@ from reshard.diagnosis.match import first_failure
 from reshard.diagnosis.scripts import diagnose_script
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.words import aside
+from reshard.guard.relay import without_times
 from reshard.guard.watching import Notice
 
 FRAMES = 6
@@ -97,7 +98,7 @@ def read_failure(log: Path, seen: Seen) -> Failure:
     with log.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(size - LARGEST, 0))
-        content = file.read().decode("utf-8", "replace")
+        content = without_times(file.read().decode("utf-8", "replace"))
     failure = failure_in(str(log), content, seen)
     full = next((each for each in _folders(seen, log) if shutil.disk_usage(each).free < FULL), None)
     return _of_full_disk(failure, full) if full else failure

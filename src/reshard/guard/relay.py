@@ -160,6 +160,14 @@ class Relay:
             os.write(self._file, b"".join(lines))
 
 
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z (?:stdout|stderr) F ", re.MULTILINE)
+
+
+def without_times(log: str) -> str:
+    """The text of a log without the times and streams before its lines."""
+    return _STAMP.sub("", log)
+
+
 def _line(stream: str, now: float, content: bytes) -> Line:
     text = content.decode("utf-8", "replace")
     rank = _RANK.match(text)
