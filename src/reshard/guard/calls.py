@@ -17,6 +17,7 @@ from reshard.guard.command import Command, read_command
 from reshard.guard.end import Ran, Report, continuing, ended
 from reshard.guard.failure import oom_kills
 from reshard.guard.memory import Memory
+from reshard.guard.nodes import Meeting, first_to_fail, place_named
 from reshard.guard.options import Options
 from reshard.guard.progress import Progress
 from reshard.guard.relay import Relay
@@ -50,6 +51,7 @@ def guarded(
     kills = oom_kills()
     outcome = supervise(starts, environment, command.folder, relay, watchers, screen.say)
     report = ended(replace(ran, oom_kills=oom_kills() - kills), outcome, options)
+    report = _among_nodes(report, command, options, screen)
     put(folder / REPORT, report.as_dict(language))
     if report.status or not quiet:
         report.print(screen.console, language)
@@ -82,6 +84,16 @@ def _ran(command: Command, checked: Checked, options: Options, log: Path) -> Ran
         ranks=command.processes * command.nodes,
         tools=checked.tools,
     )
+
+
+def _among_nodes(report: Report, command: Command, options: Options, screen: Screen) -> Report:
+    """The report, with what another node says if the run failed there first."""
+    place = place_named(options.meet) if options.meet else command.rendezvous
+    if command.nodes == 1 or place is None or report.failure is None:
+        return report
+    screen.print("waiting for the guards of the other nodes")
+    first = first_to_fail(Meeting(command.node_rank, command.nodes, place).exchange(report.told()))
+    return report if first["node"] == command.node_rank else replace(report, elsewhere=first)
 
 
 def watchers_of(options: Options, folder: Path, environment: dict[str, str]) -> list[Watcher]:

@@ -5,7 +5,7 @@ Exit status: that of the command; 1 if the guard ended it, or if the folder of `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 WORDS = {
     "en": {
+        "elsewhere": "{} on node {} {}: {}",
+        "there": "the guard of that node says why",
         "log": "all that the command printed: {}",
         "interrupted": "the command was ended by {}",
         "last": "the last complete checkpoint: {}",
@@ -36,6 +38,8 @@ WORDS = {
         "unchecked": "the folder did not pass its checks, and is kept as {}",
     },
     "zh": {
+        "elsewhere": "{}（节点 {}）{}：{}",
+        "there": "原因见该节点上的 guard",
         "log": "命令的全部输出：{}",
         "interrupted": "命令被 {} 结束",
         "last": "最近的完整检查点：{}",
@@ -48,6 +52,8 @@ WORDS = {
         "unchecked": "目录没有通过检查，保留为 {}",
     },
 }
+SENTENCE = 300
+"""Characters of an error that the guards of other nodes are told."""
 SHOWN = 3
 """Incomplete checkpoints that are named."""
 
@@ -84,6 +90,8 @@ class Report:
     resume: Resume | None = None
     final: Finished | None = None
     requeued: str | Problem = ""
+    elsewhere: Mapping[str, Any] | None = None
+    """What the guard of another node says, if the run failed first there."""
 
     @property
     def status(self) -> int:
@@ -107,6 +115,18 @@ class Report:
             "advice": self.resume.advice if self.resume else "",
             "final": self.final.as_dict() if self.final else None,
             "requeued": str(self.requeued),
+            "elsewhere": dict(self.elsewhere) if self.elsewhere else None,
+        }
+
+    def told(self) -> dict[str, Any]:
+        """What the guards of other nodes are told."""
+        assert self.failure
+        shown = " ".join(self.failure.shown[-1:])[:SENTENCE]
+        return {
+            "who": self.failure.who,
+            "did": self.failure.did,
+            "follows": self.failure.follows,
+            "shown": shown,
         }
 
     def _incomplete(self) -> dict[str, list[str]]:
@@ -121,17 +141,23 @@ class Report:
         """Print it; the cause and its cure come last."""
         from reshard.guard.failure import print_what, print_why
 
-        if self.failure:
-            print_what(self.failure, console)
+        own = None if self.elsewhere else self.failure
+        if own:
+            print_what(own, console)
         for line in self._lines(WORDS[language]):
             console.print(line, markup=False)
-        if self.failure:
-            print_why(self.failure, console, language)
+        if own:
+            print_why(own, console, language)
 
     def _lines(self, words: dict[str, str]) -> Iterable[str]:
         from reshard.base.shown import shown
         from reshard.guard.failure import signal_name
 
+        if self.elsewhere:
+            said = [self.elsewhere.get(name, "") for name in ("who", "node", "did", "shown")]
+            yield ""
+            yield shown(words["elsewhere"].format(*said))
+            yield words["there"]
         if self.outcome.signal and not self.failure:
             yield words["interrupted"].format(signal_name(self.outcome.signal))
         if self.outcome.status:

@@ -68,6 +68,8 @@ class Failure:
     shown: tuple[str, ...]
     findings: tuple[Finding, ...]
     did: str = "failed first"
+    follows: bool = False
+    """Whether it only shows that another rank has ended, which may be on another node."""
 
     @staticmethod
     def of_notice(notice: Notice) -> Failure:
@@ -134,15 +136,17 @@ def failure_in(name: str, content: str, seen: Seen = Seen()) -> Failure:
             return Failure(f"rank {rank}", tuple(_last_words(log, rank, None)), findings)
     if root is None or root.exception == EXIT:
         shown = [*_last(log.lines)[:-1], f"killed by {told}"] if told else _last(log.lines)
-        return _of_rank("", shown, findings, seen)
-    return _of_rank(_who(root, content), _short(root.root), findings, seen)
+        return _of_rank("", shown, findings, seen, follows=root is None and not told)
+    return _of_rank(_who(root, content), _short(root.root), findings, seen, follows=is_consequence(root))
 
 
-def _of_rank(who: str, shown: Iterable[str], findings: tuple[Finding, ...], seen: Seen) -> Failure:
+def _of_rank(
+    who: str, shown: Iterable[str], findings: tuple[Finding, ...], seen: Seen, *, follows: bool
+) -> Failure:
     """The failure of a rank, if its number is known, or else of some rank; or of the only process."""
     if not who and seen.ranks == 1:
         return Failure("the command", tuple(shown), findings, "failed")
-    return Failure(who or SOME_RANK, tuple(shown), findings)
+    return Failure(who or SOME_RANK, tuple(shown), findings, follows=follows)
 
 
 SIGNAL = "Signal {} ({}) received by PID of the command"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,17 @@ AGAIN = 0.2
 """Seconds between two attempts."""
 LONGEST = 1 << 16
 """Maximum length of a message in bytes."""
+
+
+def place_named(text: str) -> Path | tuple[str, int]:
+    """The place that --meet names: HOST:PORT, or else a folder."""
+    host, _, port = text.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() and "/" not in text else Path(text)
+
+
+def first_to_fail(said: Sequence[Told]) -> Told:
+    """The node on which the run failed first: others only lost a connection to it."""
+    return min(said, key=lambda each: (bool(each.get("follows")), each["node"]))
 
 
 @dataclass(frozen=True)
