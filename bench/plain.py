@@ -14,7 +14,7 @@ from typing import Any
 def main(engine: str, model: str, data: str, output: str, options: str) -> None:
     """Train, and write a row of metrics after each step."""
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    Path(output).mkdir(parents=True)
+    Path(output).mkdir(parents=True, exist_ok=True)
     {"trl": _trl, "megatron": _megatron}[engine](model, data, Path(output), json.loads(options))
 
 
@@ -31,7 +31,7 @@ def _trl(model: str, data: str, output: Path, options: dict[str, Any]) -> None:
 
     class Tell(TrainerCallback):  # type: ignore[misc]
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
-            if logs and "loss" in logs:
+            if logs and "loss" in logs and state.is_world_process_zero:
                 _tell(output)
 
     settings = {"report_to": "none", "logging_steps": 1, "bf16": False, "disable_tqdm": True}

@@ -1,7 +1,7 @@
 """`reshard train` against what it runs: plain TRL, and a plain loop over megatron-core.
 
-Every contender trains the same model on the same records, on one process, and writes a row of metrics after each step.
-It is stopped after enough steps, so that no checkpoint is counted.
+Every contender trains the same model on the same records, on one process or two, and writes a row of metrics after each
+step. It is stopped after enough steps, so that no checkpoint is counted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ LENGTH, BATCH = 128, 1
 SKIPPED = 2
 """Steps at the beginning that are not timed: memory is allocated, and kernels are chosen."""
 HEADER = [
-    "| training | who | ms per step, median (min–max) | × | CPU ms per step | start to first step in s | peak MiB |",
-    "|---|---|---|---|---|---|---|",
+    "| training | who | ms per step, median (min–max) | × | CPU ms per step | s to first step | CPU s to first step "
+    "| peak MiB |",
+    "|---|---|---|---|---|---|---|---|",
 ]
 
 
@@ -62,6 +63,9 @@ class Trainer:
     cpu: list[float] = field(default_factory=list)
     """Processor seconds of a timed step, of each run: of all its processes."""
     starts: list[float] = field(default_factory=list)
+    """Seconds until the first step is done."""
+    begun: list[float] = field(default_factory=list)
+    """Processor seconds until then, of all processes."""
     peaks: list[float] = field(default_factory=list)
 
     def run(self, count: int) -> None:
@@ -72,6 +76,8 @@ class Trainer:
             began = time.time()
             process = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=environment)
             try:
+                self._rows(process, log, 1)
+                self.begun.append(_processor(process.pid))
                 self._rows(process, log, SKIPPED)
                 before = _processor(process.pid)
                 rows = self._rows(process, log, count + SKIPPED)
@@ -100,10 +106,9 @@ class Trainer:
 
 
 def _processor(pid: int) -> float:
-    """Processor seconds of a process and of all that it has started and that are there."""
+    """Processor seconds of a process and of all that it has started, also of those that have ended."""
     first = psutil.Process(pid)
-    found = [each.cpu_times() for each in (first, *first.children(recursive=True))]
-    return float(sum(each.user + each.system for each in found))
+    return float(sum(sum(each.cpu_times()[:4]) for each in (first, *first.children(recursive=True))))
 
 
 def rows(data: Path, rounds: int) -> Iterator[str]:
@@ -111,16 +116,18 @@ def rows(data: Path, rounds: int) -> Iterator[str]:
     for name, size in SIZES.items():
         model = _model(data / f"train-{name}", size)
         records = _records(data / "train.jsonl")
-        for engine in ("trl", "megatron"):
-            pair = _pair(engine, model, records, data, size.steps + SKIPPED)
+        for engine, processes in (("trl", 1), ("trl", 2), ("megatron", 1)):
+            pair = _pair(engine, model, records, data, size.steps + SKIPPED, processes)
             for turn in range(rounds):
                 for trainer in pair if turn % 2 == 0 else pair[::-1]:
                     trainer.run(size.steps)
-            yield from (_row(f"{name}, {engine}", trainer, pair[0]) for trainer in pair)
+            yield from (_row(f"{name}, {engine} on {processes}", trainer, pair[0]) for trainer in pair)
 
 
-def _pair(engine: str, model: Path, records: Path, data: Path, steps: int) -> list[Trainer]:
-    """The plain trainer and reshard's."""
+def _pair(
+    engine: str, model: Path, records: Path, data: Path, steps: int, processes: int = 1
+) -> list[Trainer]:
+    """The plain trainer and reshard's. Several plain processes are started by torchrun."""
     plain, ours = data / "plain", data / "ours"
     trl = {"per_device_train_batch_size": BATCH, "max_length": LENGTH, "max_steps": steps + 100}
     trl |= {"gradient_checkpointing": False, "save_strategy": "no", "use_cpu": True}
@@ -129,8 +136,9 @@ def _pair(engine: str, model: Path, records: Path, data: Path, steps: int) -> li
     options = trl if engine == "trl" else megatron
     flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
     words = ["--model", str(model), "--data", str(records), "-o", str(ours), "--engine", engine]
-    main = [sys.executable, "-m", "reshard", "train", "sft", *words, "--nproc", "1"]
-    theirs = [sys.executable, "-m", "bench.plain", engine, str(model), str(records), str(plain)]
+    main = [sys.executable, "-m", "reshard", "train", "sft", *words, "--nproc", str(processes)]
+    launcher = ["torch.distributed.run", f"--nproc-per-node={processes}", "-m"] if processes > 1 else []
+    theirs = [sys.executable, "-m", *launcher, "bench.plain", engine, str(model), str(records), str(plain)]
     return [
         Trainer(
             f"plain {'TRL' if engine == 'trl' else 'megatron-core'}", [*theirs, json.dumps(options)], plain
@@ -144,7 +152,8 @@ def _row(name: str, trainer: Trainer, first: Trainer) -> str:
     ratio = median(trainer.steps) / median(first.steps)
     return (
         f"| {name} | {trainer.name} | {median(steps):.1f} ({min(steps):.1f}–{max(steps):.1f}) | {ratio:.2f} "
-        f"| {1000 * median(trainer.cpu):.1f} | {median(trainer.starts):.1f} | {max(trainer.peaks) / 2**20:.0f} |"
+        f"| {1000 * median(trainer.cpu):.1f} | {median(trainer.starts):.1f} "
+        f"| {median(trainer.begun):.1f} | {max(trainer.peaks) / 2**20:.0f} |"
     )
 
 
