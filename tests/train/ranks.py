@@ -94,7 +94,7 @@ def _leave_pid(run: Run) -> None:
     (folder / os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
 
 
-ENGINE = replace(trl.ENGINE, train=train, warm=lambda run: None)
+ENGINE = replace(trl.ENGINE, train=train, warm=lambda run: False)
 
 if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.errors import record

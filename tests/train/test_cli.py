@@ -31,13 +31,56 @@ def test_help_tells_every_flag(method: str) -> None:
     assert {flag for pair in listed for flag in pair if flag} == set(FLAGS.split())
 
 
+LOADED = """
+import sys
+from reshard.cli import main
+if "--help" not in sys.argv:
+    from reshard.training.launching import launch
+
+    launch.launch = lambda *given, **named: sys.exit(7)
+status = 0
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    status = end.code
+heavy = {"torch", "transformers", "trl", "megatron"} | ({"numpy"} if "--help" in sys.argv else set())
+print(status, sorted(heavy & set(sys.modules)))
+"""
+"""A command whose ranks do not train; the last line is its status, and which packages were imported."""
+
+
+def loaded(*words: str | Path) -> str:
+    command = [sys.executable, "-c", LOADED, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+
+
 def test_help_loads_no_framework() -> None:
-    code = (
-        "import sys; from reshard.cli import main\ntry: main(['train', 'sft', '--help'])\nexcept SystemExit: pass\n"
-        "print(sorted({'torch', 'transformers', 'trl', 'megatron', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert loaded("train", "sft", "--help") == "0 []"
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--learning_rat", "1e-5"), ("--data", "nothing"), ("--data", "bad.jsonl")]
+)
+def test_what_is_wrong_in_options_and_data_is_told_without_a_framework(
+    wrong: tuple[str, str],
+    tmp_path: Path,
+    tiny: Callable[..., Path],
+    data: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    given = ("--model", tiny(), "--data", data["sft"], "-o", tmp_path / "out")
+    assert loaded("train", "sft", *given[: 2 if "--data" in wrong else 4], *given[4:], *wrong) == "2 []"
+
+
+def test_the_launcher_needs_no_framework_until_the_ranks_have_trained(
+    tmp_path: Path, tiny: Callable[..., Path], data: dict[str, Path]
+) -> None:
+    """The first rank makes the rest of the preflight, which knows what only the packages know."""
+    words = ("train", "sft", "--model", tiny(), "--data", data["sft"], "-o", tmp_path / "out", "--nproc", "1")
+    assert loaded(*words, "--lr_scheduler_type", "cosine") == "7 []"
+    assert loaded(*words, "--lr_scheduler_kwargs", '{"foo": 1}') == "2 []"
 
 
 def refused(tmp_path: Path, *words: str) -> list[str]:

@@ -68,9 +68,7 @@ def test_a_disk_that_is_too_small_is_told_from_the_checkpoints_that_are_kept(
     every_step = replace(run, options={"save_strategy": "steps", "save_steps": 1})
     problem = the("the disk is too small", preflight(every_step, environment=NOWHERE).problems)
     assert "--save_total_limit" in str(problem.remedy) and "--save_only_model" in str(problem.remedy)
-    resumed = the(
-        "the disk is too small", preflight(replace(every_step, resume=True), environment=NOWHERE).problems
-    )
+    (resumed,) = preconditions.disk(replace(every_step, resume=True), 1 << 30)
     assert "--save_only_model" not in str(resumed.remedy)  # it is refused there
     few = replace(every_step, options={**every_step.options, "save_total_limit": 1})
     assert preflight(few, environment=NOWHERE).problems == []

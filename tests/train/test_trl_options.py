@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,12 @@ import pytest
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
 from reshard.training import trl
+from reshard.training.names import ALIASES
 from reshard.training.planning.gpus import planned_for
 from reshard.training.run import Run
-from reshard.training.trl import defaults, environment, reward
+from reshard.training.trl import config_fields, defaults, environment, refusals, reward
+from reshard.training.trl.config_fields import refused_by_packages
+from reshard.training.trl.methods import WAYS
 
 FOLDER = Path(__file__).parent
 
@@ -45,6 +48,15 @@ def refused(function: Callable[..., Any], *given: Any) -> list[Problem]:
     with pytest.raises(ReshardError) as caught:
         function(*given)
     return caught.value.problems
+
+
+def loaded(run: Run) -> dict[str, Any]:
+    """The options of a run, after those checks that import packages."""
+    options = trl.ENGINE.options(run)
+    problems = list(refused_by_packages(run, options))
+    if problems:
+        raise ReshardError(problems)
+    return options
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +108,33 @@ def test_everything_that_trl_takes_is_listed_and_taken(method: str) -> None:
     arguments = arguments_of(run, trl.ENGINE.options(run))
     assert arguments.report_to == []
     assert arguments.model_init_kwargs is None or arguments.model_init_kwargs["device_map"] is None
+
+
+@pytest.mark.parametrize("method", WAYS)
+def test_options_read_from_the_source_are_the_fields_of_trl(method: str) -> None:
+    from trl import ModelConfig
+
+    live = {each.name: each for kind in (ModelConfig, WAYS[method].config_class()) for each in fields(kind)}
+    read = {option.name: option for option in trl.ENGINE.known_options(method)}
+    stated = {name: field.value for name, field in config_fields.fields_for(method).items()}
+    assert read.keys() - live.keys() == config_fields.ADDED.keys()
+    beside = {
+        "model_revision",
+        "use_peft",
+        "lora_task_type",
+        "bnb_4bit_quant_storage",
+        *refusals.REFUSED,
+        *ALIASES,
+    }
+    assert live.keys() - read.keys() == beside & live.keys()
+    for name in read.keys() & live.keys():
+        assert (stated[name] or None) == (
+            getattr(live[name].default, "value", live[name].default) or None
+        ) or (
+            live[name].default is MISSING and (stated[name] or []) == live[name].default_factory()  # type: ignore[misc]
+        )
+        help_text = str(live[name].metadata.get("help", "")).replace("%%", "%")
+        assert read[name].help == " ".join(help_text.split())
 
 
 def test_defaults_avoid_the_traps() -> None:
@@ -287,7 +326,7 @@ def test_groups_that_do_not_come_out_are_refused_in_the_words_of_the_doctor(
     ],
 )
 def test_a_reward_that_cannot_be_had_is_named(name: str, message: str) -> None:
-    (problem,) = refused(trl.ENGINE.options, replace(run_of("grpo"), reward=(name,)))
+    (problem,) = refused(loaded, replace(run_of("grpo"), reward=(name,)))
     assert problem.message == message
     assert reward.load("rewards:variety")([[{"content": "aab"}]]) == [2.0]
 
@@ -333,13 +372,13 @@ def test_what_a_parameter_weighs() -> None:
 )
 def test_what_the_frameworks_would_refuse_later_is_refused(option: str, value: Any, expected: str) -> None:
     lora = option.startswith("lora")
-    (problem,) = refused(trl.ENGINE.options, run_of(lora=lora, **{option: value}))
+    (problem,) = refused(loaded, run_of(lora=lora, **{option: value}))
     assert option in str(problem) and expected in str(problem)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "polynomial", "inverse_sqrt"])
 def test_schedules_that_need_nothing_more_are_taken(kind: str) -> None:
-    assert trl.ENGINE.options(run_of(lr_scheduler_type=kind, adam_beta1="0.8", adam_beta2="0.95"))
+    assert loaded(run_of(lr_scheduler_type=kind, adam_beta1="0.8", adam_beta2="0.95"))
 
 
 def test_no_maximum_length_is_no_maximum_length_for_trl_too() -> None:
@@ -411,7 +450,7 @@ def test_an_option_whose_package_is_not_there_is_refused_with_the_command(name: 
     package, value, install = ABSENT[name]
     if find_spec(package):
         pytest.skip(f"{package} is installed")
-    (problem,) = refused(trl.ENGINE.options, run_of("grpo" if name == "use_vllm" else "sft", **{name: value}))
+    (problem,) = refused(loaded, run_of("grpo" if name == "use_vllm" else "sft", **{name: value}))
     assert problem.code == "option-package-not-installed" and str(problem.found).startswith(f"--{name}")
     assert problem.remedy == f"{install}, or leave out --{name}"
 
@@ -419,7 +458,7 @@ def test_an_option_whose_package_is_not_there_is_refused_with_the_command(name: 
 def lacks(optimizer: str) -> bool:
     """Whether an optimizer is refused because a package is not installed."""
     try:
-        trl.ENGINE.options(run_of(optim=optimizer))
+        loaded(run_of(optim=optimizer))
     except ReshardError as error:
         assert [problem.code for problem in error.problems] == ["option-package-not-installed"]
         return True

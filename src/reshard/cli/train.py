@@ -219,7 +219,7 @@ def _method(name: str, help_text: str) -> None:
         if list_options:
             _print_options(name, flags["engine"] or Run.engine)
             return
-        from reshard.cli.doctor import locale_language
+        from reshard.diagnosis.words import locale_language
         from reshard.training.planning.gpus import machine_asked
 
         silent = quiet or json_output

@@ -172,12 +172,14 @@ class Looks:
     """Checks of an engine before a run starts; each yields problems, and starts nothing.
 
     `asked` checks the requested run, and needs no packages or files. `machine(run, options, environment)` checks GPUs
-    and packages, `model` the folder and its division over the ranks.
+    and packages, `model` the folder and its division over the ranks. `loaded(run, options, environment)` needs the
+    engine's packages imported, which takes seconds; the others import nothing.
     """
 
     asked: Callable[[Run], Iterator[Problem]]
     machine: Callable[[Run, Mapping[str, Any], Environment], Iterator[Problem]]
     model: Callable[[Run], Iterator[Problem]] = lambda run: iter(())
+    loaded: Callable[[Run, Mapping[str, Any], Environment], Iterator[Problem]] = lambda *given: iter(())
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ class Engine:
     `indexed` checks Megatron's indexed datasets, if the engine reads them, and returns the lengths of an epoch's
     sequences. It raises ReshardError for their problems.
 
-    `warm` imports what `train` needs, and uses no device: it is called on each rank during the preflight.
+    `warm` imports what `train` needs, and uses no device: it is called on each rank during the preflight, and returns
+    whether there is anything that it has imported.
 
     `train` loads, asserts the plan, trains and saves; it is called on each rank, with the launcher's environment set.
     `check(run, trained, final)` returns differences between the weights in the folder `final` and the trained ones.
@@ -224,7 +227,7 @@ class Engine:
     checkpoints: Checkpoints
     train: Callable[[Run, Monitor], Trained]
     check: Callable[[Run, Trained, Path], list[Problem]]
-    warm: Callable[[Run], None] = lambda run: None
+    warm: Callable[[Run], bool] = lambda run: False
     indexed: Callable[[Run], Lengths] | None = None
     leaves: tuple[str, ...] = ()
     tracks: bool = False

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ForwardRef, List, Literal, Optional, Tuple, Union, get_args, get_origin  # noqa: UP035
 
@@ -24,62 +25,103 @@ class Untypeable:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a dataclass. `hint` is its type, of values that can be typed; `default` as in the source."""
+    """A field of a dataclass. `hint` is its type, of values that can be typed; `default` as in the source.
+
+    `value` is the default itself, if the source has a literal.
+    """
 
     name: str
     hint: Any
     default: str
     help: str
+    value: Any = None
 
 
-def fields_of(source: Path, name: str, dtypes: Any = Untypeable) -> dict[str, Field]:
-    """The fields of the dataclass `name` in a file, by name, without those of bases. Raises OSError, SyntaxError."""
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    names = _Names(dtypes)
-    found = {}
+def fields_of(source: Path, name: str, names: Mapping[str, Any], bases: Mapping[str, Path] = {}) -> Fields:
+    """The fields of the dataclass `name` in a file, by name. Raises OSError, SyntaxError.
+
+    `names` are types and defaults that fields may name besides Python's own types, `bases` the files of base classes
+    whose fields are included.
+    """
+    known, declared = _Names(names), _classes(source)[name]
+    body = declared.body
+    found: Fields = {}
+    for base in map(ast.unparse, declared.bases):
+        found |= fields_of(bases[base], base, names, bases) if base in bases else {}
     for node, behind in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            hint = eval(compile(ast.Expression(node.annotation), str(source), "eval"), {}, names)
-            found[node.target.id] = Field(node.target.id, hint, _default(node.value), _text(behind))
+            hint = eval(compile(ast.Expression(node.annotation), str(source), "eval"), {}, known)
+            found[node.target.id] = _field(node.target.id, hint, node.value, behind, known)
     return found
+
+
+Fields = dict[str, Field]
+
+
+def _field(
+    name: str, hint: Any, value: ast.expr | None, behind: ast.stmt | None, names: Mapping[str, Any]
+) -> Field:
+    """A field whose description and choices are in its metadata, or whose description follows it."""
+    given = (
+        {each.arg: each.value for each in value.keywords}
+        if isinstance(value, ast.Call)
+        else {"default": value}
+    )
+    default = given.get("default") or getattr(given.get("default_factory"), "body", None)  # that of a lambda
+    told = _literal(given.get("metadata")) or {}
+    if "choices" in told:
+        hint = Literal[tuple(told["choices"])] | None
+    text = " ".join(str(told.get("help") or _text(behind)).split()).replace("%%", "%")
+    shown = "" if default is None else ast.unparse(default).strip("'")
+    found = names[default.id] if isinstance(default, ast.Name) else _literal(default)
+    return Field(name, hint, "" if shown == "None" else shown, text, found)
+
+
+def enumeration(source: Path, name: str) -> Any:
+    """The values of an enumeration in a file, as a Literal."""
+    body = _classes(source)[name].body
+    return Literal[tuple(_literal(node.value) for node in body if isinstance(node, ast.Assign))]
+
+
+@lru_cache(4)
+def _classes(source: Path) -> dict[str, ast.ClassDef]:
+    """The classes in a file. Raises OSError, SyntaxError."""
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 class _Names(dict[str, Any]):
     """The names in annotations. Types that are not Python's own become `Untypeable`."""
 
-    def __init__(self, dtypes: Any) -> None:
+    def __init__(self, more: Mapping[str, Any]) -> None:
         known = {each.__name__: each for each in (int, float, bool, str, list, tuple, dict)}
         typing = {"Optional": Optional, "Union": Union, "Literal": Literal, "List": List, "Tuple": Tuple}  # noqa: UP006
-        super().__init__(
-            {**known, **typing, "Callable": Callable, "torch": types.SimpleNamespace(dtype=dtypes)}
-        )
+        super().__init__({**known, **typing, "Callable": Callable, **more})
 
     def __missing__(self, name: str) -> Any:
         return Untypeable
 
 
-def _default(value: ast.expr | None) -> str:
-    if isinstance(value, ast.Call):  # field(default=…, metadata=…)
-        value = next((each.value for each in value.keywords if each.arg == "default"), None)
-    return "" if value is None or ast.unparse(value) == "None" else ast.unparse(value).strip("'")
+def _literal(value: ast.expr | None) -> Any:
+    """The value of a literal; None for anything else."""
+    with suppress(ValueError):
+        return ast.literal_eval(value) if value else None
 
 
 def _text(node: ast.stmt | None) -> str:
     """The string that follows a field."""
-    if (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    ):
-        return " ".join(node.value.value.split())
-    return ""
+    return str(_literal(node.value) or "") if isinstance(node, ast.Expr) else ""
 
 
 def _members(hint: Any) -> list[Any]:
-    """The types that a value may have, without None, and without those that cannot be typed."""
+    """The types that a value may have, without None, and without those that cannot be typed.
+
+    Beside fixed words, `str` means an enumeration's value in another form, and not any word.
+    """
     either = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return [each for each in either if each is not type(None) and _typeable(each)]
+    fixed = any(get_origin(each) is Literal and isinstance(get_args(each)[0], str) for each in either)
+    beside = (type(None), str) if fixed else (type(None),)
+    return [each for each in either if each not in beside and _typeable(each)]
 
 
 def _typeable(hint: Any) -> bool:
@@ -112,6 +154,11 @@ def kind(hint: Any) -> str:
         else:
             words.append(each.__name__)
     return " or ".join(dict.fromkeys(words))
+
+
+def literals(hint: Any) -> list[str]:
+    """The words that a type allows, if it is one of fixed values."""
+    return [str(value) for each in _members(hint) if get_origin(each) is Literal for value in get_args(each)]
 
 
 def typed(value: Any, hint: Any) -> Any:

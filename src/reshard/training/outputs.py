@@ -8,7 +8,6 @@ from pathlib import Path
 from reshard.base.errors import Problem, listed
 from reshard.folders.companions import RECORD as WRITTEN
 from reshard.guard.complete import RECORD
-from reshard.records.contents import foreign_in
 from reshard.training.engines import MODULES, engine_named
 from reshard.training.launching.lock import LOCK
 from reshard.training.run import Run
@@ -111,4 +110,6 @@ def cleared(run: Run) -> Iterator[Problem]:
 
 def _foreign(folder: Path) -> list[str]:
     """Files in a folder that reshard did not write there."""
+    from reshard.records.contents import foreign_in  # with all formats
+
     return foreign_in(folder) if folder.is_dir() and not folder.is_symlink() else []

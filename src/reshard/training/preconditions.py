@@ -10,8 +10,6 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, listed, memory_size
 from reshard.checks.environment import Environment, Gpu
 from reshard.checks.machine import more_processes_than_gpus, torch_without_cuda
-from reshard.commands.inspection import inspect_checkpoint
-from reshard.diagnosis import diagnose
 from reshard.diagnosis.finding import Place
 from reshard.diagnosis.launches import run_by_several
 from reshard.diagnosis.rules import told
@@ -20,6 +18,7 @@ from reshard.guard.complete import RECORD, SAVED
 from reshard.guard.outputs import unwritable
 from reshard.stores.hub import url_of
 from reshard.training import data, outputs
+from reshard.training.data.indexed import are_indexed
 from reshard.training.data.mix import Mix
 from reshard.training.engines import engine_of
 from reshard.training.findings import in_short, in_training, lacking, of_fact
@@ -48,15 +47,17 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
     yield from engine_of(run).looks.machine(run, options, environment)
 
 
-def ranks(processes: int, gpus: list[Gpu], *, on_cpu: bool) -> Iterator[Problem]:
+def ranks(processes: int, gpus: list[Gpu]) -> Iterator[Problem]:
     """A problem if this node has more processes than GPUs."""
-    if not on_cpu:
-        shows = f"--nproc {processes}, {len(gpus)} GPUs visible"
-        yield from map(of_fact, more_processes_than_gpus(processes, len(gpus), shows))
+    shows = f"--nproc {processes}, {len(gpus)} GPUs visible"
+    yield from map(of_fact, more_processes_than_gpus(processes, len(gpus), shows))
 
 
 def model(run: Run) -> Iterator[Problem]:
     """Problems unless the folder is a Hugging Face one with complete weights; other findings of the doctor about it."""
+    from reshard.commands.inspection import inspect_checkpoint  # with all formats
+    from reshard.diagnosis.checkpoints import diagnose_checkpoint
+
     try:
         inspection = inspect_checkpoint(run.model)
         found = inspection.checkpoint
@@ -70,7 +71,7 @@ def model(run: Run) -> Iterator[Problem]:
                 remedy=inspection.next,
             )
             return
-        findings = diagnose(run.model)
+        findings, _ = diagnose_checkpoint(run.model)
     except ReshardError as error:
         yield from map(in_training, error.problems)
         return
@@ -97,16 +98,18 @@ def _quantized(run: Run) -> Iterator[Problem]:
         )
 
 
-def unindexed(run: Run) -> Problem:
-    """The problem that the engine does not read Megatron's datasets."""
-    return Problem(
-        "indexed-data-unsupported",
-        f"the {engine_of(run).title} engine does not read Megatron's indexed datasets",
-        file=str(run.data),
-        expected="records: JSONL, JSON or Parquet",
-        found="token ids, without the tokenizer that made them",
-        remedy="use --engine megatron, or pass the records that the dataset was made from",
-    )
+def unindexed(run: Run) -> Iterator[Problem]:
+    """A problem for Megatron's datasets if the engine does not read them."""
+    for mix in (run.data, run.eval_data):
+        if mix and are_indexed(mix.paths) and engine_of(run).indexed is None:
+            yield Problem(
+                "indexed-data-unsupported",
+                f"the {engine_of(run).title} engine does not read Megatron's indexed datasets",
+                file=str(mix),
+                expected="records: JSONL, JSON or Parquet",
+                found="token ids, without the tokenizer that made them",
+                remedy="use --engine megatron, or pass the records that the dataset was made from",
+            )
 
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
@@ -254,6 +257,8 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
 
 def config_problems(path: Path) -> list[Problem]:
     """The doctor's findings about a script or config for a run. Raises ReshardError if the file is neither."""
+    from reshard.diagnosis import diagnose
+
     # The doctor cannot know whether several processes will run a script; here they will.
     found = run_by_several(str(path), diagnose(path), Place("reshard train"), 2)
     return [in_short(each) for each in found]

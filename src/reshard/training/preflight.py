@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from reshard.base.errors import GIB, Problem, ReshardError, memory_size
-from reshard.checks.environment import Environment, look_around
+from reshard.checks.environment import Environment, Gpu, look_around
 from reshard.guard.complete import RECORD
 from reshard.training import data, evaluation, memory, preconditions
-from reshard.training.data import tokens
 from reshard.training.data.drawn import Drawn, drawn_of, first_of, lengths_of, unheard, unlike
+from reshard.training.data.faults import Template
 from reshard.training.data.indexed import are_indexed
 from reshard.training.data.mix import Mix
 from reshard.training.data.records import seen
-from reshard.training.data.tokens import Lengths
+from reshard.training.data.tokens import Lengths, probe
 from reshard.training.engine import Batches, Reading
 from reshard.training.engines import engine_of
 from reshard.training.evaluation import Evaluation
@@ -30,9 +31,19 @@ from reshard.training.planning.plans import Asked, plans_of
 from reshard.training.request import check
 from reshard.training.run import Run
 from reshard.training.show import trackers
-from reshard.training.tokenizer import tokenizer_of
+from reshard.training.tokenizer import tokenizer_missing, tokenizer_of
 
 T = TypeVar("T")
+OF_THIS_MACHINE = (
+    "run-exceeds-memory",
+    "env-more-processes-than-gpus",
+    "env-torch-without-cuda",
+    "rendezvous-local",
+    "slurm-nodes-unused",
+    "vllm-server-unreachable",
+    "vllm-server-on-same-gpus",
+)
+"""Problems of a run on this machine that may not exist on the nodes of a job."""
 
 
 def preflight(
@@ -47,84 +58,121 @@ def preflight(
     For another `machine`, all plans of the run are checked, and it is a problem only if none of them fits.
     """
     if machine is None:
-        return _Looking(run, environment or look_around()).all(overwrite)
+        return look_first(run, overwrite=overwrite, environment=environment).further()
     there = machine.environment()
     with planned_for(there):
-        return _Looking(run, there, machine).all(overwrite)
+        return Looking(run, there, overwrite, machine).first().further()
+
+
+def look_first(run: Run, *, overwrite: bool = False, environment: Environment | None = None) -> Looking:
+    """Check what can be checked without the engine's packages, which take seconds to import."""
+    return Looking(run, environment or look_around(), overwrite).first()
 
 
 @dataclass
-class _Looking:
-    """A preflight in progress. Problems of one check do not prevent the others."""
+class Looking:
+    """A preflight in progress, which another process can continue.
+
+    Options and data come first, then the model's folder, then what needs the engine's packages. Problems of one check
+    do not prevent the others, but those of a stage end the preflight.
+    """
 
     run: Run
     environment: Environment
+    overwrite: bool = False
     machine: Machine | None = None
     found: list[Problem] = field(default_factory=list)
-    fits: bool = True
-    """Whether the model divides over the ranks."""
+    options: dict[str, Any] | None = None
+    processes: int = 1
+    world_size: int = 1
+    sources: list[Drawn] = field(default_factory=list)
+    held_out: list[Drawn] = field(default_factory=list)
+    """The sources of the evaluation data."""
+    final_dtype: str | None = None
 
-    def all(self, overwrite: bool) -> Preflight:
-        run = self.run
+    @property
+    def gpus(self) -> list[Gpu]:
+        """The GPUs of the run; none on a CPU."""
+        return [] if (self.options or {}).get("use_cpu") else self.environment.visible
+
+    @property
+    def stops(self) -> bool:
+        """Whether there are problems that would be problems on any machine."""
+        return any(each.severity == "error" and each.code not in OF_THIS_MACHINE for each in self.found)
+
+    def first(self) -> Looking:
+        """Check options and data, then the model's folder."""
+        self._request()
+        if not self.stops:
+            self._take(preconditions.model(self.run))
+            if not self.stops:
+                self._take(engine_of(self.run).looks.model(self.run))
+                self.final_dtype = final_dtype(self.run)
+        return self
+
+    def _request(self) -> None:
+        run, engine = self.run, engine_of(self.run)
         self._try(lambda: check(run))
         missing = list(preconditions.packages(run))
         self._take(missing)
-        engine = engine_of(run)
-        able = not missing and run.method in engine.methods
-        options = self._try(lambda: engine.options(run)) if able else None
-        gpus = self.environment.visible
-        on_cpu = not gpus or bool((options or {}).get("use_cpu"))
-        processes, world_size = self._ranks(gpus, on_cpu)
-        self._take(preconditions.ranks(processes, gpus, on_cpu=on_cpu))
-        if options is not None:
-            self._take(preconditions.machine(run, options, self.environment))
+        if run.method in engine.methods and not missing:
+            self.options = self._try(lambda: engine.options(run))
+        self.processes, self.world_size = self._ranks()
+        self._take(preconditions.ranks(self.processes, self.gpus))
+        if self.options is not None:
+            self._take(preconditions.machine(run, self.options, self.environment))
             self._try(lambda: trackers.check(run))
-        is_there = (run.model / "config.json").is_file() and not missing
-        tokenizer = self._model(options) if is_there else None
-        indexed = self._indexed(run, options) if are_indexed(run.data.paths) else None
-        sources = [] if indexed else self._sources(run.data, tokenizer)
-        records = indexed.records if indexed else sum(source.seen for source in sources)
-        self._take(preconditions.output(run, overwrite=overwrite))
-        result = Preflight(run, world_size, [], [], _devices(gpus, on_cpu), records, sources)
-        if run.eval_data:
-            result = self._evaluated(result, options, tokenizer)
-        if options is not None and records:
-            room = memory.available(replace(self.environment, gpus=[] if on_cpu else gpus), processes)
-            room = int(room * (1 - engine.estimates.reserved(run)))
-            result = self._sized(result, options, tokenizer, room, on_cpu, indexed)
+        self._read(data.ANY_TEMPLATE)
+        self._take(preconditions.unindexed(run))
+        self._take(tokenizer_missing(run))
+        self._take(preconditions.output(run, overwrite=self.overwrite))
         self._take(self._tried(evaluation.held_out(run)))
-        command = (
-            None if self.machine or missing or self._placed() else self._try(lambda: launch.command(run))
+
+    def _read(self, template: Template) -> None:
+        """Read all data; problems of records are reported after all are read."""
+        self.sources = self._sources(self.run.data, template)
+        self.held_out = self._sources(self.run.eval_data, template) if self.run.eval_data else []
+
+    def handed_on(self) -> bytes:
+        """The preflight in pickled form, without variables, which may have secrets."""
+        return pickle.dumps(replace(self, environment=replace(self.environment, variables={})))
+
+    def further(self) -> Preflight:
+        """Check what needs the engine's packages, unless there are problems already; then describe the run."""
+        run = self.run
+        result = Preflight(
+            run, self.world_size, [], [], _devices(self.gpus), _seen(self.sources), self.sources
         )
+        if not self.stops and self.options is not None:
+            self._take(engine_of(run).looks.loaded(run, self.options, self.environment))
+            result = self._loaded(result, self.options) if not self.stops else result
+        told = self.machine or self._placed() or self.options is None
         unique = list(dict.fromkeys(self.found))
         return replace(
             result,
             problems=[each for each in unique if each.severity == "error"],
             warnings=[each for each in unique if each.severity != "error"],
             files=_files(run, result.batches),
-            command=command or [],
+            command=[] if told else self._try(lambda: launch.command(run)) or [],
         )
 
-    def _model(self, options: dict[str, Any] | None) -> Any:
-        """Check the folder of the model. Returns its tokenizer, if that loads."""
-        self._take(preconditions.model(self.run))
-        if options is not None and not self._broken():
-            misfits = list(engine_of(self.run).looks.model(self.run))
-            self._take(misfits)
-            self.fits = not misfits
-        try:
-            return tokenizer_of(self.run, options or {})
-        except ReshardError as error:
-            known = self._broken()  # transformers reads the config too, and fails alike
-            self.found += [each for each in error.problems if not (known and each.found)]
-            return None
-
-    def _broken(self) -> bool:
-        """Whether the model's folder has problems, or does not fit the layout."""
-        folder = str(self.run.model)
-        return not self.fits or any(
-            (each.file or "").startswith(folder) and each.severity == "error" for each in self.found
-        )
+    def _loaded(self, result: Preflight, options: dict[str, Any]) -> Preflight:
+        """The tokenizer, and with it the lengths of records, steps, memory and disk."""
+        run = self.run
+        tokenizer = self._try(lambda: tokenizer_of(run, options))
+        template = probe(tokenizer) if tokenizer is not None else data.ANY_TEMPLATE
+        if template.refuses:
+            self._read(template)
+        indexed = self._indexed(run) if are_indexed(run.data.paths) else None
+        records = indexed.records if indexed else _seen(self.sources)
+        result = replace(result, records=records, sources=[] if indexed else self.sources)
+        if run.eval_data:
+            result = self._evaluated(result, options, tokenizer)
+        if not records:
+            return result
+        room = memory.available(replace(self.environment, gpus=self.gpus), self.processes)
+        room = int(room * (1 - engine_of(run).estimates.reserved(run)))
+        return self._sized(result, options, tokenizer, room, indexed)
 
     def _try(self, look: Callable[[], T]) -> T | None:
         try:
@@ -142,52 +190,41 @@ class _Looking:
         except ReshardError:
             return True
 
-    def _ranks(self, gpus: list[Any], on_cpu: bool) -> tuple[int, int]:
+    def _ranks(self) -> tuple[int, int]:
         """The processes on this node, and on all nodes."""
         place = self._try(lambda: place_of(self.run, self.environment.variables))
         if place:
             return place.local_world_size or 1, place.world_size
         if self.machine:
             return self.machine.count, self.machine.count * self.machine.nodes
-        processes = self.run.ranks.nproc or (1 if on_cpu else len(gpus))
+        processes = self.run.ranks.nproc or len(self.gpus) or 1
         return processes, processes * self.run.ranks.nnodes
 
-    def _sources(self, mix: Mix, tokenizer: Any) -> list[Drawn]:
-        """Read all data of a mix once; problems of records are reported after all are read."""
-        refuses = tokens.probe(tokenizer) if tokenizer is not None else data.ANY_TEMPLATE
-        sources, wrong = drawn_of(mix, self.run.method, refuses, **self.run.reading)
+    def _sources(self, mix: Mix, template: Template) -> list[Drawn]:
+        sources, wrong = drawn_of(mix, self.run.method, template, **self.run.reading)
         self.found += wrong
         return sources
 
-    def _indexed(self, run: Run, options: dict[str, Any] | None) -> Lengths:
+    def _indexed(self, run: Run) -> Lengths:
         """Check Megatron's indexed datasets. Returns the lengths of an epoch's sequences, zeros if unknown."""
         look = engine_of(run).indexed
-        if look is None:
-            self.found.append(preconditions.unindexed(run))
-        found = self._try(lambda: look(run)) if look and options is not None else None
-        return found or Lengths(0, 0, 0, 0, 0, 0)
+        return (self._try(lambda: look(run)) if look else None) or Lengths(0, 0, 0, 0, 0, 0)
 
-    def _evaluated(
-        self,
-        result: Preflight,
-        options: dict[str, Any] | None,
-        tokenizer: Any,
-    ) -> Preflight:
+    def _evaluated(self, result: Preflight, options: dict[str, Any], tokenizer: Any) -> Preflight:
         """Check the evaluation data in the same way as the training data."""
         run, engine = evaluation.evaluated(self.run), engine_of(self.run)
         if are_indexed(run.data.paths):
-            found = self._indexed(run, options)
+            found = self._indexed(run)
             return replace(result, evaluation=Evaluation(found.records, engine.evaluation(self.run), found))
-        sources = self._sources(run.data, tokenizer)
-        records = sum(source.seen for source in sources)
-        if not (records and result.sources and options is not None):
+        records = _seen(self.held_out)
+        if not (records and result.sources):
             return result
-        first = first_of(sources)
+        first = first_of(self.held_out)
         reading = engine.reading(run, options, first)
         differing = list(evaluation.unlike(self.run, first_of(result.sources), first, mixed=reading.mixed))
         self._take(differing)
         wrong = any(each.severity == "error" for each in differing)
-        lengths = None if wrong else self._lengths(run, sources, tokenizer, reading, options)
+        lengths = None if wrong else self._lengths(run, self.held_out, tokenizer, reading)
         return replace(result, evaluation=Evaluation(records, engine.evaluation(self.run), lengths))
 
     def _tried(self, found: Iterator[T]) -> Iterator[T]:
@@ -202,17 +239,16 @@ class _Looking:
         options: dict[str, Any],
         tokenizer: Any,
         room: int,
-        on_cpu: bool,
         indexed: Lengths | None,
     ) -> Preflight:
         """Tokens, steps, memory and disk."""
-        run, engine, world_size = self.run, engine_of(self.run), result.world_size
+        run, engine, world_size, on_cpu = self.run, engine_of(self.run), self.world_size, not self.gpus
         reading = engine.reading(run, options, {"text": ""} if indexed else first_of(result.sources))
         self._take(unlike(run.data, result.sources, mixed=reading.mixed))
         self._take(unheard(run.system, result.sources))
         if reading.packed and tokenizer is None:
             return result  # sequences are counted in tokens
-        lengths = indexed or self._lengths(run, result.sources, tokenizer, reading, options)
+        lengths = indexed or self._lengths(run, result.sources, tokenizer, reading)
         result = replace(result, lengths=lengths)
         tokens = lengths.tokens if lengths else None
         batches = self._try(lambda: engine.batches(run, world_size, result.records, tokens))
@@ -221,12 +257,8 @@ class _Looking:
         self._take(_few(result.records, batches, reading))
         precision = engine.precision(run)
         whole = replace(batches, length=_longest(run, batches, lengths, reading))
-        needed = (
-            None
-            if self._broken()
-            else self._try(lambda: memory.estimate(run, whole, precision, world_size, gpu=not on_cpu))
-        )
-        sized = replace(result, batches=batches, precision=precision, final_dtype=final_dtype(run))
+        needed = self._try(lambda: memory.estimate(run, whole, precision, world_size, gpu=not on_cpu))
+        sized = replace(result, batches=batches, precision=precision, final_dtype=self.final_dtype)
         if needed is None:
             return sized
         found = Room(needed, room, on_cpu, memory.by_length(run, whole, precision, world_size))
@@ -249,14 +281,7 @@ class _Looking:
         self._take(replace(each, severity="warning") if self.machine else each for each in room_on_disk)
         return replace(sized, room=found)
 
-    def _lengths(
-        self,
-        run: Run,
-        sources: list[Drawn],
-        tokenizer: Any,
-        reading: Reading,
-        options: dict[str, Any],
-    ) -> Lengths | None:
+    def _lengths(self, run: Run, sources: list[Drawn], tokenizer: Any, reading: Reading) -> Lengths | None:
         if tokenizer is None:
             return None
         values = [each for source in sources for each in seen(source.first, run.method).values()]
@@ -290,12 +315,17 @@ def _lengths_wrong(run: Run, lengths: Lengths, longer: str) -> Iterator[Problem]
         )
 
 
-def _devices(gpus: list[Any], on_cpu: bool) -> str:
-    if on_cpu:
+def _devices(gpus: list[Gpu]) -> str:
+    if not gpus:
         return "CPU"
     names = {gpu.name: sum(each.name == gpu.name for each in gpus) for gpu in gpus}
     least = min(gpu.memory for gpu in gpus) / GIB
     return ", ".join(f"{count} × {name}" for name, count in names.items()) + f" with {least:.0f} GiB"
+
+
+def _seen(sources: list[Drawn]) -> int:
+    """The records that an epoch uses."""
+    return sum(each.seen for each in sources)
 
 
 def _few(records: int, batches: Batches, reading: Reading) -> Iterator[Problem]:

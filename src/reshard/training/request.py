@@ -356,10 +356,10 @@ def check(run: Run) -> None:
 
 
 def _folders(run: Run) -> Iterator[Problem]:
-    from reshard.formats.not_found import download  # which imports numpy, and --help needs none
-
     if (run.model / "config.json").is_file():
         return
+    from reshard.formats.not_found import download  # with all formats
+
     if remedy := download(run.model, f"--model {run.model.name}"):
         yield Problem(
             "model-not-local",

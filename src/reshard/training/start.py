@@ -68,15 +68,14 @@ def start(
     from reshard.training.launching.lock import held
     from reshard.training.launching.places import place_of
     from reshard.training.preconditions import config_problems
-    from reshard.training.preflight import preflight
+    from reshard.training.preflight import look_first, preflight
     from reshard.training.worker import restarted
 
     if restarted() and place_of(run):
         going_on = engine_of(run).checkpoints.last(run.output) is not None
         run, overwrite = replace(run, resume=going_on), overwrite or not going_on
 
-    def look() -> Preflight:
-        found = preflight(run, overwrite=overwrite, machine=machine)
+    def accepted(found: Preflight) -> Preflight:
         on_preflight(found)
         problems = [*(config_problems(config) if config else []), *found.problems]
         if problems and not dry_run:
@@ -85,28 +84,21 @@ def start(
             raise ReshardError(problems)
         return found
 
+    leads = launch.leads(run)
     if dry_run:  # another node can look at its own machine, too
-        return Outcome(0, look() if launch.leads(run) or not place_of(run) else None)
-    with launch.ahead(run) or nullcontext() as started:
-        found = look() if launch.leads(run) else None
-        if not found:
-            launch.wait_for_first(run)
-        with held(run) if found else nullcontext():
-            if found and overwrite and not run.resume:
+        here = leads or not place_of(run)
+        found = preflight(run, overwrite=overwrite, machine=machine) if here else None
+        return Outcome(0, accepted(found) if found else None)
+    if not leads:
+        launch.wait_for_first(run)
+        return _through(run, None, None, quiet=quiet, language=language)
+    looking = look_first(run, overwrite=overwrite)
+    with (None if looking.stops else launch.ahead(run, looking.handed_on())) or nullcontext() as started:
+        found = accepted((started and started.looked()) or looking.further())
+        with held(run):
+            if overwrite and not run.resume:
                 clear(run)
             return _through(run, found, started, quiet=quiet, language=language)
-
-
-OF_THIS_MACHINE = (
-    "run-exceeds-memory",
-    "env-more-processes-than-gpus",
-    "env-torch-without-cuda",
-    "rendezvous-local",
-    "slurm-nodes-unused",
-    "vllm-server-unreachable",
-    "vllm-server-on-same-gpus",
-)
-"""Problems of a run on this machine that may not exist on the nodes of a job."""
 
 
 def submit(
@@ -121,7 +113,7 @@ def submit(
     """Check a run, and submit it to Slurm with the settings of `--slurm`. Raises ReshardError for all its problems."""
     from reshard.training.launching import slurm
     from reshard.training.preconditions import config_problems
-    from reshard.training.preflight import preflight
+    from reshard.training.preflight import OF_THIS_MACHINE, preflight
 
     run, submission = slurm.submission_of(run, settings)
     found = preflight(run, overwrite=overwrite)

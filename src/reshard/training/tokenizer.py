@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import ReshardError
-from reshard.folders.companions import find_companions
+from reshard.base.errors import Problem, ReshardError
+from reshard.folders.companions import CONFIG, find_companions
 from reshard.training.run import Run
 from reshard.transfer.sources import Sources
 
+REMEDY = "copy the tokenizer of the base model into the folder"
 
-def tokenizer_of(run: Run, options: dict[str, Any]) -> Any:
-    """The tokenizer with its template. Raises ReshardError if it is missing, or has no vocabulary."""
-    remedy = "copy the tokenizer of the base model into the folder"
-    if not find_companions(Sources(), run.model).has_tokenizer:
-        raise ReshardError(
+
+def tokenizer_missing(run: Run) -> Iterator[Problem]:
+    """A problem if the model's folder has no tokenizer."""
+    if (run.model / CONFIG).is_file() and not find_companions(Sources(), run.model).has_tokenizer:
+        yield Problem(
             "tokenizer-missing",
             "the model has no tokenizer",
             file=str(run.model),
             rule="without one, transformers 5 creates a tokenizer that encodes every text to nothing",
-            remedy=remedy,
+            remedy=REMEDY,
         )
+
+
+def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
+    """The tokenizer with its template. Raises ReshardError if it cannot be read, or has no vocabulary."""
     from transformers import AutoTokenizer
 
     trusted = bool(options.get("trust_remote_code"))
@@ -36,7 +42,7 @@ def tokenizer_of(run: Run, options: dict[str, Any]) -> Any:
         found = f"{type(error).__name__}: {error}".split("\n")[0]
         where = f"{run.model}, {path}" if path else str(run.model)
         raise ReshardError(
-            "tokenizer-unreadable", "the tokenizer cannot be opened", file=where, found=found, remedy=remedy
+            "tokenizer-unreadable", "the tokenizer cannot be opened", file=where, found=found, remedy=REMEDY
         ) from None
     if len(tokenizer) < 2 or not tokenizer("a b c")["input_ids"]:
         found = f"{len(tokenizer)} tokens"
@@ -45,7 +51,7 @@ def tokenizer_of(run: Run, options: dict[str, Any]) -> Any:
             "the tokenizer encodes text to nothing",
             file=str(run.model),
             found=found,
-            remedy=remedy,
+            remedy=REMEDY,
         )
     if tokenizer.eos_token is None and not options.get("eos_token"):
         raise ReshardError(

@@ -26,6 +26,8 @@ TRAINED = "trained.json"
 """What a finished run writes for `finish.py`: the last checkpoint and the digests of its weights."""
 PROBLEMS = "problems.json"
 """What the first rank that refuses to continue writes for the launcher: a list of problems."""
+CLAIM = ".failed"
+"""Under a foreign launcher, the first rank that fails makes this file, so that the others do not report it again."""
 REFUSED = 2
 """The exit status of a rank that refuses to continue."""
 

@@ -43,6 +43,11 @@ class Template:
     drops: tuple[str, ...] = ()
     folder: str = ""
 
+    @property
+    def refuses(self) -> bool:
+        """Whether it refuses or leaves out anything."""
+        return bool(self.refuses_system or self.refuses_repeated or self.drops)
+
 
 def faults(
     row: Any,

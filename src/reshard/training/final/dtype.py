@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from reshard.base.errors import ReshardError
-from reshard.formats import open_checkpoint
 from reshard.training.engines import engine_of
 from reshard.training.run import Run
 
@@ -19,6 +18,8 @@ def final_dtype(run: Run) -> str | None:
     engine = engine_of(run)
     if run.lora or run.options.keys() & set(engine.dtypes) or engine.precision(run).weights != 4:
         return None
+    from reshard.formats import open_checkpoint  # with all formats
+
     try:
         found = {tensor.dtype.name for tensor in open_checkpoint(run.model).tensors.values()}
     except ReshardError:  # the base was removed after the run began

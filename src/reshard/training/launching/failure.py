@@ -30,10 +30,8 @@ from reshard.training.launching.provenance import words_of
 from reshard.training.rewards import named
 from reshard.training.run import Run
 from reshard.training.show.monitor import last_checkpoint
-from reshard.training.worker import PROBLEMS
+from reshard.training.worker import CLAIM, PROBLEMS
 
-CLAIM = ".failed"
-"""Under a foreign launcher, the first rank that fails makes this file, so that the others do not report it again."""
 GRACE = 2.0
 """Seconds that a rank waits for another rank to report the failure by which this one ended."""
 

@@ -29,15 +29,16 @@ from reshard.base.shown import escape
 from reshard.guard.complete import RECORD
 from reshard.guard.lifetime import children
 from reshard.training import signals
-from reshard.training.launching import failure, meeting
+from reshard.training.launching import meeting
 from reshard.training.launching.places import Place, forget, place_of
 from reshard.training.launching.provenance import record_of
 from reshard.training.launching.torchrun import Torchrun
+from reshard.training.planning.gpus import gpu_count
 from reshard.training.run import Run, conclude
 from reshard.training.show import report, trackers
 from reshard.training.show.monitor import METRICS, Row, Tail, append, begun, last_checkpoint, monitor_of
 from reshard.training.show.watch import Watch
-from reshard.training.worker import PROBLEMS, REFUSED, TRAINED, claim, claimed, work
+from reshard.training.worker import CLAIM, PROBLEMS, REFUSED, TRAINED, claim, claimed, work
 
 LOG = "train.log"
 WORKER = "reshard.training.worker"
@@ -51,11 +52,7 @@ PATIENCE = 40.0
 
 def processes(run: Run) -> int:
     """The number of ranks that reshard starts on each node: the requested one, or one per visible GPU, or one."""
-    if run.ranks.nproc:
-        return run.ranks.nproc
-    import torch
-
-    return torch.cuda.device_count() or 1
+    return run.ranks.nproc or gpu_count() or 1
 
 
 def world_size(run: Run) -> int:
@@ -98,15 +95,17 @@ def _rendezvous(run: Run) -> tuple[str, int]:
     )
 
 
-def ahead(run: Run) -> Torchrun | None:
+def ahead(run: Run, looking: bytes | None = None) -> Torchrun | None:
     """Start torchrun during the preflight, with ranks that import what they need, and then wait for `launch`.
+
+    The first one goes on with the preflight, `looking`, in pickled form.
 
     Returns None if another launcher starts the ranks, if several nodes have to meet first, or if it cannot be started.
     """
     with suppress(ReshardError, ImportError, OSError):  # the preflight reports it
         if run.ranks.nnodes == 1 and place_of(run) is None:
             near = next(each for each in run.output.absolute().parents if each.exists())
-            return Torchrun.start(command(run), environment(run), near, run)
+            return Torchrun.start(command(run), environment(run), near, run, looking)
     return None
 
 
@@ -198,7 +197,7 @@ def _prepare(run: Run, record: Mapping[str, Any]) -> None:
         older = len(list(run.output.glob(f"{log.stem}-before-*{log.suffix}")))
         log.rename(log.with_name(f"{log.stem}-before-{older + 1}{log.suffix}"))
     if run.ranks.node_rank == 0:
-        for name in (PROBLEMS, TRAINED, failure.CLAIM, *(() if run.resume else (METRICS,))):
+        for name in (PROBLEMS, TRAINED, CLAIM, *(() if run.resume else (METRICS,))):
             (run.output / name).unlink(missing_ok=True)
     put(run.output / of_node(run, RECORD), record_of(run, record))
 
@@ -315,6 +314,8 @@ def _ask_to_end(process: subprocess.Popen[bytes], run: Run, caught: _Caught) -> 
 
 def _told(run: Run, status: int, caught: _Caught, screen: Screen) -> int:
     """Report how the ranks ended. Returns the exit status of the command."""
+    from reshard.training.launching import failure  # with the doctor
+
     if caught.first:
         how = caught.told(run)
         end(run, "interrupted", failure.interruption(how))
@@ -338,6 +339,8 @@ def _told(run: Run, status: int, caught: _Caught, screen: Screen) -> int:
 
 def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | None = None) -> ReshardError:
     """The error if ranks refuse to continue. Before the first step it is not a failure, and nothing was left behind."""
+    from reshard.training.launching import failure  # with the doctor
+
     told = failure.refusal(problems)
     if not begun(run.output):
         end(run, "refused", told)
@@ -352,6 +355,8 @@ def end(run: Run, outcome: str, told: Mapping[str, Any] | None = None, place: Pl
 
     `told` is why it failed.
     """
+    from reshard.training.launching import failure  # with the doctor
+
     if run.ranks.node_rank == 0:
         with suppress(OSError):  # on a full disk, the ranks' failure reports it
             row: Row = {"event": "end", "outcome": outcome, **({"failure": told} if told else {})}
@@ -364,6 +369,8 @@ def end(run: Run, outcome: str, told: Mapping[str, Any] | None = None, place: Pl
 
 def interrupted(run: Run, stop: signals.Stopped) -> None:
     """Report what is left of a run that a signal ended while no rank was running, or by this one rank."""
+    from reshard.training.launching import failure  # with the doctor
+
     place = place_of(run)
     end(run, "interrupted", failure.interruption(str(stop)), place)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -400,6 +407,8 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
             interrupted(run, stop)
         return stop.status
     except Exception as error:
+        from reshard.training.launching import failure
+
         told = failure.print_exception(run, place, error, screen.console, screen.language)
         if told:
             end(run, "failed", told.as_dict(screen.language), place)

@@ -1,5 +1,7 @@
 """Starts torchrun, if possible during the preflight: its ranks import what they need, and then wait.
 
+The first rank goes on with the preflight, so that the launcher need not import the same packages.
+
 This module is run instead of torchrun. It gives the ranks a pipe as standard input, from which each reads a byte before
 it reads anything else (`wait`). `Torchrun.go` passes the path of the log and fills the pipe; until then nothing is
 written to the output. If that never happens, the ranks end with torchrun, and torchrun with the launcher.
@@ -8,6 +10,7 @@ written to the output. If that never happens, the ranks end with torchrun, and t
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -15,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from reshard.base.plain import put
 from reshard.guard.complete import RECORD
@@ -28,10 +32,17 @@ from reshard.guard.lifetime import end_with_parent
 from reshard.training.engines import engine_of
 from reshard.training.run import Run
 
+if TYPE_CHECKING:
+    from reshard.training.outlook import Preflight
+
+POLL = 0.02
+"""Seconds between two looks for the result of the first rank."""
 GATE = "_RESHARD_GATE"
 """Makes a rank wait, and names the folder with the record of its run, if `run.json` is only written later."""
 BYTES = b"." * (1 << 14)
 """One for each rank and each restart: a quarter of a pipe's capacity."""
+LOOKING, LOOKED = "looking.pickle", "looked.pickle"
+"""A preflight as far as the launcher made it, and what came of it in the first rank."""
 EARLY = "early.log"
 """The output of torchrun before it receives the path of the log."""
 
@@ -45,7 +56,11 @@ class Torchrun:
 
     @staticmethod
     def start(
-        words: Sequence[str], environment: Mapping[str, str], near: Path, run: Run | None = None
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        near: Path,
+        run: Run | None = None,
+        looking: bytes | None = None,
     ) -> Torchrun:
         """Start `python -m torch.distributed.run …` with a folder in `near`; the ranks of `run` import meanwhile.
 
@@ -54,6 +69,8 @@ class Torchrun:
         folder = Path(tempfile.mkdtemp(prefix=".reshard-train-", dir=near))
         if run:
             put(folder / RECORD, run.as_dict())
+        if looking:
+            (folder / LOOKING).write_bytes(looking)
         with (folder / EARLY).open("wb") as early:
             process = subprocess.Popen(
                 [words[0], "-m", "reshard.training.launching.torchrun", str(folder), *words[3:]],
@@ -65,6 +82,16 @@ class Torchrun:
                 preexec_fn=partial(_be_torchrun, os.getpid()),
             )
         return Torchrun(process, folder)
+
+    def looked(self) -> Preflight | None:
+        """Wait for the first rank's preflight; None if it cannot be had."""
+        file = self.folder / LOOKED
+        while not file.exists():
+            if self.process.poll() is not None:
+                return None
+            time.sleep(POLL)
+        found: Preflight | None = pickle.loads(file.read_bytes())
+        return found
 
     def go(self, log: Path) -> None:
         """Let the ranks start, and write their output to `log`."""
@@ -98,14 +125,25 @@ def wait() -> None:
     if folder is None:
         return  # a user typed torchrun's command
     if folder and not _is_left():
-        with suppress(Exception):  # it is reported when it matters
-            run = Run.read(Path(folder))
-            engine_of(run).warm(run)
+        _use(Path(folder))
     if not os.read(0, 1):
         os._exit(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+
+
+def _use(folder: Path) -> None:
+    """Import what the run needs; and in the first rank, go on with its preflight."""
+    looking, found = folder / LOOKING, None
+    with suppress(Exception):  # it is reported when it matters
+        run = Run.read(folder)
+        if engine_of(run).warm(run) and os.environ["RANK"] == "0" and looking.exists():
+            found = pickle.loads(looking.read_bytes()).further()
+    if os.environ["RANK"] == "0":
+        partial = folder / f".{LOOKED}"
+        partial.write_bytes(pickle.dumps(found))
+        partial.replace(folder / LOOKED)
 
 
 def _is_left() -> bool:

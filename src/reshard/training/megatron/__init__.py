@@ -72,7 +72,7 @@ def _indexed(run: Run) -> Lengths:
     return look(run, read(run))
 
 
-def _warm(run: Run) -> None:
+def _warm(run: Run) -> bool:
     """Import what megatron-core imports; on a CPU, megatron-core itself has to wait until torch has been adapted."""
     for name in (
         "torch._dynamo",
@@ -80,6 +80,7 @@ def _warm(run: Run) -> None:
         "transformers.tokenization_utils_tokenizers",
     ):
         import_module(name)
+    return True
 
 
 def _train(run: Run, monitor: Monitor) -> Trained:

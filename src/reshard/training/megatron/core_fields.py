@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from reshard.training.fields import Field, fields_of
@@ -44,12 +45,12 @@ def core_fields() -> dict[str, dict[str, Field]]:
     if spec is None or spec.origin is None:
         return {config: {} for config in CONFIGS}
     root = Path(spec.origin).parent
-    dtypes = Literal["fp32", "bf16", "fp16", "fp8"]
+    names = {"torch": SimpleNamespace(dtype=Literal["fp32", "bf16", "fp16", "fp8"])}
     return {
         config: {
             name: replace(field, default=USUAL.get(name, field.default))
             for file, declared in places
-            for name, field in fields_of(root / file, declared, dtypes).items()
+            for name, field in fields_of(root / file, declared, names).items()
             if not name.startswith("_")
         }
         for config, places in CONFIGS.items()

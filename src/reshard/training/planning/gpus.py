@@ -6,11 +6,15 @@ and the bandwidth of NVLink or PCIe in one direction.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 from reshard.base.errors import GIB, ReshardError
 from reshard.base.suggest import did_you_mean
@@ -197,18 +201,27 @@ def is_planned() -> bool:
 
 
 def has_gpu() -> bool:
-    """Whether a run has a GPU: on the machine that it is planned for, or on this one according to torch.
-
-    torch asks the driver and makes no CUDA context, so this process uses no memory there.
-    """
+    """Whether a run has a GPU: on the machine that it is planned for, or on this one."""
     planned = _PLANNED.get()
-    if planned is not None:
-        return bool(planned.gpus)
+    return bool(planned.gpus if planned else gpu_count())
+
+
+def gpu_count() -> int:
+    """The number of visible GPUs of this machine: according to torch if it is imported, else to the driver.
+
+    torch is imported for GPUs that are not NVIDIA's. It makes no CUDA context, so this process uses no memory there.
+    """
+    if "torch" not in sys.modules and not Path("/dev/kfd").exists():
+        here = _around()
+        return 0 if here.cuda == "" else len(replace(here, variables=os.environ).visible)
     import torch
 
-    return bool(torch.cuda.device_count())
+    return int(torch.cuda.device_count())
 
 
 def capability() -> float | None:
     """The lowest compute capability of a run's GPUs; None without GPUs."""
-    return (_PLANNED.get() or look_around()).capability
+    return (_PLANNED.get() or _around()).capability
+
+
+_around = cache(look_around)

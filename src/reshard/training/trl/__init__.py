@@ -91,10 +91,9 @@ def _fewer(run: Run) -> str:
     return f"keep fewer with --save_total_limit 1{less}"
 
 
-def _warm(run: Run) -> None:
+def _warm(run: Run) -> bool:
     """Import what TRL needs first; not with DeepSpeed, which would look for devices before the rank has set its own."""
-    if not run.parallel.startswith("zero"):
-        WAYS[run.method].trainer_class()
+    return not run.parallel.startswith("zero") and bool(WAYS[run.method].trainer_class())
 
 
 def _train(run: Run, monitor: Monitor) -> Trained:
@@ -125,7 +124,7 @@ ENGINE = Engine(
     requires=_requires,
     known_options=known,
     options=options_of,
-    looks=Looks(looks.asked, looks.machine, looks.model),
+    looks=Looks(looks.asked, looks.machine, looks.model, looks.loaded),
     reading=_reading,
     batches=_batches,
     precision=lambda run: precision_of(run, options_of(run)),

@@ -8,7 +8,8 @@ from typing import Any
 from reshard.training.methods import is_rewarded
 from reshard.training.run import Run
 from reshard.training.trl import parallelism, quantized, reward
-from reshard.training.trl.config_fields import ADDED, LORA, MODEL, config_class
+from reshard.training.trl.config_fields import ADDED, LORA, MODEL
+from reshard.training.trl.methods import WAYS
 
 BESIDE = (*LORA, *MODEL, *ADDED)
 """Options that are not fields of a trainer's config."""
@@ -23,7 +24,7 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
         stated["generation_batch_size"] = int(stated["generation_batch_size"]) * run.layout.tp
     if run.reward and (weights := reward.weights(run.reward)):
         stated["reward_weights"] = weights
-    arguments = config_class(run.method)(
+    arguments = WAYS[run.method].config_class()(
         **stated,
         output_dir=str(run.output),
         model_init_kwargs=_of_reference(run, options),
@@ -43,7 +44,7 @@ def _stated(run: Run, own: Mapping[str, Any]) -> dict[str, Any]:
 
     usual = {
         field.name: field.default
-        for field in fields(config_class(run.method))
+        for field in fields(WAYS[run.method].config_class())
         if field.default is not MISSING
     }
     skipped = ("output_dir", "model_init_kwargs", "fsdp", "fsdp_config", "deepspeed")

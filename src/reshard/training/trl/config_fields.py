@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain import json_of
@@ -14,6 +18,7 @@ from reshard.diagnosis.history.calls import refused
 from reshard.diagnosis.history.table import table
 from reshard.diagnosis.history.versions import Versions
 from reshard.training.engine import Option
+from reshard.training.fields import Field, enumeration, fields_of, kind, literals, typed
 from reshard.training.names import ALIASES, nearest
 from reshard.training.option_checks import mistyped
 from reshard.training.run import Run
@@ -28,71 +33,62 @@ MODEL = ("dtype", "attn_implementation", *quantized.OPTIONS)
 """Supported fields of TRL's ModelConfig."""
 
 
-@dataclass
-class Added:
-    """Our own options, for features of a package that no config of TRL offers."""
+ADDED = {
+    "loraplus_lr_ratio": Field(
+        "loraplus_lr_ratio",
+        float | None,
+        "",
+        "LoRA+: how many times the learning rate of lora_A that of lora_B is; 16 is usual.",
+    )
+}
+"""Our own options, for features of a package that no config of TRL offers."""
+BASES = {
+    "TrainingArguments": ("transformers", "training_args.py"),
+    "_BaseConfig": ("trl", "trainer/base_config.py"),
+    "SFTConfig": ("trl", "trainer/sft_config.py"),
+}
+"""The configs whose fields others inherit, and where they are declared."""
+ENUMERATIONS = {
+    **dict.fromkeys(("IntervalStrategy", "SaveStrategy", "HubStrategy", "SchedulerType"), "trainer_utils.py"),
+    "OptimizerNames": "training_args.py",
+}
+"""Types of transformers with a fixed number of values, and where they are declared."""
 
-    loraplus_lr_ratio: float | None = field(
-        default=None,
-        metadata={
-            "help": "LoRA+: how many times the learning rate of lora_A that of lora_B is; 16 is usual."
-        },
+
+@cache
+def fields_for(method: str) -> dict[str, Field]:
+    """Every field by name: the method's config, then supported fields of ModelConfig, then our own.
+
+    They are read from the installed source, as importing it takes seconds. Raises ReshardError if it is missing.
+    """
+    way = WAYS[method]
+    folders = {name: _folder(name) for name in ("trl", "transformers")}
+    names = {name: enumeration(folders["transformers"] / file, name) for name, file in ENUMERATIONS.items()}
+    names["default_optim"] = "adamw_torch" + "_fused" * (Version(version("torch")) >= Version("2.8"))
+    bases = {name: folders[package] / file for name, (package, file) in BASES.items()}
+    own = fields_of(folders["trl"] / way.config_file, way.config, names, bases)
+    model = fields_of(folders["trl"] / "trainer/model_config.py", "ModelConfig", names)
+    return (
+        {name: field for name, field in own.items() if name not in ALIASES}
+        | {name: field for name, field in model.items() if name in (*LORA, *MODEL)}
+        | ADDED
     )
 
 
-ADDED = tuple(each.name for each in fields(Added))
-
-
-def config_class(method: str) -> Any:
-    """TRL's config of a method."""
-    return WAYS[method].config_class()
-
-
-def _fields(method: str) -> dict[str, Field[Any]]:
-    """Every field by name: the method's config, then supported fields of ModelConfig, then our own."""
-    from trl import ModelConfig
-
-    own = {each.name: each for each in fields(config_class(method)) if each.init and each.name not in ALIASES}
-    taken = (*LORA, *MODEL)
-    model = {each.name: each for each in fields(ModelConfig) if each.name in taken}
-    return own | model | {each.name: each for each in fields(Added)}
+def _folder(package: str) -> Path:
+    spec = find_spec(package)
+    assert spec and spec.origin, package  # it is required
+    return Path(spec.origin).parent
 
 
 def known(method: str) -> list[Option]:
     """Every option of a method, with its type, its default and TRL's help text."""
-    hints = _hints(method)
-    found = {name: field for name, field in _fields(method).items() if name not in refusals.REFUSED}
-    taken = {name: _default(field) for name, field in found.items()} | defaults.ALWAYS
-    taken |= defaults.OF_SFT if method == "sft" else {}
+    found = {name: field for name, field in fields_for(method).items() if name not in refusals.REFUSED}
+    ours = defaults.ALWAYS | (defaults.OF_SFT if method == "sft" else {})
     return [
-        Option(name, _kind(hints[name]), str(taken[name]), _help(field.metadata.get("help", "")))
+        Option(name, kind(field.hint), str(ours.get(name, field.value)), field.help)
         for name, field in sorted(found.items())
     ]
-
-
-def _hints(method: str) -> dict[str, Any]:
-    """The type of every field by name."""
-    from trl import ModelConfig
-
-    return get_type_hints(ModelConfig) | get_type_hints(config_class(method)) | get_type_hints(Added)
-
-
-def _default(field: Field[Any]) -> Any:
-    if field.default is not MISSING:
-        return field.default
-    return field.default_factory() if field.default_factory is not MISSING else None
-
-
-def _help(text: object) -> str:
-    """A field's help, in which argparse has percent signs twice."""
-    return " ".join(str(text).split()).replace("%%", "%")
-
-
-def _kind(hint: Any) -> str:
-    """A type in words: `int`, `float or none`, `list[str]`."""
-    parts = [part for part in get_args(hint) if part is not type(None)] if "|" in str(hint) else [hint]
-    names = [str(part) if get_args(part) else getattr(part, "__name__", str(part)) for part in parts]
-    return " or ".join(dict.fromkeys(names))
 
 
 def options_of(run: Run) -> dict[str, Any]:
@@ -100,28 +96,32 @@ def options_of(run: Run) -> dict[str, Any]:
 
     Raises ReshardError naming every option that is unknown, mistyped, or would break what reshard promises.
     """
-    there = _fields(run.method)
+    there = fields_for(run.method)
     problems = [*_unknown(run, there), *refusals.refused(run)]
-    typed: dict[str, Any] = {}
-    parser, hints = _parser(run.method), _hints(run.method)
+    given: dict[str, Any] = {}
     for name, value in run.options.items():
         if name in there and name not in refusals.REFUSED:
             try:
-                typed[name] = _typed(parser, name, value, hints[name])
-            except ValueError as error:
-                problems.append(_mistyped(name, value, str(error), hints[name]))
-    problems += limits.wrong_values(typed)
-    problems += refusals.contradictions(run, typed)
-    if run.reward:
-        problems += reward.problems(run.reward, typed.get("reward_weights"))
-    stated = {name: _default(field) for name, field in there.items()}
-    problems += packages.lacking(typed, stated | typed)
-    if not problems:
-        problems += optimizers.refused(typed, stated | typed)
+                given[name] = _typed(name, value, there[name].hint)
+            except ValueError:
+                problems.append(_mistyped(name, value, there[name].hint))
+    problems += limits.wrong_values(given)
+    problems += refusals.contradictions(run, given)
     if problems:
         raise ReshardError(problems)
-    told = stated | defaults.defaults_of(run, typed) | typed
-    return _renamed(told | defaults.of_evaluation(run, told, typed) | typed)
+    stated = {name: field.value for name, field in there.items()}
+    told = stated | defaults.defaults_of(run, given) | given
+    return _renamed(told | defaults.of_evaluation(run, told, given) | given)
+
+
+def refused_by_packages(run: Run, options: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of a run's options that only its packages know; they are imported for it."""
+    typed = {name: options[name] for name in run.options if name in options}
+    yield from limits.unknown_names(typed)
+    if run.reward:
+        yield from reward.problems(run.reward, typed.get("reward_weights"))
+    lacking = list(packages.lacking(typed, options))
+    yield from lacking or optimizers.refused(typed, options)
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
@@ -180,52 +180,23 @@ _ELSEWHERE = {
 """Names of the same options in Megatron-LM or in common use."""
 
 
-def _mistyped(name: str, value: Any, why: str, hint: Any) -> Problem:
-    """`why` is what argparse says, which quotes the choices there are."""
-    choices = re.findall(r"'([^']*)'", why.partition("(choose from ")[2])
-    return mistyped(name, value, _WORDS_FOR.get(_kind(hint)) or why.split(": ", 1)[-1], choices)
+def _mistyped(name: str, value: Any, hint: Any) -> Problem:
+    return mistyped(name, value, _WORDS_FOR.get(kind(hint), kind(hint)), literals(hint))
 
 
 _WORDS_FOR = {"bool": "true or false", "int": "an integer", "float": "a number"}
 
 
-@cache
-def _parser(method: str) -> Any:
-    """transformers' parser of these fields, which raises ValueError where argparse would end the process."""
-    from transformers import HfArgumentParser
-    from trl import ModelConfig
-
-    class Parser(HfArgumentParser):  # type: ignore[misc]
-        def error(self, message: str) -> Any:
-            raise ValueError(message)
-
-    return Parser(
-        [config_class(method), ModelConfig, Added],
-        add_help=False,
-        conflict_handler="resolve",
-        allow_abbrev=False,
-    )
-
-
-def _typed(parser: Any, name: str, value: Any, hint: Any) -> Any:
+def _typed(name: str, value: Any, hint: Any) -> Any:
     """A value from the command line or from YAML, converted to the field's type. Raises ValueError."""
-    optional, listed = type(None) in get_args(hint), "list[" in str(hint)
-    if isinstance(value, str) and value.lower() == "none" and optional and name != "report_to":
-        return None
-    if value is None or isinstance(value, dict):
+    if value is None or isinstance(value, dict) or (name == "report_to" and value == "none"):
         return value
     if isinstance(value, str) and value.lstrip().startswith("{"):
         return json_of(value.encode())
-    if isinstance(value, str) and listed and _WORDS.fullmatch(value):
-        value = value.split(",")
-    words = [str(word) for word in value] if isinstance(value, list) else [str(value)]
-    known, rest = parser.parse_known_args(
-        [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]
-    )
-    if rest and not listed:
-        raise ValueError(f"one value, not {len(words)}")
-    return words if rest else getattr(known, name)
+    if isinstance(value, str) and "list[" in str(hint) and not _WORDS.fullmatch(value):
+        value = [value]
+    return typed(value, hint)
 
 
-_WORDS = re.compile(r"[\w.-]+(,[\w.-]+)+")
-"""Words separated by commas, as opposed to a regular expression."""
+_WORDS = re.compile(r"none|\[.*|[\w.-]+(,[\w.-]+)+", re.IGNORECASE)
+"""A list: words separated by commas, as opposed to a regular expression, or in brackets; or none."""

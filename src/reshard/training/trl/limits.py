@@ -40,6 +40,10 @@ def wrong_values(typed: Mapping[str, Any]) -> Iterator[Problem]:
     if epochs <= 0 and typed.get("max_steps", -1) <= 0:
         yield impossible("num_train_epochs", epochs, "more than 0, or --max_steps")
     yield from _workers(typed.get("dataloader_multiprocessing_context"))
+
+
+def unknown_names(typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of names that transformers does not know."""
     yield from _attention(typed.get("attn_implementation"))
     yield from _trackers(typed.get("report_to"))
 

@@ -17,7 +17,7 @@ from reshard.training.run import Run
 from reshard.training.trl import environment as variables
 from reshard.training.trl import vllm
 from reshard.training.trl.arithmetic import alien_parallelism, plan_instead
-from reshard.training.trl.config_fields import options_of
+from reshard.training.trl.config_fields import options_of, refused_by_packages
 from reshard.training.trl.methods import WAYS
 from reshard.transfer.sources import Sources
 
@@ -55,7 +55,6 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
     yield from (of_fact(fact) for fact in facts_of(environment) if fact.code in RULES)
     yield from variables.contradictions(run, options, environment.variables)
     yield from _packed(options)
-    yield from vllm.problems(run, options, environment)
     if environment.gpus and not options.get("use_cpu"):
         flash = str(options.get("attn_implementation")).startswith("flash")
         if options.get("bf16") or flash:
@@ -94,6 +93,12 @@ def _qwen_1(run: Run) -> Problem:
         f"venv old && old/bin/pip install torch {' '.join(_OF_QWEN_1)} && reshard guard -- old/bin/torchrun "
         f"--nproc-per-node {run.ranks.nproc or 'gpu'} script.py",
     )
+
+
+def loaded(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
+    """Problems that the installed packages know: names and values of options, vLLM."""
+    yield from refused_by_packages(run, options)
+    yield from vllm.problems(run, options, environment)
 
 
 def model(run: Run) -> Iterator[Problem]:

@@ -34,6 +34,11 @@ class Way:
         """The name of its config."""
         return f"{self.name}Config"
 
+    @property
+    def config_file(self) -> str:
+        """The file that declares it, in TRL's folder."""
+        return f"trainer/{self.name.lower()}_config.py"
+
     def trainer_class(self) -> Any:
         """TRL's trainer."""
         return getattr(import_module("trl"), f"{self.name}Trainer")
