@@ -86,7 +86,7 @@ class Meeting:
                     server.settimeout(max(deadline - time.monotonic(), AGAIN))
                     guest, _ = server.accept()
                     guests.append(open_here.enter_context(guest))
-                    heard += [line] if (line := _line(guest)) else []
+                    heard += [line] if any(_messages(line := _line(guest))) else []
             for guest in guests:
                 with suppress(OSError):
                     guest.sendall(b"".join(heard))
