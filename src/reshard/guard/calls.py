@@ -26,7 +26,7 @@ from reshard.guard.resume import Started
 from reshard.guard.screen import Screen
 from reshard.guard.stacks import read_stack
 from reshard.guard.stall import Limits, Stall
-from reshard.guard.supervision import supervise
+from reshard.guard.supervision import started, supervise
 from reshard.guard.watching import Notice, Watcher
 
 HOME = "reshard-guard"
@@ -49,7 +49,8 @@ def guarded(
     watchers = watchers_of(options, folder, environment)
     starts = continuing(ran, options) or words
     kills = oom_kills()
-    outcome = supervise(starts, environment, command.folder, relay, watchers, screen.say)
+    start = partial(started, starts, environment, command.folder, relay)
+    outcome = supervise(start, relay, watchers, screen.say)
     report = ended(replace(ran, oom_kills=oom_kills() - kills), outcome, options)
     report = _among_nodes(report, command, options, screen)
     put(folder / REPORT, report.as_dict(language))

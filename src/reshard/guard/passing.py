@@ -29,21 +29,25 @@ SOON = 0.2
 class Signals:
     """A context in which the signals of `PASSED` do not end this process. Ignored ones stay so, also in the command.
 
-    `descriptor` becomes readable when one has come, or when a child process has ended.
+    `descriptor` becomes readable when one has come, or when a child process has ended. `apart` is whether the command
+    has a session of its own, so that it receives no signal by itself. Python handles signals in its main thread only:
+    in others, none is seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
         self.first = 0
         """The first signal that came, 0 if none has."""
+        self._apart = apart
+        self._is_main = threading.current_thread() is threading.main_thread()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("a guard must be run in the main thread")
-        self._sentinel, self._group = _sentinel()
         self.descriptor, self._into = os.pipe()
         for each in (self.descriptor, self._into):
             os.set_blocking(each, False)
+        if not self._is_main:
+            return self
+        self._sentinel, self._group = (0, -1) if self._apart else _sentinel()
         asked = [each for each in PASSED if signal.getsignal(each) is not signal.SIG_IGN]
         self._before = {
             each: signal.signal(each, _nothing) for each in (*asked, signal.SIGCHLD, signal.SIGWINCH)
@@ -61,6 +65,8 @@ class Signals:
         if number not in PASSED:
             return False
         self.first = self.first or number
+        if self._apart:
+            return True
         poll = select.poll()
         poll.register(self._group, select.POLLIN)
         while poll.poll(1000 * SOON):
@@ -71,12 +77,15 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-        os.kill(self._sentinel, signal.SIGKILL)
-        os.waitpid(self._sentinel, 0)
-        for each in (self.descriptor, self._into, self._group):
+        if self._is_main:
+            signal.set_wakeup_fd(self._wakeup)
+            for each, handler in self._before.items():
+                signal.signal(each, handler)
+        if self._is_main and not self._apart:
+            os.kill(self._sentinel, signal.SIGKILL)
+            os.waitpid(self._sentinel, 0)
+            os.close(self._group)
+        for each in (self.descriptor, self._into):
             os.close(each)
 
 

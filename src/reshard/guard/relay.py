@@ -39,8 +39,8 @@ class Stream:
     source: int
     end: int
     """The command's end, which is closed here once the command has it."""
-    target: int
-    is_terminal: bool
+    target: int | None
+    """Where it goes. None if it is only kept."""
     begun: bytes = b""
     """A line that has no end yet."""
     state: bytes = b""
@@ -53,7 +53,7 @@ class Stream:
         """A stream that is passed on to a file descriptor of this process."""
         is_terminal = os.isatty(target)
         source, end = pty.openpty() if is_terminal else os.pipe()
-        stream = Stream(name, source, end, target, is_terminal)
+        stream = Stream(name, source, end, target)
         if is_terminal:
             tty.setraw(end)  # the terminal itself translates the ends of lines
             stream.resize()
@@ -63,7 +63,7 @@ class Stream:
     def resize(self) -> None:
         """Give the command's end the size of the terminal."""
         with suppress(OSError):
-            size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, bytes(8))
+            size = fcntl.ioctl(2 if self.target is None else self.target, termios.TIOCGWINSZ, bytes(8))
             fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
 
     def read(self) -> bytes | None:
@@ -79,6 +79,8 @@ class Stream:
 
     def pass_on(self, content: bytes) -> bool:
         """Write to the target. Returns false if nobody reads it any more: the command must learn that as well."""
+        if self.target is None:
+            return True
         self.at_start = content.endswith(b"\n")
         left = memoryview(content)
         try:
@@ -104,11 +106,16 @@ class Relay:
     @staticmethod
     def of(log: Path, *, stdout: int = 1) -> Relay:
         """A relay of the command's stdout to `stdout`, and of its stderr to that of this process."""
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         streams = [Stream.to(stdout, "stdout")]
         if not os.path.samestat(os.fstat(stdout), os.fstat(2)):
             streams.append(Stream.to(2, "stderr"))
-        return Relay(log, streams, file)
+        return Relay(log, streams, _appended(log))
+
+    @staticmethod
+    def kept(log: Path, source: int) -> Relay:
+        """A relay of one pipe to nothing but the log."""
+        os.set_blocking(source, False)
+        return Relay(log, [Stream("stdout", source, -1, None)], _appended(log))
 
     @property
     def at_start(self) -> bool:
@@ -158,6 +165,10 @@ class Relay:
         lines = (start + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in whole)
         with suppress(OSError):  # a full disk is the command's to report
             os.write(self._file, b"".join(lines))
+
+
+def _appended(log: Path) -> int:
+    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z (?:stdout|stderr) F ", re.MULTILINE)

@@ -39,11 +39,14 @@ class Screen:
 
     def say(self, notice: Notice) -> None:
         """Print what a watcher has to say."""
-        problem = notice.problem
-        style = "bold red" if problem.severity == "error" else "bold yellow"
         with suppress(OSError):
-            console = self.console
-            first, *rest = str(problem).split("\n")
-            console.print(f"[{style}]{NAME}{escape(first)}[/]")
-            for line in (*rest, *notice.lines):
-                console.print(escape_lines(line))
+            print_notice(notice, self.console)
+
+
+def print_notice(notice: Notice, console: Console) -> None:
+    """Print a problem of a running command."""
+    style = "bold red" if notice.problem.severity == "error" else "bold yellow"
+    first, *rest = str(notice.problem).split("\n")
+    console.print(f"[{style}]{NAME}{escape(first)}[/]")
+    for line in (*rest, *notice.lines):
+        console.print(escape_lines(line))

@@ -40,6 +40,8 @@ class Outcome:
     """Seconds since the epoch."""
     seconds: float = 0.0
     notices: list[Notice] = field(default_factory=list)
+    killed: bool = False
+    """Whether it was killed because it did not end in time."""
     left: tuple[int, ...] = ()
     """Ranks that are still alive, by process id."""
 
@@ -59,31 +61,47 @@ class Outcome:
         }
 
 
+Asked = Callable[[int, "subprocess.Popen[bytes]"], float | None]
+"""Passes a signal on to a command. Returns after how many seconds the command is killed, None if never."""
+
+
+def pass_on(number: int, process: subprocess.Popen[bytes]) -> None:
+    """Send a signal to the command."""
+    process.send_signal(number)
+
+
 def supervise(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    folder: Path,
+    start: Callable[[], subprocess.Popen[bytes]],
     relay: Relay,
     watchers: Sequence[Watcher],
     say: Callable[[Notice], None],
+    *,
+    asked: Asked = pass_on,
+    apart: bool = False,
+    tick: float = TICK,
 ) -> Outcome:
-    """Run a command to its end. `say` prints what watchers have to say. Raises OSError if it cannot be started."""
-    with Signals() as signals:
-        out, err = relay.ends
+    """Run a command to its end. `say` prints what watchers have to say.
+
+    `apart` is whether the command has a session of its own, and `tick` the time between two looks in seconds.
+    """
+    with Signals(apart=apart) as signals:
         started = time.monotonic()
-        process = subprocess.Popen(
-            words,
-            env=environment,
-            cwd=folder,
-            stdout=out,
-            stderr=err,
-            preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
-        )
-        relay.begun()
-        supervision = _Supervision(process, relay, signals, watchers, say)
-        outcome = supervision.follow()
+        outcome = _Supervision(start(), relay, signals, watchers, say, asked, tick).follow()
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+def started(
+    words: Sequence[str], environment: Mapping[str, str], folder: Path, relay: Relay
+) -> subprocess.Popen[bytes]:
+    """Start a command that ends with this process, with its output in a relay. Raises OSError."""
+    out, err = relay.ends
+    ends_with_this = partial(end_with_parent, signal.SIGTERM, os.getpid())
+    process = subprocess.Popen(
+        words, env=environment, cwd=folder, stdout=out, stderr=err, preexec_fn=ends_with_this
+    )
+    relay.begun()
+    return process
 
 
 @dataclass
@@ -95,6 +113,8 @@ class _Supervision:
     signals: Signals
     watchers: Sequence[Watcher]
     say: Callable[[Notice], None]
+    asked: Asked
+    every: float
     outcome: Outcome = field(default_factory=Outcome)
     processes: Processes = field(default_factory=dict)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -108,12 +128,12 @@ class _Supervision:
         self.selector.register(self.signals.descriptor, selectors.EVENT_READ)
         for stream in self.relay.streams:
             self.selector.register(stream.source, selectors.EVENT_READ, stream)
-        due = time.monotonic() + TICK
+        due = time.monotonic() + self.every
         while self.process.poll() is None:
             self._wait(due - time.monotonic())
             if time.monotonic() >= due:
                 self._tick()
-                due = time.monotonic() + TICK
+                due = time.monotonic() + self.every
         self._drain()
         code = self.process.returncode
         self.outcome.status = code if code >= 0 else 128 - code
@@ -145,13 +165,19 @@ class _Supervision:
                 for stream in self.relay.streams:
                     stream.resize()
             elif self.signals.to_pass(number):
-                self.process.send_signal(number)
+                self._end_in(self.asked(number, self.process))
+
+    def _end_in(self, seconds: float | None) -> None:
+        if seconds is not None:
+            until = time.monotonic() + seconds
+            self.deadline = until if self.deadline is None else min(until, self.deadline)
 
     def _tick(self) -> None:
         self.processes = self.tree.snapshot()
         for watcher in self.watchers:
             self._tell(watcher.tick(time.time(), self.processes))
         if self.deadline is not None and time.monotonic() > self.deadline:
+            self.outcome.killed = True
             for pid in self.processes:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -161,7 +187,7 @@ class _Supervision:
             self.outcome.notices.append(notice)
             self.say(notice)
             if notice.stop and self.deadline is None:
-                self.deadline = time.monotonic() + PATIENCE
+                self._end_in(PATIENCE)
                 self.process.terminate()
 
     def _drain(self) -> None:
