@@ -125,11 +125,11 @@ def test_the_time_of_a_step_is_learned() -> None:
     assert not progress.started
     progress.spoke += 50
     told(bar(1, 1), bar(2, 2), bar(3, 3), bar(4, 4), progress=progress)
-    assert (progress.started, progress.interval, progress.longest) == (True, 1, 1)
+    assert (progress.started, progress.interval, progress.longest) == (True, 1, 51)
     told(*(f"{n}%|█  | {n}/7 [00:01<00:09, 1it/s]" for n in range(8)), progress=progress)
-    progress.spoke += 30
+    progress.spoke += 60
     told(bar(5, 5), bar(6, 6), bar(6, 6), progress=progress)
-    assert (progress.at, progress.interval, progress.longest) == ("step 6 of 100", 1, 31)
+    assert (progress.at, progress.interval, progress.longest) == ("step 6 of 100", 1, 61)
     assert progress.alive == progress.spoke - 1
 
 

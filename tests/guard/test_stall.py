@@ -98,6 +98,7 @@ def test_good_runs_without_torch_are_not_reported() -> None:
         partial(plain, "step:10", "idle:2", "step:3", before=one),
         partial(plain, "step:10", "worker:4", "step:3", before=one),
         partial(plain, "talk:4", before=one),
+        partial(plain, "step:10", "serve:5", "step:3", before=one),
         partial(plain, "busy:3", "step:10", "busy:3", "step:1", before=two),
         partial(plain, "busy:3", "step:3", before=two, environment={"ENDS_EARLY": "1"}),
     )
@@ -124,7 +125,7 @@ def test_ranks_that_wait_for_one_in_its_data(tmp_path: Path) -> None:
 
 
 def test_ranks_that_wait_for_ever(tmp_path: Path) -> None:
-    """One that never finishes importing; different collectives; a stopped rank."""
+    """One never finishes importing; different collectives; a data loader that gives nothing; a stopped rank."""
     stopped: list[int] = []
 
     def stop(passed: float, processes: Processes, lines: list[str]) -> None:
@@ -132,9 +133,10 @@ def test_ranks_that_wait_for_ever(tmp_path: Path) -> None:
             stopped.append(ranks_of(processes)[1].pid)
             os.kill(stopped[0], signal.SIGSTOP)
 
-    importing, deadlock, stopping = at_once(
+    importing, deadlock, loading, stopping = at_once(
         partial(gloo, "step:20", folder=tmp_path, until=1, environment={"NEVER_IMPORTS": "1"}),
         partial(gloo, "step:20", "deadlock", folder=tmp_path, until=1),
+        partial(gloo, "step:20", "loader", folder=tmp_path, until=1),
         partial(gloo, "step:5000", folder=tmp_path, until=1, act=stop),
     )
     assert importing.codes == ["run-stands-still"]
@@ -143,6 +145,8 @@ def test_ranks_that_wait_for_ever(tmp_path: Path) -> None:
     assert deadlock.codes == ["run-stands-still"]
     assert "all ranks wait" in deadlock.text
     assert "rank 0: waits in recv" in deadlock.text and "rank 1: waits in barrier" in deadlock.text
+    assert loading.codes == ["run-stands-still"] and "rank 0 waits for rank 1" in loading.text
+    assert re.search(r"its data loader: \S+gloo.py:\d+ Slow.__getitem__ \(by py-spy\)", loading.text)
     assert stopping.codes == ["rank-stopped"]
     assert f"rank 1 (process {stopped[0]})" in stopping.text and f"kill -CONT {stopped[0]}" in stopping.text
 

@@ -112,7 +112,7 @@ class Progress:
     spoke: float = 0.0
     """When the run last printed anything."""
     longest: float = 0.0
-    """The longest time between two advances of any counter since the first step."""
+    """The longest time between two advances of any counter, with that before the first step."""
     _stepped: float = 0.0
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=101))
     _counters: dict[tuple[str, str], list[str]] = field(default_factory=dict)
@@ -143,8 +143,7 @@ class Progress:
     def _advance(self, time: float, seen: Reading, counter: tuple[str, str]) -> None:
         earlier = self._counters.get(counter, [])[:_VALUES]
         self._counters[counter] = [*earlier, seen.n]
-        if self.started:
-            self.longest = max(self.longest, time - self.alive)
+        self.longest = max(self.longest, time - (self.alive or time))
         self.alive = time
         enough = seen.loss is not None or len(earlier) >= (1 if counter[1] else _VALUES)
         if seen.in_training and enough:

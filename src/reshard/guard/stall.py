@@ -2,8 +2,9 @@
 
 No counter has advanced for a minute, or thirty times the usual step. Then the processes are looked at. The run stands
 still if a rank is stopped; if every process is idle for another minute; or if, twice in half a minute, some ranks wait
-in a collective for ranks that are idle elsewhere or gone. A process that computes, reads or writes explains the
-silence until `--stall` (before the first step `--startup`) has passed without a line of output or a byte of files.
+in a collective for ranks that are idle elsewhere or gone. A process that computes, reads or writes, or waits for a
+server, explains the silence until `--stall` (before the first step `--startup`) has passed without a line of output or
+bytes of files.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Look:
     waiting: set[int]
     idle: set[int]
     gone: set[int]
+    asking: set[int]
+    """Those that wait for a service, such as a server that generates: they count as busy."""
 
     @property
     def busy(self) -> set[int]:
@@ -162,7 +165,7 @@ class Stall:
         before, self._looked = self._look, now
         self._look = self._see(now, silent, ranks, processes)
         if not self._look.by_hand and self._stands_still(now, silent, before, processes):
-            return self._report(silent, self._look, ranks)
+            return self._report(silent, self._look, ranks, processes)
         return None
 
     @property
@@ -187,25 +190,32 @@ class Stall:
         gone = {
             rank for rank, pid in self._pids.items() if pid not in processes or processes[pid].state == "Z"
         }
-        return Look(stacks, waiting - gone, idle - waiting - gone, gone)
+        asking = {rank for rank, stack in stacks.items() if stack.asks_service}
+        return Look(stacks, waiting - gone, idle - waiting - asking - gone, gone, asking)
 
     def _stands_still(self, now: float, silent: float, before: Look | None, processes: Processes) -> bool:
         look = self._look
         assert look is not None
         if look.blamed and (look.gone or look == before):
             return True
-        quiet = now - max(self._activity.moved, self.progress.spoke, now - silent)
+        if self._outlasts(now, silent):
+            return True
         idle = self._activity.idle(now, processes.values())
         settled = min(silent - self.limits.look, idle) >= self.limits.look
-        return quiet >= self._last_limit or (settled and self._is_alone(look, processes))
+        return settled and not look.asking and self._is_alone(look, processes)
+
+    def _outlasts(self, now: float, silent: float) -> bool:
+        """Whether the silence is too long whatever the processes do: without a line of output, or bytes of files."""
+        return min(silent, now - max(self._activity.moved, self.progress.spoke)) >= self._last_limit
 
     def _is_alone(self, look: Look, processes: Processes) -> bool:
-        """Whether nothing outside of these processes can be what they wait for: another machine, or a service."""
+        """Whether the cause is among these processes, and not on another machine that prepares data for all."""
         worlds = [each.world for each in processes.values() if each.rank is not None]
-        elsewhere = max(worlds, default=0) > len(worlds)
-        return (bool(worlds) or self.progress.started) and not (elsewhere and not look.idle)
+        if max(worlds, default=0) > len(worlds):
+            return self.progress.started and bool(look.idle)
+        return self.progress.started or bool(worlds)
 
-    def _report(self, silent: float, look: Look, ranks: Processes) -> Notice:
+    def _report(self, silent: float, look: Look, ranks: Processes, processes: Processes) -> Notice:
         found = f"no progress for {silent:.0f} s, since {self.progress.at}"
         if look.blamed:
             found += f"; {_ranks(look.waiting)} {_s('wait', look.waiting)} for {_ranks(look.blamed)}"
@@ -219,9 +229,21 @@ class Stall:
                 remedy="see below what each rank does; end the run, fix the cause, and resume from the last checkpoint",
                 severity="warning",
             ),
-            lines=(*_described(look, ranks), *described(read_dumps(self.environment, self._start))),
+            lines=(
+                *_described(look, ranks),
+                *self._loaders(look, ranks, processes),
+                *described(read_dumps(self.environment, self._start)),
+            ),
             stop=self.stop,
         )
+
+    def _loaders(self, look: Look, ranks: Processes, processes: Processes) -> Iterator[str]:
+        """What a worker does for each rank that waits for its data loader."""
+        for rank in sorted(look.idle):
+            workers = [each for each in below(ranks[rank].pid, processes) if each.pid != ranks[rank].pid]
+            if workers and look.stacks[rank].asks_loader:
+                stack = self.read_stack(workers[0])
+                yield f"its data loader: {stack.place} (by {stack.source}), process {workers[0].pid}"
 
     def _report_stopped(self, stopped: Processes) -> Notice:
         pids = " ".join(str(each.pid) for each in stopped.values())

@@ -16,9 +16,21 @@ if os.environ.get("NEVER_IMPORTS") == os.environ["RANK"]:
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 STEP = 0.02
+
+
+class Slow(Dataset):  # type: ignore[type-arg]
+    """Records that never come."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(1000)
+        return index
 
 
 def compute(seconds: float) -> None:
@@ -82,6 +94,10 @@ def main() -> None:
             on_rank_0(lambda: save(value))  # noqa: B023
         elif kind == "pause":
             pause_in_data(value)
+            all_ranks()
+        elif kind == "loader":
+            if dist.get_rank() == 1:
+                next(iter(DataLoader(Slow(), num_workers=1)))
             all_ranks()
         elif kind == "deadlock":
             dist.barrier() if dist.get_rank() else dist.recv(torch.ones(1), src=1)

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
+from urllib.request import urlopen
+
+
+def ask_slowly(seconds: float) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    answer = threading.Timer(seconds, lambda: server.accept()[0].sendall(b"HTTP/1.0 200 OK\r\n\r\n"))
+    answer.start()
+    urlopen(f"http://127.0.0.1:{server.getsockname()[1]}").close()
+
 
 if os.environ.get("ENDS_EARLY") == os.environ.get("RANK", ""):
     sys.exit(0)
@@ -28,6 +39,8 @@ for word in sys.argv[1:]:
     elif kind == "busy":
         while time.monotonic() < end:
             pass
+    elif kind == "serve":  # ask a server that takes its time
+        ask_slowly(value)
     elif kind == "pdb":
         breakpoint()
     elif kind == "meet":
