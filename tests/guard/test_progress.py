@@ -133,6 +133,35 @@ def test_the_time_of_a_step_is_learned() -> None:
     assert progress.alive == progress.spoke - 1
 
 
+def test_an_evaluation_inside_of_training() -> None:
+    """As transformers prints it; its bars have no names."""
+    progress, _ = told(
+        "  0%|          | 0/6 [00:00<?, ?it/s]", " 50%|█████     | 3/6 [00:01<00:01,  2.01it/s]"
+    )
+    told(
+        "  0%|          | 0/5 [00:00<?, ?it/s]\x1b[A",
+        " 40%|████      | 2/5 [00:00<00:00, 13.92it/s]\x1b[A",
+        progress=progress,
+    )
+    assert (progress.at, progress.alive) == ("step 3 of 6", progress.spoke)
+    told(
+        " 67%|██████▋   | 4/6 [00:03<00:00,  1.48it/s]",
+        "100%|██████████| 5/5 [00:03<00:00]",
+        progress=progress,
+    )
+    assert progress.at == "step 4 of 6"
+
+
+def test_an_evaluation_before_training() -> None:
+    progress, _ = told("  0%|          | 0/5 [00:00<?, ?it/s]", "100%|██████████| 5/5 [00:00<00:00, 8.1it/s]")
+    told(
+        "  0%|          | 0/6 [00:00<?, ?it/s]",
+        " 17%|█▋        | 1/6 [00:01<00:01,  2.01it/s]",
+        progress=progress,
+    )
+    assert progress.at == "step 1 of 6"
+
+
 def test_a_loss_that_is_not_finite_ends_the_run() -> None:
     _, (notice,) = told("step 9 loss 2.3", "step 10 loss nan")
     assert notice.stop and notice.problem.code == "loss-not-finite"

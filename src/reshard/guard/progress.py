@@ -117,6 +117,8 @@ class Progress:
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=101))
     _counters: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """By counter: its first values, and its last one."""
+    _bar: tuple[str, str] | None = None
+    """The outer one of bars without a name."""
     _bad: dict[int | None, list[str]] = field(default_factory=dict)
     """By rank: the consecutive steps whose loss was not finite."""
     _bad_norms: int = 0
@@ -146,9 +148,17 @@ class Progress:
         self.longest = max(self.longest, time - (self.alive or time))
         self.alive = time
         enough = seen.loss is not None or len(earlier) >= (1 if counter[1] else _VALUES)
-        if seen.in_training and enough:
+        if seen.in_training and enough and not self._is_inside(counter):
             self._intervals.extend([time - self._stepped] if self.started else [])
             self.started, self._stepped, self.at = True, time, seen.at or self.at
+
+    def _is_inside(self, counter: tuple[str, str]) -> bool:
+        """Whether a bar runs while another one is unfinished: transformers gives names to neither of them."""
+        if counter[0]:
+            return False
+        if self._bar is None or self._counters[self._bar][-1] == self._bar[1]:
+            self._bar = counter
+        return counter != self._bar
 
     def _check_loss(self, rank: int | None, seen: Reading) -> Iterator[Notice]:
         if seen.loss is None:
