@@ -106,6 +106,21 @@ def test_good_runs_without_torch_are_not_reported() -> None:
         assert (seen.code, seen.codes) == (0, []), seen.text
 
 
+def test_a_stopped_rank_is_reported_once_though_others_go_on() -> None:
+    stopped: list[int] = []
+
+    def act(passed: float, processes: Processes, lines: list[str]) -> None:
+        ranks = ranks_of(processes)
+        if not stopped and 1 in ranks and lines:
+            stopped.append(ranks[1].pid)
+            os.kill(stopped[0], signal.SIGSTOP)
+        if stopped and passed > 4:
+            os.kill(stopped[0], signal.SIGCONT)
+
+    seen = plain("step:80", before=LAUNCH, act=act)
+    assert (seen.code, seen.codes) == (0, ["rank-stopped", "run-goes-on"])
+
+
 def test_a_person_in_the_debugger_is_not_reported() -> None:
     def act(passed: float, processes: Processes, lines: list[str]) -> None:
         if passed > 5:

@@ -144,7 +144,7 @@ class Stall:
             rank: self._stopped.get(rank, now) for rank, each in ranks.items() if each.state == "T"
         }
         alive = max(self._start, self.progress.alive, 0 if self.progress.started else self.progress.spoke)
-        if self._reported is not None and alive > self._reported:
+        if self._reported is not None and alive > self._reported and not self._stopped:
             yield _goes_on(now - self._reported)
             self._reported = None
         if self._reported is None and ranks:
