@@ -71,6 +71,19 @@ def test_a_shell_around_a_rank_is_no_rank() -> None:
         assert len(processes) == 2 and ranks_of(processes)[1].parent == tree.root
 
 
+def test_a_program_that_a_rank_starts_by_a_shell_is_no_rank() -> None:
+    code = (
+        "import subprocess, sys\n"
+        "inner = 'print(flush=True); import time; time.sleep(100)'\n"
+        "subprocess.run(['bash', '-c', '\"$0\" \"$@\"; true', sys.executable, '-c', inner])"
+    )
+    with running(code, {"RANK": "1"}) as tree:
+        processes = tree.snapshot()
+        assert len(processes) == 3 and [each.pid for each in processes.values() if each.rank == 1] == [
+            tree.root
+        ]
+
+
 def test_a_run_without_ranks_has_one() -> None:
     code = "sum(range(10**7)); print(flush=True); import time; time.sleep(100)"
     environment = dict.fromkeys(("RANK", "SLURM_PROCID"), "")

@@ -61,6 +61,13 @@ def below(pid: int, processes: Processes) -> Iterator[Process]:
             yield from below(each.pid, processes)
 
 
+def above(pid: int, processes: Processes) -> Iterator[int]:
+    """The ancestors of a process."""
+    while (parent := processes[pid].parent) in processes:
+        yield parent
+        pid = parent
+
+
 @dataclass
 class Tree:
     """The processes below one. Those that left it by forking twice are missed."""
@@ -130,7 +137,7 @@ class Tree:
         }
         return {
             pid: replace(each, rank=candidates[pid], world=int(has[pid].get(_WORLD, 0)))
-            if pid in candidates and each.parent not in candidates
+            if pid in candidates and candidates.keys().isdisjoint(above(pid, processes))
             else each
             for pid, each in processes.items()
         }
