@@ -94,6 +94,9 @@ def test_genuine_output_of_a_run_that_fails_before_its_first_step() -> None:
         ("Epoch 1 | Step 3 | loss tensor(2.2)", "3", "", 2.2, None),
         ("Epoch 1/3, val loss: nan", "1", "3", None, None),
         ("step 4: val loss 2.2", "4", "", None, None),
+        ("step 4: train loss 2.1, val loss nan", "4", "", 2.1, None),
+        ("Validation: step 10, loss: nan", "10", "", None, None),
+        ("step 4 | aux loss: nan | loss: 2.3", "4", "", 2.3, None),
         ("step    10/100 | loss 3.2 (+1.2z)| norm 1.2 (0.1z)", "10", "100", 3.2, None),
         ("loss: nan", "", "", None, None),
         (

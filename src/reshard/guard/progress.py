@@ -38,10 +38,13 @@ _NUMBER = (
     r"(?:np\.float\d+\(|tensor\()?(?P<value>[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf(?:inity)?))(?![\w.])"
 )
 _LOSS = re.compile(
-    r"(?<![\w/.-])(?<!val )(?<!valid )(?<!validation )(?<!eval )(?<!test )"
-    rf"(?:lm[ _]loss|(?:reduced_)?train(?:ing)?[_/ ]loss|actor/pg_loss|loss)['\"]?\s*[:=]?\s*['\"]?{_NUMBER}",
+    r"(?<![\w/.-])(?:(?:reduced_)?(?:lm|train(?:ing)?|total|mean|avg|average|running|batch)[ _/]loss|actor/pg_loss"
+    rf"|(?<![a-z] )loss)['\"]?\s*[:=]?\s*['\"]?{_NUMBER}",
     re.IGNORECASE,
 )
+"""The loss of training: one after another word, such as "aux loss", is not it."""
+_EVALUATION = re.compile(r"\b(?:val|valid|validat\w+|eval\w*|test|testing|dev)\b", re.IGNORECASE)
+"""A word that makes a loss after it one of an evaluation."""
 _NORM = re.compile(
     rf"(?<![a-z])(?:global_)?grad(?:ient)?[_ -]?norm['\"]?\s*[:=]?\s*['\"]?{_NUMBER}", re.IGNORECASE
 )
@@ -94,7 +97,7 @@ def read(text: str) -> Reading:
 
 def _value(pattern: re.Pattern[str], text: str) -> float | None:
     match = pattern.search(text)
-    return float(match["value"]) if match else None
+    return float(match["value"]) if match and not _EVALUATION.search(text, 0, match.start()) else None
 
 
 @dataclass
