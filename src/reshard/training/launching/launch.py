@@ -12,11 +12,10 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,15 @@ from reshard.base.plain import put
 from reshard.base.shown import escape
 from reshard.guard.complete import RECORD
 from reshard.guard.lifetime import children
+from reshard.guard.memory import Memory
+from reshard.guard.processes import Processes
+from reshard.guard.progress import Progress
+from reshard.guard.relay import Relay
+from reshard.guard.screen import print_notice
+from reshard.guard.stacks import read_stack
+from reshard.guard.stall import Limits, Stall
+from reshard.guard.supervision import supervise
+from reshard.guard.watching import Line, Notice
 from reshard.training import signals
 from reshard.training.launching import meeting
 from reshard.training.launching.places import Place, forget, place_of
@@ -44,8 +52,10 @@ LOG = "train.log"
 WORKER = "reshard.training.worker"
 """The module that each rank runs."""
 FAILED = 1
-POLL = 0.1
-"""Seconds between two checks of the ranks."""
+POLL = 0.2
+"""Seconds between two looks at the ranks."""
+SILENCE = Limits(stall=1800)
+"""An evaluation, which reports nothing until it ends, may take longer than the output of a script stays silent."""
 PATIENCE = 40.0
 """Seconds that torchrun gets to end its ranks; it gives them 30 itself."""
 
@@ -186,7 +196,8 @@ def launch(
         screen.console.print(f"[dim]$ {escape(shlex.join(words))}[/]")
     if started is None or started.process.poll() is not None:
         started = Torchrun.start(words, environment(run), run.output)
-    return _told(run, *_ranks(started, run, screen), screen)
+    ranks = _follow(started, run, screen)
+    return _told(run, started.process.returncode, ranks, screen)
 
 
 def _prepare(run: Run, record: Mapping[str, Any]) -> None:
@@ -203,125 +214,115 @@ def _prepare(run: Run, record: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class _Caught:
-    """What was caught while the ranks ran, and what they reported about it."""
+class _Ranks:
+    """The ranks while they run: a Watcher of their metrics, and what to do about signals."""
 
+    run: Run
+    watch: Watch
+    tail: Tail
+    progress: Progress = field(default_factory=lambda: Progress(nan_steps=0))
+    """Of their metrics; that their losses are finite, they check themselves."""
     first: int = 0
     """The first signal."""
-    at_once: bool = False
-    """Whether Ctrl-C was pressed again."""
     training: bool = False
     """Whether the ranks have begun training, so that they finish their step."""
     stop: str = ""
     """Why the ranks stopped, according to them."""
+    asked: tuple[int, ...] = ()
+    """The ranks of this node that were asked to stop."""
+    at_once: bool = False
+    """Whether Ctrl-C was pressed again."""
     late: bool = False
     """Whether they exceeded their time."""
-    ranks: tuple[int, ...] = ()
-    """The ranks of this node that were asked to stop. Each leads a process group."""
 
-    def __call__(self, number: int, frame: Any) -> None:
-        self.at_once = self.at_once or (bool(self.first) and number == signal.SIGINT)
-        self.first = self.first or number
+    def line(self, line: Line) -> Iterable[Notice]:
+        """Nothing: ranks write their metrics to a file."""
+        return ()
 
-    def read(self, row: Row) -> None:
-        """Read a row of the metrics."""
+    def tick(self, now: float, processes: Processes) -> Iterable[Notice]:
+        """Show new rows of the metrics."""
+        for row in self.tail.rows():
+            self.watch.add(row)
+            self._read(row, now)
+        self.watch.look()
+        return ()
+
+    def _read(self, row: Row, now: float) -> None:
         self.training = self.training or row["event"] == "begin"
         if row["event"] == "stop":
             self.first, self.stop = self.first or int(row["signal"]), str(row["why"])
+        elif "step" in row:
+            list(self.progress.line(Line(now, "metrics", f"step {row['step']}/{self.watch.history.total}")))
 
-    def told(self, run: Run) -> str:
+    def ask_to_end(self, number: int, process: subprocess.Popen[bytes]) -> float:
+        """Make the ranks finish and save their step, or end if there is none. Returns the seconds that they get.
+
+        The ranks are signalled directly: torchrun would kill them after 30 seconds. A second Ctrl-C ends them at once.
+        """
+        if self.first and number == signal.SIGINT:
+            self.at_once = True
+            return 0.0
+        self.first = self.first or number
+        if not self.training or self.stop:
+            process.terminate()
+            return PATIENCE
+        self.asked = tuple(children(process.pid))
+        for rank in self.asked:
+            with suppress(ProcessLookupError):
+                os.kill(rank, self.first)
+        return self.run.save_on_signal
+
+    def kill(self) -> None:
+        """End what the ranks that were asked to stop have left behind. Each leads a process group."""
+        for rank in self.asked:
+            with suppress(ProcessLookupError):
+                os.killpg(rank, signal.SIGKILL)
+
+    def told(self) -> str:
         """How the run ended, in words."""
         if self.stop or not self.first:
             return self.stop
         if self.late:
-            return str(signals.late(self.first, run.save_on_signal))
+            return str(signals.late(self.first, self.run.save_on_signal))
         why = "no step was finished" if not self.training else "the ranks ended without finishing their step"
         return str(signals.Stopped(self.first, why=why))
 
 
-@contextmanager
-def _caught() -> Iterator[_Caught]:
-    """Catch the signals that would end this process, so that it can end its ranks first."""
-    caught = _Caught()
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    # A closed terminal sends SIGHUP; under nohup it is ignored, and stays so.
-    asked = [each for each in signals.ENDING if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, caught) for number in asked}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _ranks(torchrun: Torchrun, run: Run, screen: Screen) -> tuple[int, _Caught]:
-    """Run the ranks until they end. Returns torchrun's exit status, and what was caught."""
+def _follow(torchrun: Torchrun, run: Run, screen: Screen) -> _Ranks:
+    """Follow the ranks until they end."""
     watch = Watch(run, screen.console, quiet=screen.quiet)
-    tail = Tail(run.output / METRICS)
-    for row in tail.rows():  # rows of earlier attempts
+    ranks = _Ranks(run, watch, Tail(run.output / METRICS))
+    for row in ranks.tail.rows():  # rows of earlier attempts
         watch.history.add(row)
-    log = run.output / of_node(run, LOG)
-    log.touch()
-    with _caught() as caught:
-        try:
-            with torchrun, watch:
-                torchrun.go(log)
-                _follow(torchrun.process, run, watch, tail, caught)
-        finally:
-            for rank in caught.ranks:  # and their child processes
-                with suppress(ProcessLookupError):
-                    os.killpg(rank, signal.SIGKILL)
-    return torchrun.process.returncode, caught
+    stall = Stall(ranks.progress, partial(read_stack, folder=torchrun.folder), SILENCE)
+    with torchrun, watch:
+        relay = Relay.kept(run.output / of_node(run, LOG), torchrun.output)
+        torchrun.go()
+        outcome = supervise(
+            lambda: torchrun.process,
+            relay,
+            [ranks, stall, Memory()],
+            partial(print_notice, console=screen.console),
+            asked=ranks.ask_to_end,
+            apart=True,
+            tick=POLL,
+        )
+    ranks.kill()
+    ranks.tick(time.time(), {})
+    ranks.late = outcome.killed and not ranks.at_once
+    return ranks
 
 
-def _follow(process: subprocess.Popen[bytes], run: Run, watch: Watch, tail: Tail, caught: _Caught) -> None:
-    """Show the ranks' rows until they end. After a signal they are asked to stop, at a second Ctrl-C immediately."""
-    deadline = None
-    while process.poll() is None:
-        _read(tail, watch, caught)
-        watch.look()
-        if caught.first and deadline is None:
-            deadline = time.monotonic() + _ask_to_end(process, run, caught)
-        if deadline and (caught.at_once or time.monotonic() > deadline):
-            caught.late = not caught.at_once
-            return
-        time.sleep(POLL)
-    _read(tail, watch, caught)
-
-
-def _read(tail: Tail, watch: Watch, caught: _Caught) -> None:
-    for row in tail.rows():
-        watch.add(row)
-        caught.read(row)
-
-
-def _ask_to_end(process: subprocess.Popen[bytes], run: Run, caught: _Caught) -> float:
-    """Make the ranks finish and save their step, or end if there is none. Returns the seconds that they get.
-
-    The ranks are signalled directly: torchrun would kill them after 30 seconds.
-    """
-    if not caught.training or caught.stop:
-        process.terminate()
-        return PATIENCE
-    caught.ranks = tuple(children(process.pid))
-    for rank in caught.ranks:
-        with suppress(ProcessLookupError):
-            os.kill(rank, caught.first)
-    return run.save_on_signal
-
-
-def _told(run: Run, status: int, caught: _Caught, screen: Screen) -> int:
+def _told(run: Run, status: int, ranks: _Ranks, screen: Screen) -> int:
     """Report how the ranks ended. Returns the exit status of the command."""
     from reshard.training.launching import failure  # with the doctor
 
-    if caught.first:
-        how = caught.told(run)
+    if ranks.first:
+        how = ranks.told()
         end(run, "interrupted", failure.interruption(how))
         with suppress(OSError):  # a closed terminal cannot be written to
             failure.print_interruption(run, screen.console, how)
-        return 128 + caught.first
+        return 128 + ranks.first
     problems = claimed(run.output)
     if problems:
         raise _refused(run, problems, screen)

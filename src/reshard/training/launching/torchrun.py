@@ -3,8 +3,8 @@
 The first rank goes on with the preflight, so that the launcher need not import the same packages.
 
 This module is run instead of torchrun. It gives the ranks a pipe as standard input, from which each reads a byte before
-it reads anything else (`wait`). `Torchrun.go` passes the path of the log and fills the pipe; until then nothing is
-written to the output. If that never happens, the ranks end with torchrun, and torchrun with the launcher.
+it reads anything else (`wait`), which `Torchrun.go` fills. If that never happens, the ranks end with torchrun, and
+torchrun with the launcher.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from reshard.base.plain import put
+from reshard.guard.announce import FOLDER
 from reshard.guard.complete import RECORD
 from reshard.guard.lifetime import end_with_parent
 from reshard.training.engines import engine_of
@@ -43,16 +43,15 @@ BYTES = b"." * (1 << 14)
 """One for each rank and each restart: a quarter of a pipe's capacity."""
 LOOKING, LOOKED = "looking.pickle", "looked.pickle"
 """A preflight as far as the launcher made it, and what came of it in the first rank."""
-EARLY = "early.log"
-"""The output of torchrun before it receives the path of the log."""
 
 
 @dataclass
 class Torchrun:
-    """torchrun with ranks that wait for `go`. Their output is kept in `folder`."""
+    """torchrun with ranks that wait for `go`. `output` is the pipe with all that they print."""
 
     process: subprocess.Popen[bytes]
     folder: Path
+    output: int
 
     @staticmethod
     def start(
@@ -71,17 +70,18 @@ class Torchrun:
             put(folder / RECORD, run.as_dict())
         if looking:
             (folder / LOOKING).write_bytes(looking)
-        with (folder / EARLY).open("wb") as early:
-            process = subprocess.Popen(
-                [words[0], "-m", "reshard.training.launching.torchrun", str(folder), *words[3:]],
-                stdin=subprocess.PIPE,
-                stdout=early,
-                stderr=subprocess.STDOUT,
-                env={**environment, GATE: str(folder) if run else ""},
-                start_new_session=True,
-                preexec_fn=partial(_be_torchrun, os.getpid()),
-            )
-        return Torchrun(process, folder)
+        output, end = os.pipe()
+        process = subprocess.Popen(
+            [words[0], "-m", "reshard.training.launching.torchrun", str(folder), *words[3:]],
+            stdin=subprocess.PIPE,
+            stdout=end,
+            stderr=subprocess.STDOUT,
+            env={**environment, GATE: str(folder) if run else "", FOLDER: str(folder)},
+            start_new_session=True,
+            preexec_fn=partial(_be_torchrun, os.getpid()),
+        )
+        os.close(end)
+        return Torchrun(process, folder, output)
 
     def looked(self) -> Preflight | None:
         """Wait for the first rank's preflight; None if it cannot be had."""
@@ -93,11 +93,11 @@ class Torchrun:
         found: Preflight | None = pickle.loads(file.read_bytes())
         return found
 
-    def go(self, log: Path) -> None:
-        """Let the ranks start, and write their output to `log`."""
+    def go(self) -> None:
+        """Let the ranks start."""
         assert self.process.stdin
         with suppress(BrokenPipeError), self.process.stdin as pipe:  # the caller notices if it has ended
-            pipe.write(os.fsencode(log.absolute()))
+            pipe.write(BYTES)
 
     def __enter__(self) -> Torchrun:
         return self
@@ -110,6 +110,8 @@ class Torchrun:
             self.process.wait()
         if self.process.stdin:
             self.process.stdin.close()
+        with suppress(OSError):  # a relay has closed it
+            os.close(self.output)
         shutil.rmtree(self.folder, ignore_errors=True)  # the log has all of it
 
 
@@ -154,30 +156,14 @@ def _is_left() -> bool:
 
 
 def main(folder: Path, words: Sequence[str]) -> None:
-    """Run torchrun, and the gate of its ranks."""
-    told, (gate, opened) = os.fdopen(os.dup(0), "rb"), os.pipe()
-    os.dup2(gate, 0)
-    os.close(gate)
+    """Run torchrun, and remove its folder at the end."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # until torchrun has its own
-    threading.Thread(target=_open, args=(told, folder / EARLY, opened), daemon=True).start()
     try:
         from torch.distributed.run import main as torchrun
 
         torchrun([f"--log-dir={folder}", *words])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _open(told: IO[bytes], early: Path, gate: int) -> None:
-    """Receive the path of the log, move the earlier output there, and open the gate; or close it without opening."""
-    if log := told.read():
-        with suppress(OSError):  # on a full disk, the ranks report it
-            into = os.open(log, os.O_WRONLY | os.O_APPEND)
-            os.dup2(into, 1)
-            os.dup2(into, 2)
-            os.write(into, early.read_bytes())
-        os.write(gate, BYTES)
-    os.close(gate)
 
 
 if __name__ == "__main__":
