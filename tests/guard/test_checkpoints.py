@@ -139,3 +139,14 @@ def test_a_step_may_be_a_single_file(tmp_path: Path) -> None:
     assert saved.weights and (saved.weights.step, saved.weights.lacks) == (20, ("the optimizer states",))
     cut(tmp_path / "step_20.pt")
     assert saved_in(tmp_path).incomplete == {tmp_path / "step_20.pt": ["it is cut off"]}
+
+
+def test_the_folder_above_the_steps_is_no_step_though_a_model_was_saved_there(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "mlx", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(DATA / "mlx", tmp_path / "checkpoint-10")
+    for name in ("optimizer.pt", "trainer_state.json"):
+        (tmp_path / "checkpoint-10" / name).write_text("{}")
+    os.utime(tmp_path / "model.safetensors", (time.time() + 60,) * 2)
+    saved = saved_in(tmp_path)
+    assert saved.last and saved.last.path == tmp_path / "checkpoint-10"
+    assert saved.weights and saved.weights.path == tmp_path

@@ -18,7 +18,9 @@ import pytest
 from rich.console import Console
 
 from reshard.base.errors import Problem
+from reshard.guard.acceptance import Check
 from reshard.guard.end import Ran, Report, ended
+from reshard.guard.final import Finished
 from reshard.guard.options import Options
 from reshard.guard.resume import Started
 from reshard.guard.supervision import Outcome
@@ -151,6 +153,15 @@ def test_an_unknown_folder_is_looked_for_below_the_working_folder(folder: Path, 
     assert report.saved and report.saved.last is None
     assert f"no complete checkpoint was found in {folder}" in printed(report)
     assert "is from before this start" in printed(ended(ran(folder), later, Options()))
+
+
+def test_many_tensors_of_a_failed_check_are_listed_together(tmp_path: Path) -> None:
+    wrong = [
+        Problem("nan", "a weight is NaN", tensor=f"layer.{number}", remedy="retrain") for number in range(9)
+    ]
+    final = Finished(tmp_path, None, (Check("converted", "a weight is NaN", tuple(wrong)),))
+    text = printed(Report(Outcome(), tmp_path, tmp_path, final=final))
+    assert text.count("retrain") == 1 and "layer.0, layer.1, layer.2" in text and "layer.8" not in text
 
 
 def test_a_good_run_without_a_checkpoint_does_not_pass_for_final(tmp_path: Path) -> None:

@@ -50,11 +50,22 @@ def test_a_killed_rank_is_out_of_memory_only_with_evidence() -> None:
 
 
 def test_what_the_guard_saw_outranks_the_signal_and_not_an_exception() -> None:
-    stopped = Notice(Problem("rank-stopped", "rank 1 is stopped", remedy="send it SIGCONT"))
+    stopped = Notice(
+        Problem("rank-stopped", "rank 1 is stopped", remedy="send it SIGCONT", values={"pids": "7"})
+    )
     seen = Seen(notices=(stopped,))
     for name in ("guard/torchrun-kill.log", "guard/deepspeed-kill.log", "train/exit.log"):
         assert told(name, seen).findings[0].code == "rank-stopped"
     assert told("guard/torchrun-raise.log", seen).findings[0].code == "unknown-failure"
+
+
+@pytest.mark.parametrize(("status", "signal"), [(137, "SIGKILL"), (247, "SIGKILL"), (139, "SIGSEGV")])
+def test_a_command_that_was_killed_is_told_by_its_exit_status(status: int, signal: str) -> None:
+    failure = failure_in("log", "step 1 loss 2.0\n", Seen(ranks=1, status=status))
+    assert (failure.who, failure.did) == ("the command", "failed")
+    assert failure.shown[0] == "step 1 loss 2.0" and f"killed by {signal}" in failure.shown[1]
+    assert failure.findings[0].code.startswith("killed-")
+    assert "killed" not in str(failure_in("log", "step 1 loss 2.0\n", Seen(ranks=1, status=1)).shown)
 
 
 def test_a_rank_that_ended_without_a_word_is_not_its_neighbour() -> None:

@@ -86,7 +86,9 @@ def saved_in(folder: Path, since: float = 0.0) -> Saved:
         try:
             checkpoint = None if lost else open_checkpoint(place)
         except (ReshardError, OSError) as error:
-            checkpoint, lost = None, [_said(error)] if place.is_dir() else []  # not all files are checkpoints
+            checkpoint, lost = None, [_said(error)] if _is_step(place) else []
+        if checkpoint and place == folder != checkpoint.path:
+            continue  # one of its steps
         if checkpoint is None:
             saved.incomplete |= {place: lost} if lost else {}
             continue
@@ -96,6 +98,11 @@ def saved_in(folder: Path, since: float = 0.0) -> Saved:
         if saved.last:
             break
     return saved
+
+
+def _is_step(place: Path) -> bool:
+    """Whether it must be a checkpoint: a file, or the folder of a run, may be anything."""
+    return place.is_dir() and step_of(place) is not None
 
 
 def _said(error: Exception) -> str:
@@ -111,8 +118,9 @@ def step_of(place: Path) -> int | None:
 def _candidates(folder: Path, since: float) -> list[tuple[float, Path]]:
     """Steps, and the folder itself if it has weights, with the time of their last change."""
     places = [(_changed(each), each) for each in _steps(folder)]
-    weights = [each.stat().st_mtime for each in _entries(folder) if each.suffix in declared().weights]
-    if weights or (not places and folder.is_dir() and detect(folder)):
+    names = [each for each in _entries(folder) if step_of(each) is None]
+    weights = [each.stat().st_mtime for each in names if each.suffix in declared().weights]
+    if (weights or not places) and folder.is_dir() and detect(folder):
         places.append((max(weights, default=_changed(folder)), folder))
     return [(when, each) for when, each in places if when >= since]
 
@@ -183,11 +191,17 @@ def _untracked(folder: Path) -> Iterator[str]:
 
 def _cut(folder: Path) -> Iterator[str]:
     """Files of torch.save that end too early, as those do that are being written."""
-    files = [each for at in (folder, *_entries(folder)) for each in _entries(at)]
-    for file in files[:MOST]:
+    for file in _inside(folder):
         with suppress(OSError):
             if file.suffix in (".pt", ".pth", ".bin") and file.is_file() and not _is_whole(file):
                 yield f"{file.relative_to(folder)} is cut off"
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What is in a checkpoint, and in its subfolders; other steps below it are not its own."""
+    is_step = step_of(folder) is not None  # DeepSpeed's are inside of the Trainer's
+    own = [each for each in _entries(folder) if is_step or step_of(each) is None]
+    return [*own, *(each for at in own for each in _entries(at))][:MOST]
 
 
 def _is_whole(file: Path) -> bool:
@@ -203,7 +217,7 @@ _TRAINER = re.compile(r"scheduler\.pt$|rng_state\S*\.pth$|training_args\.bin$")
 
 def _missing(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
     """What resuming needs besides weights."""
-    named = [each.name for at in (folder, *_entries(folder)) for each in _entries(at)]
+    named = [each.name for each in _inside(folder)]
     stored = checkpoint.states or checkpoint.dropped.get("optimizer states") or _has_optimizer(folder)
     if not stored and not any(map(_OPTIMIZER.search, named)):
         yield "the optimizer states"

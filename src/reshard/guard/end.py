@@ -6,7 +6,8 @@ Exit status: that of the command; 1 if the guard ended it, or if the folder of `
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ WORDS = {
 SENTENCE = 300
 """Characters of an error that the guards of other nodes are told."""
 SHOWN = 3
-"""Incomplete checkpoints that are named."""
+"""Incomplete checkpoints, and tensors of a problem, that are named."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ class Report:
         """What later checkpoints lack."""
         if self.saved is None:
             return {}
-        found = {str(each.path): [f"lacks {name}" for name in each.lacks] for each in self.saved.found}
-        found = {path: lost for path, lost in found.items() if lost}
+        steps = [each for each in self.saved.found if each.lacks and each.step is not None]
+        found = {str(each.path): [f"lacks {name}" for name in each.lacks] for each in steps}
         return {**{str(path): lost for path, lost in self.saved.incomplete.items()}, **found}
 
     def print(self, console: Console, language: str = "en") -> None:
@@ -186,8 +187,17 @@ class Report:
         assert self.final
         for check in self.final.checks:
             yield f"{'✓' if check.right else '✗'} {check.name}: {check.found}"
-            yield from (line for problem in check.problems for line in str(problem).splitlines()[1:])
+            for _, alike in groupby(check.problems, lambda problem: problem.code):
+                yield from _together(list(alike))
         yield words["final" if self.final.whole else "unchecked"].format(self.final.final)
+
+
+def _together(problems: list[Problem]) -> list[str]:
+    """Problems of one kind, without their message: the first, with the tensors of all."""
+    from reshard.base.errors import listed
+
+    names = listed([each.tensor for each in problems if each.tensor], SHOWN)
+    return str(replace(problems[0], tensor=names or None)).splitlines()[1:]
 
 
 @dataclass
@@ -251,14 +261,15 @@ class _End:
             return None
         if saved.weights is None:
             return missing(self.options.final, self.where)
-        origin = Ask(self.options.merge, self.options.base, self.ran.model, self.ran.trust)
+        origin = Ask(self.options.merge, self.options.base, self.ran.model, self.ran.trust, self.ran.folder)
         return final_of(saved.weights, self.options.final, origin)
 
     def _requeued(self, failure: Failure | None, saved: Saved, resume: Resume | None) -> str | Problem:
         """A job is not requeued if it would begin again, although there is a checkpoint."""
         from reshard.guard.requeue import is_cured, requeue
 
-        goes_on = saved.last is None or (resume is not None and resume.words is not None)
+        known = self.ran.output is not None and resume is not None and resume.words is not None
+        goes_on = saved.last is None or known
         ended = self.outcome.status or self.outcome.stopped
         if not (self.options.requeue and ended and goes_on and is_cured(self.outcome.signal, failure)):
             return ""

@@ -125,9 +125,9 @@ def failure_in(name: str, content: str, seen: Seen = Seen()) -> Failure:
     """The failure in a text called `name`."""
     log = read_log(name, content)
     root = first_failure(log)
-    told = signal_name(seen.status - 128) if root is None and seen.status > 128 else ""
-    if told:  # no launcher reports it
-        log = read_log(name, f"{content}\n{SIGNAL.format(seen.status - 128, told.split(':')[0])}")
+    number = signal_in(seen.status) if root is None else 0
+    if number:  # no launcher reports it
+        log = read_log(name, f"{content}\n{SIGNAL.format(number, signal_name(number).split(':')[0])}")
     findings = _weighed(_explained(_diagnosed(log, content, root, seen), seen), root, seen)
     if root is None or is_consequence(root):
         if silent := _silent(content, log):
@@ -135,8 +135,8 @@ def failure_in(name: str, content: str, seen: Seen = Seen()) -> Failure:
         if rank := _missing(content, log, seen):
             return Failure(f"rank {rank}", tuple(_last_words(log, rank, None)), findings)
     if root is None or root.exception == EXIT:
-        shown = [*_last(log.lines)[:-1], f"killed by {told}"] if told else _last(log.lines)
-        return _of_rank("", shown, findings, seen, follows=root is None and not told)
+        shown = [*_last(log.lines)[:-1], f"killed by {signal_name(number)}"] if number else _last(log.lines)
+        return _of_rank("", shown, findings, seen, follows=root is None and not number)
     return _of_rank(_who(root, content), _short(root.root), findings, seen, follows=is_consequence(root))
 
 
@@ -240,8 +240,14 @@ def _last(lines: list[Line]) -> list[str]:
     return [line.text for line in lines if line.text.strip() and not _NOISE.search(line.text)][-LAST_LINES:]
 
 
-_NOISE = re.compile(r"\d%\|.*\|.*\[|\w+Warning: |^\s*warnings\.warn\(")
+_NOISE = re.compile(r"\d%\|.*\|.*\[|\w*Warning: |^\s*warnings\.warn\(")
 """Progress bars and warnings."""
+
+
+def signal_in(status: int) -> int:
+    """The signal that an exit status tells of, or 0: 137 in shells, 247 of DeepSpeed, which exits with -9."""
+    number = min(status - 128, 256 - status)
+    return number if number in set(signal.Signals) else 0
 
 
 def signal_name(number: int) -> str:

@@ -67,13 +67,17 @@ def named(drafts: Mapping[Path, Path], final: Path, merged: Path | None, checks:
 
 @dataclass(frozen=True)
 class Ask:
-    """How to make the folder. `base` is what the user passed, `model` what the command names; `trust` is its
-    trust_remote_code."""
+    """How to make the folder.
+
+    `base` is what the user passed, `model` what the command names, and `trust` its trust_remote_code; relative paths
+    start at `folder`.
+    """
 
     merge: bool = False
     base: Path | None = None
     model: str = ""
     trust: bool = False
+    folder: Path = Path()
 
 
 def final_of(found: Found, place: Path, ask: Ask = Ask()) -> Finished:
@@ -115,13 +119,13 @@ def _base_of(checkpoint: Checkpoint, ask: Ask, *, is_adapter: bool) -> Path | No
     own = [adapters.find(checkpoint).settings.base or ""] if is_adapter else []
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.sources, checkpoint.args)
     told = [str(ask.base or ""), *own, *(hint.value for hint in hints if hint.kind == BASE), ask.model]
-    return next((folder for name in told if name and (folder := _folder(name))), None)
+    return next((folder for name in told if name and (folder := _folder(ask.folder, name))), None)
 
 
-def _folder(name: str) -> Path | None:
+def _folder(working: Path, name: str) -> Path | None:
     """A folder, or a model of the Hub in the local cache."""
-    if Path(name).is_dir():
-        return Path(name)
+    if (working / name).is_dir():
+        return working / name
     return cached(name) if may_have(name) else None
 
 
