@@ -114,14 +114,15 @@ def test_a_real_slurm_starts_the_job_again(tmp_path: Path) -> None:
         environment = {**os.environ, **variables}
         words = ["sbatch", f"--output={tmp_path}/out", str(tmp_path / "job.sh")]
         subprocess.run(words, env=environment, check=True, cwd=tmp_path)
-        deadline, out = time.monotonic() + 400, tmp_path / "out"
-        while time.monotonic() < deadline and not (out.exists() and "not requeued again" in out.read_text()):
-            for job in subprocess.run(
-                ["squeue", "-h", "-o", "%i"], env=environment, capture_output=True, text=True
-            ).stdout.split():  # Slurm waits for two minutes before it starts a requeued job again
+        deadline, jobs = time.monotonic() + 400, ["squeue", "-h", "-o", "%i"]
+        while time.monotonic() < deadline:  # until it has left the queue, and its processes have ended
+            queued = subprocess.run(jobs, env=environment, capture_output=True, text=True).stdout.split()
+            if not queued:
+                break
+            for job in queued:  # Slurm waits for two minutes before it starts a requeued job again
                 subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=environment)
             time.sleep(1)
-    text = out.read_text()
+    text = (tmp_path / "out").read_text()
     assert [line for line in text.splitlines() if line.startswith("start")] == [
         "start 0",
         "start 1",
