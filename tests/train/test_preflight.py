@@ -33,7 +33,7 @@ def test_a_run_that_is_in_order_is_told_what_it_will_do(run: Run) -> None:
     assert found.lengths.longest < 64 and found.lengths.cut == 0
     assert found.room.fits and found.room.on_cpu
     rows = dict(found.rows())
-    assert rows["plan"] == "SFT of all weights with TRL on 1 process"
+    assert rows["plan"] == "SFT of all weights with TRL on 1 process" and "note" not in rows
     assert "64 records" in rows["data"] and "8 samples" in rows["step"] and "weights" in rows["memory"]
     longest = found.lengths.longest
     kept, again = found.room.by_length[longest]
@@ -41,6 +41,11 @@ def test_a_run_that_is_in_order_is_told_what_it_will_do(run: Run) -> None:
     assert f"{2 * longest} tokens" in rows["lengths"] and "recomputed" in rows["lengths"]
     assert {"run.json", "checkpoint-24/", "final/"} <= set(found.files)
     assert "torch.distributed.run" in found.command and found.command[-1] == str(run.output / RECORD)
+
+
+def test_an_engine_that_has_not_run_on_a_gpu_says_so(run: Run) -> None:
+    found = preflight(replace(run, engine="megatron"), environment=NOWHERE)
+    assert "experimental: it has not run on a GPU" in dict(found.rows())["note"]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ _OPTIONS = [
     click.option(
         "--engine",
         type=click.Choice(tuple(MODULES)),
-        help="trl, or megatron for TP, PP and EP. [default: trl]",
+        help="trl, or megatron (experimental) for TP, PP and EP. [default: trl]",
     ),
     click.option("--lora/--full", default=None, help="Train LoRA adapters or all weights (default)."),
     click.option("--parallel", type=click.Choice(PARALLEL), help="How TRL shards the model. [default: ddp]"),
@@ -256,7 +256,7 @@ for _name, _one in METHODS.items():
     _method(_name, _one.help)
 
 
-OF_ALL_PLANS = ("model", "data", "evaluate", "lengths")
+OF_ALL_PLANS = ("note", "model", "data", "evaluate", "lengths")
 """Rows of a dry run that are the same for every plan."""
 
 

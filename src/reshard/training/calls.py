@@ -98,7 +98,7 @@ def train(
     token_cache : bool, optional
         Cache the tokenized data in ``~/.cache/reshard`` for the next run; by default true.
     engine : {"trl", "megatron"}, optional
-        "megatron" adds pipeline and expert parallelism; by default "trl".
+        "megatron", which is experimental, adds pipeline and expert parallelism; by default "trl".
     lora : bool, optional
         Train LoRA adapters instead of all weights.
     parallel : {"ddp", "fsdp2", "zero2", "zero3", "tp"}, optional

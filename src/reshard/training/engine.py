@@ -232,6 +232,8 @@ class Engine:
     leaves: tuple[str, ...] = ()
     tracks: bool = False
     dequantizes: bool = False
+    note: str = ""
+    """A line that is printed before each run."""
 
 
 def sizes_in_words(layout: Layout) -> list[str]:

@@ -99,6 +99,8 @@ class Preflight:
         """What the run will do, as a table with two columns."""
         run = self.run
         yield "plan", plan_in_words(run, self.world_size)
+        if note := engine_of(run).note:
+            yield "note", note
         yield "devices", self.devices
         final = f"; trained in float32, final in {self.final_dtype}" if self.final_dtype else ""
         yield "model", f"{url_of(run.model)}{final}"

@@ -133,4 +133,5 @@ ENGINE = Engine(
     indexed=_indexed,
     leaves=(iterations.TRACKER, ".rows"),
     dequantizes=True,
+    note="the Megatron-Core engine is experimental: it has not run on a GPU yet, only its CPU tests",
 )
