@@ -240,13 +240,43 @@ def test_the_peak_of_real_steps_is_foretold(lora: bool, autocast: bool, again: b
     assert found.total == pytest.approx(peak(run, autocast, again), rel=0.25)
 
 
-def peak(run: Run, autocast: bool, again: bool) -> int:
+def test_the_tiles_of_a_distillation_are_those_that_trl_computes_in(tmp_path: Path) -> None:
     import torch
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    folder = small(tmp_path / "model", {**SMALL, "vocab_size": 4000})
+    run = run_on(folder, method="distillation", options={"teacher_model_name_or_path": str(folder)})
+    batches, precision = Batches(SEQUENCES, 1, 1, 1, LENGTH), Precision(4, 4, 8, 4, False)
+    _, step, _ = engine_of(run).estimates.parts(run, batches, precision, 1, gpu=False)
+    hidden = [torch.randn(SEQUENCES, LENGTH, 256, requires_grad=each == 0) for each in range(2)]
+    heads = [torch.randn(4000, 256, requires_grad=each == 0) for each in range(2)]
+    with profiled() as seen:
+        loss, _, _ = _chunked_divergence_loss(*hidden, *heads, torch.ones(SEQUENCES, LENGTH), 1.0)
+        loss.backward()
+    assert step["logits"] == pytest.approx(seen(), rel=0.1)
+
+
+@contextmanager
+def profiled() -> Iterator[Callable[[], int]]:
+    """Record allocations; the function returns the most bytes that were allocated at once."""
     from torch.profiler import ProfilerActivity, profile
-    from trl.trainer.utils import add_fused_lm_head
 
     gc.collect()  # what earlier tests have left would count as freed here
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+
+        def most() -> int:
+            events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
+            changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+            return int(np.cumsum(changes).max())
+
+        yield most
+
+
+def peak(run: Run, autocast: bool, again: bool) -> int:
+    import torch
+    from trl.trainer.utils import add_fused_lm_head
+
+    with profiled() as seen:
         model = trainable(run)
         base = model.get_base_model() if run.lora else model
         if again:
@@ -263,9 +293,7 @@ def peak(run: Run, autocast: bool, again: bool) -> int:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
-    changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
-    return int(np.cumsum(changes).max())
+    return seen()
 
 
 def test_fsdp2_spreads_states_over_all_ranks(tiny: Callable[..., Path]) -> None:

@@ -318,13 +318,14 @@ def _logits(case: _Case, tokens: int) -> int:
     """One tile of logits and the columns of the head for it; gradients of the hidden states and of the head.
 
     Both gradients are summed in float32. On a GPU, a kernel works in the tile; on a CPU six more tiles in float32 are
-    made.
+    made. A teacher has a tile as well, both are in float32, and nine more are made (`trl.kernels.chunked_divergence`).
     """
     widths, computed, way = case.widths, case.precision.activations, WAYS[case.run.method]
     if way.classifies:
         return 0
     rows, columns = min(tokens, HEAD_TOKENS), min(widths.vocab, HEAD_COLUMNS)
-    tile = rows * HEAD_COLUMNS * computed + (0 if case.gpu else 6 * rows * columns * 4)
+    width, more = (2 * 4, 9) if way.teacher else (computed, 6)
+    tile = rows * HEAD_COLUMNS * width + (0 if case.gpu else more * rows * columns * 4)
     cast = columns * widths.hidden * computed if case.precision.weights != computed else 0
     head = widths.vocab * widths.hidden * 4 if case.sizes.ends_trained else 0
     return tile + cast + tokens * widths.hidden * 4 + head
