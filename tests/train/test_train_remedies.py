@@ -28,6 +28,7 @@ NOT_HERE = {
         fsdp2-head-not-averaged lora-rank-not-divisible no-step-changed-weights processes-missing
         parameters-not-as-planned rank-weights-unchanged run-unfinished trainable-parameters-differ
         trained-weight-differs""",
+    "a script of the user's, under the guard": "method-experimental model-needs-transformers-4",
     "another file or model, which the remedy asks for": """
         dataset-test-split-size file-trained-and-evaluated-on model-quantized transformers-cannot-build""",
 }
