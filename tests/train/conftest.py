@@ -115,6 +115,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "sft-eval": write_lines(folder / "sft-eval.jsonl", held_out()),
         "dpo-eval": write_lines(folder / "dpo-eval.jsonl", preferences()[:12]),
         "grpo-eval": write_lines(folder / "grpo-eval.jsonl", prompts()[:3]),
+        **dict.fromkeys(("rloo-eval", "distillation-eval"), folder / "grpo-eval.jsonl"),
     }
 
 

@@ -150,7 +150,7 @@ def test_ranks_that_draw_answers_for_distillation_learn(plan: str, ran: Callable
     assert all(row["tokens"] > 0 for row in spread.rows)
 
 
-@pytest.mark.parametrize("method", ["kto", "reward"])
+@pytest.mark.parametrize("method", NEW)
 def test_the_final_folder_loads(method: str, ran: Callable[..., Ran], tmp_path: Path) -> None:
     one = ran(method)
     shutil.copytree(one.run.output, tmp_path / "out")

@@ -79,11 +79,17 @@ def test_an_evaluation_is_that_of_plain_trl(ran: Trainer, data: dict[str, Path],
         assert plain.evaluate()["eval_loss"] == pytest.approx(found, abs=1e-5)
 
 
-def test_evaluations_leave_the_random_numbers_of_training_alone(ran: Trainer) -> None:
-    alone = ran("one", "grpo", max_steps=2)
-    evaluated = ran("one", "grpo", max_steps=2, **{**EVALUATED, "eval_steps": 1})
-    assert [row["reward"] for row in evaluated.rows] == [row["reward"] for row in alone.rows]
-    assert list(evaluated.evaluations("eval_reward")) == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("method", "measure"), [("grpo", "reward"), ("rloo", "reward"), ("distillation", "loss")]
+)
+def test_evaluations_leave_the_random_numbers_of_training_alone(
+    method: str, measure: str, ran: Trainer, tiny: Callable[..., Path]
+) -> None:
+    more = {"teacher_model_name_or_path": str(tiny(seed=1))} if method == "distillation" else {}
+    alone = ran("one", method, max_steps=2, **more)
+    evaluated = ran("one", method, max_steps=2, **{**EVALUATED, "eval_steps": 1}, **more)
+    assert [row[measure] for row in evaluated.rows] == [row[measure] for row in alone.rows]
+    assert list(evaluated.evaluations(f"eval_{measure}")) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("plan", ["one", "fsdp2", "tp"])
