@@ -154,7 +154,7 @@ def test_other_bits_than_trained_keep_the_folder_from_its_name(tiny: Models, tmp
     tensors["model.norm.weight"][3] += 1
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
     finished = finish(run)
-    assert wrong(finished) == {"bits": "a tensor differs from the trained one"}
+    assert wrong(finished) == {"bits": "a weight differs from the trained one"}
     assert finished.problems[0].tensor == "model.norm.weight"
     assert not (run.output / "final").exists() and finished.final == run.output / "final.unchecked"
     assert (checkpoint / "model.safetensors").exists()

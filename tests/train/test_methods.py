@@ -217,7 +217,7 @@ def test_a_label_is_a_truth_value(tiny: Callable[..., Path], tmp_path: Path) -> 
     ("method", "given", "code"),
     [
         ("reward", {"lora": True}, "reward-model-adapters"),
-        ("distillation", {"teacher_model_name_or_path": "nowhere"}, "teacher-not-hugging-face"),
+        ("distillation", {"teacher_model_name_or_path": "nowhere"}, "model-not-hugging-face"),
         (
             "distillation",
             {"teacher_model_init_kwargs": {"device_map": "auto"}},

@@ -116,7 +116,7 @@ def test_a_byte_that_differs_is_found(ran: Trainer, tmp_path: Path) -> None:
         file.seek(-5, 2)
         file.write(b"\x7f")
     problems = trl.ENGINE.check(ran("one").run, trained, tmp_path / "final")
-    assert [problem.message for problem in problems] == ["a tensor differs from the trained one"]
+    assert [problem.message for problem in problems] == ["a weight differs from the trained one"]
 
 
 def test_a_run_goes_on_as_if_it_had_not_been_killed(ran: Trainer, tmp_path: Path) -> None:

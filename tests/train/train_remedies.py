@@ -158,8 +158,10 @@ CASES: dict[str, list[Case]] = {
     "model-not-hugging-face": [
         case(needed="--model nowhere --data data.jsonl -o out", given={"--model": "model"})
     ],
-    "data-not-found": [case(needed="--model model --data gone -o out", given={"--data": "data.jsonl"})],
-    "evaluation-data-not-found": [case("--eval-data gone", EVALUATED)],
+    "data-not-found": [
+        case(needed="--model model --data gone -o out", given={"--data": "data.jsonl"}),
+        case("--eval-data gone", EVALUATED),
+    ],
     "engine-method-unsupported": [megatron("", method="dpo")],
     "reward-missing": [
         case(method="grpo", words=GRPO.replace(REWARD, ""), given={"--reward": "score.py:score"})

@@ -61,6 +61,23 @@ class Trained:
     step: int
     digests: Mapping[str, int] = field(default_factory=dict)
 
+    def differing(self, found: Mapping[str, int], folder: Path, what: str) -> Iterator[Problem]:
+        """A problem for each weight with another CRC32 in a folder; `what` has it there."""
+        for name in sorted(self.digests.keys() | found.keys()):
+            expected, there = self.digests.get(name), found.get(name)
+            if expected != there:
+                yield Problem(
+                    "trained-weight-differs",
+                    "a weight differs from the trained one",
+                    tensor=name,
+                    file=str(folder),
+                    rule=f"the CRC32 of {what}",
+                    expected="no such weight" if expected is None else f"{expected:08x}",
+                    found="no such weight" if there is None else f"{there:08x}",
+                    remedy=f"convert it again (reshard convert {self.checkpoint} DST), and look at the disk if it "
+                    "differs again",
+                )
+
 
 class Monitor(Protocol):
     """Receives an engine's reports; only those of rank 0 are written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem
@@ -92,4 +93,32 @@ def without_evaluation(run: Run, names: Iterable[str]) -> Iterator[Problem]:
             "no evaluation data",
             found=f"--{name} {run.options[name]}",
             remedy="pass them with --eval-data, or leave it out",
+        )
+
+
+def without_model(folder: Path, option: str) -> Iterator[Problem]:
+    """The folder of an option, if it is not that of a Hugging Face model."""
+    if (folder / "config.json").is_file():
+        return
+    from reshard.formats.not_found import download  # with all formats
+
+    expected = "a folder with config.json, weights and tokenizer"
+    if remedy := download(folder, f"{option} {folder.name}"):
+        yield Problem(
+            "model-not-local",
+            "the model is not on this machine",
+            file=str(folder),
+            expected=expected,
+            remedy=remedy,
+        )
+    else:
+        yield Problem(
+            "model-not-hugging-face",
+            "not a Hugging Face model folder",
+            file=str(folder),
+            expected=expected,
+            found=None if folder.exists() else "no such file or directory",
+            remedy="`reshard inspect` shows what it is, and `reshard convert` converts a checkpoint to such a folder"
+            if folder.exists()
+            else f"check the path of {option}",
         )

@@ -212,24 +212,25 @@ def _damaged(checkpoint: Path, lost: list[str], before: Path | None) -> Problem:
 
 
 def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
-    if _differ(record.get("data_digest"), run.data):
-        yield Problem(
-            "resumed-data-differ",
-            "the data have changed since the run began",
-            file=str(run.data),
-            rule="only the same data give the same losses as an uninterrupted run",
-            remedy="restore the data, or start over",
-            severity="warning",
-        )
-    if run.eval_data and _differ(record.get("eval_data_digest"), run.eval_data):
-        yield Problem(
-            "resumed-evaluation-data-differ",
-            "the evaluation data have changed since the run began",
-            file=str(run.eval_data),
-            rule="only losses on the same data can be compared",
-            remedy="restore the data; training itself continues unchanged",
-            severity="warning",
-        )
+    either = (
+        ("data", run.data, record.get("data_digest"), "restore the data, or start over"),
+        (
+            "evaluation data",
+            run.eval_data,
+            record.get("eval_data_digest"),
+            "restore the data; training itself continues unchanged",
+        ),
+    )
+    for what, mix, digest, remedy in either:
+        if mix and _differ(digest, mix):
+            yield Problem(
+                "resumed-data-differ",
+                f"the {what} have changed since the run began",
+                file=str(mix),
+                rule="only the same data give the same losses as an uninterrupted run",
+                remedy=remedy,
+                severity="warning",
+            )
 
 
 def _differ(digest: str | None, mix: Mix) -> bool:

@@ -22,6 +22,7 @@ from reshard.training.engines import MODULES, engine_named, engine_of
 from reshard.training.methods import is_rewarded
 from reshard.training.mixture import mix_of_datasets, set_environment
 from reshard.training.names import NEEDED, OURS, PATHS, flag, misspelled, renamed
+from reshard.training.option_checks import without_model
 from reshard.training.run import PARALLEL, SIZES, Ranks, Run
 from reshard.training.signals import SECONDS
 
@@ -356,44 +357,9 @@ def check(run: Run) -> None:
 
 
 def _folders(run: Run) -> Iterator[Problem]:
-    if (run.model / "config.json").is_file():
-        return
-    from reshard.formats.not_found import download  # with all formats
-
-    if remedy := download(run.model, f"--model {run.model.name}"):
-        yield Problem(
-            "model-not-local",
-            "the model is not on this machine",
-            file=str(run.model),
-            expected="a folder with config.json, weights and tokenizer",
-            remedy=remedy,
-        )
-    else:
-        yield Problem(
-            "model-not-hugging-face",
-            "not a Hugging Face model folder",
-            file=str(run.model),
-            expected="a folder with config.json, weights and tokenizer",
-            found=None if run.model.exists() else "no such file or directory",
-            remedy="`reshard inspect` shows what it is, and `reshard convert` converts a checkpoint to such a folder"
-            if run.model.exists()
-            else "check the path of --model",
-        )
-
-
-def _data(run: Run) -> Iterator[Problem]:
-    yield from (not_found(path) for path in run.data.paths if not path.exists())
-
-
-def _eval_data(run: Run) -> Iterator[Problem]:
-    for path in run.eval_data.paths if run.eval_data else []:
-        if not path.exists():
-            yield Problem(
-                "evaluation-data-not-found",
-                "no evaluation data",
-                file=str(path),
-                remedy="pass a file or folder with --eval-data, or leave it out",
-            )
+    yield from without_model(run.model, "--model")
+    for option, mix in (("--data", run.data), ("--eval-data", run.eval_data)):
+        yield from (not_found(path, option) for path in (mix.paths if mix else ()) if not path.exists())
 
 
 def _method(run: Run) -> Iterator[Problem]:
@@ -425,4 +391,4 @@ def _reward(run: Run) -> Iterator[Problem]:
         )
 
 
-_RULES = (_folders, _data, _eval_data, _method, _reward)
+_RULES = (_folders, _method, _reward)

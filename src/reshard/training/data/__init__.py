@@ -33,7 +33,7 @@ BATCH = 4096
 ANY_TEMPLATE = Template()
 
 
-def not_found(path: Path) -> Problem:
+def not_found(path: Path, option: str = "--data") -> Problem:
     """The problem of a path without data, which may consist of a path, a colon and a wrong weight."""
     before, colon, weight = str(path).rpartition(":")
     return Problem(
@@ -42,7 +42,7 @@ def not_found(path: Path) -> Problem:
         file=str(path),
         remedy=f"{weight} is not a number: write a weight as in {before}:0.7"
         if colon and Path(before).exists()
-        else "pass a file or folder with --data",
+        else f"pass a file or folder with {option}",
     )
 
 

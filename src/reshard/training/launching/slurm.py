@@ -30,6 +30,7 @@ from reshard.cluster.slurm import (
 from reshard.training.engines import engine_of
 from reshard.training.launching.places import port_of
 from reshard.training.launching.provenance import words_of
+from reshard.training.option_checks import without_package
 from reshard.training.outputs import JOBS
 from reshard.training.run import Run
 
@@ -70,12 +71,7 @@ class Submitted:
 def submission_of(run: Run, settings: str) -> tuple[Run, Submission]:
     """The settings of `--slurm NAME=VALUE,…`, and the run with its nodes and processes. Raises ReshardError."""
     if not find_spec("submitit"):
-        raise ReshardError(
-            "slurm-package-not-installed",
-            "--slurm needs a package that is not installed",
-            found="there is no package 'submitit'",
-            remedy=f"{install_command('submitit')}, here and on all nodes",
-        )
+        raise ReshardError(without_package("--slurm", f"{install_command('submitit')} here and on all nodes"))
     pairs = [each.partition("=") for each in settings.split(",") if each]
     wrong = [f"{name}{equals}{value}" for name, equals, value in pairs if not (name and equals and value)]
     if wrong or not pairs:

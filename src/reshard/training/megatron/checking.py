@@ -17,23 +17,7 @@ def check(run: Run, trained: Trained, final: Path) -> list[Problem]:
     options = read(run)
     transformer_engine = _by_transformer_engine(trained)
     found = checksums(_weights(run, options, final, transformer_engine))
-    problems = []
-    for name in sorted(trained.digests.keys() | found.keys()):
-        expected, there = trained.digests.get(name), found.get(name)
-        if expected != there:
-            problems.append(
-                Problem(
-                    "trained-weight-differs",
-                    "a weight differs from the trained one",
-                    tensor=name,
-                    file=str(final),
-                    rule="CRC32 of a rank's shard",
-                    expected="no such shard" if expected is None else f"{expected:08x}",
-                    found="no such shard" if there is None else f"{there:08x}",
-                    remedy=f"convert {trained.checkpoint} again: reshard convert {trained.checkpoint} DST",
-                )
-            )
-    return problems
+    return list(trained.differing(found, final, "a rank's shard"))
 
 
 def _by_transformer_engine(trained: Trained) -> bool:

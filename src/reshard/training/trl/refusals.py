@@ -12,7 +12,7 @@ from reshard.families.config import EXPERTS
 from reshard.families.within import language_config
 from reshard.folders.companions import CONFIG, read_object
 from reshard.training.findings import of_fact
-from reshard.training.option_checks import not_passed_on, without_evaluation, without_lora
+from reshard.training.option_checks import not_passed_on, without_evaluation, without_lora, without_model
 from reshard.training.run import Run
 from reshard.training.trl import quantized
 from reshard.training.trl.arithmetic import plan_instead
@@ -212,17 +212,9 @@ def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:
         )
         return
     folder = Path(str(given))
-    if not (folder / CONFIG).is_file():
-        yield Problem(
-            "teacher-not-hugging-face",
-            "the teacher is not a Hugging Face model folder",
-            file=str(folder),
-            expected="a folder with config.json and weights",
-            remedy=f"correct --{name}",
-        )
-        return
-    if not (run.model / CONFIG).is_file():
-        return  # reported for the model's folder
+    yield from without_model(folder, f"--{name}")
+    if not all((each / CONFIG).is_file() for each in (run.model, folder)):
+        return  # reported for the folder
     ours, theirs = _vocabulary(run.model), _vocabulary(folder)
     if ours != theirs:
         yield Problem(
