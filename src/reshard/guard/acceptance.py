@@ -15,6 +15,7 @@ from reshard import adapters
 from reshard.adapters.adapter import Pair
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.config import portable_config
+from reshard.families.within import language_config
 from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
@@ -217,8 +218,7 @@ def _rows(folder: Path) -> int | None:
     """Rows of the embedding according to the config; None for an adapter, which may add rows to its base."""
     if (folder / ADAPTER_CONFIG).is_file():
         return None
-    config = read_object(folder / CONFIG, Sources())
-    rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    rows = language_config(read_object(folder / CONFIG, Sources())).get("vocab_size")
     return int(rows) if rows else None
 
 
