@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.run import config_from_args, parse_args
 
 from reshard.guard.command import Command, read_command
@@ -432,3 +434,66 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     ):
         read(line, tmp_path, PATH=f"{tmp_path}:/usr/bin:/bin")
     assert not (tmp_path / "executed").exists()
+
+
+WORDS = (
+    *(
+        "torchrun",
+        "python",
+        "-m",
+        "--nproc_per_node",
+        "2",
+        "bash",
+        "-c",
+        "env",
+        "A=1",
+        "accelerate",
+        "launch",
+        "swift",
+    ),
+    *(
+        "sft",
+        "--",
+        "-",
+        "",
+        "\0",
+        "--config",
+        "folder",
+        "bad.yaml",
+        "uv",
+        "run",
+        "nohup",
+        "t.py",
+        "l.sh",
+        "--=x",
+        "deepspeed",
+    ),
+    *(
+        "llamafactory-cli",
+        "train",
+        "axolotl",
+        "--launcher",
+        "trl",
+        "--config_file",
+        "list.yaml",
+        "conda",
+        "-n",
+        "timeout",
+    ),
+    *("--master_port=99999999", "--nnodes=x:y", "--include=@:", "a.b=c", "$(x)", "-um", "-Wx", "--save", "~"),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(words=st.lists(st.sampled_from(WORDS), max_size=9))
+def test_any_words_are_read(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp() / "any"
+    (folder / "folder").mkdir(parents=True, exist_ok=True)
+    for name, text in (
+        ("bad.yaml", "a: [1"),
+        ("list.yaml", "- 1"),
+        ("l.sh", "'torchrun t.py\n"),
+        ("t.py", "def ("),
+    ):
+        (folder / name).write_text(text)
+    assert read_command(words, HERE, folder).words == tuple(words)

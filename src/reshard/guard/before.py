@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.checks import grpo
 from reshard.checks.environment import Environment
 from reshard.diagnosis.causes import combined
 from reshard.diagnosis.environment import diagnose_environment
 from reshard.diagnosis.finding import Finding, Place
+from reshard.diagnosis.rules import in_words
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.guard import outputs, resources
 from reshard.guard.asking import Question
 from reshard.guard.command import Command
-from reshard.guard.settings import NAMED, source_of
+from reshard.guard.settings import NAMED, plain_source, source_of
 
 TESTED = {"transformers": ">=4.31", "torch": ">=2.0"}
 """The releases that the doctor's rules know."""
@@ -56,6 +58,7 @@ def check(command: Command) -> Checked:
     usage = Usage()
     usage.see(text)
     checked.tools = frozenset(usage.found)
+    findings = _with_groups(command, findings)
     checked.problems += spelled(map(judged, combined(findings)), usage) if findings else []
     checked.unchecked += _unchecked(command, environment, answer.silence)
     return checked
@@ -160,6 +163,41 @@ def _output_option(command: Command) -> str:
 
 def _is(command: Command, value: Any) -> bool:
     return isinstance(value, str) and command.folder / value == command.output
+
+
+# ------------------------------------------------------------------------------------------------------- GRPO
+
+
+GROUPS = ("grpo-one-generation", "script-grpo-arithmetic")
+
+
+def _with_groups(command: Command, findings: list[Finding]) -> list[Finding]:
+    """The findings, those about groups of GRPO for the number of processes that the command starts."""
+    given, places = _batch(command)
+    numbers = grpo.numbers_of(given) if given and command.launcher else None
+    if numbers is None:
+        return findings
+    facts = grpo.cut_groups(numbers, command.processes * command.nodes)
+    return [
+        *(each for each in findings if each.code not in GROUPS),
+        *(in_words(fact, places) for fact in facts),
+    ]
+
+
+def _batch(command: Command) -> tuple[dict[str, Any], list[Place]]:
+    """GRPO's batch sizes as the settings say, or else the only GRPOConfig of the script; and their places."""
+    set_to = {key: command.settings[key] for key in grpo.KEYS if key in command.settings}
+    if "num_generations" in set_to:
+        given = {key: int(value) if str(value).isdecimal() else value for key, (value, _) in set_to.items()}
+        return given, [place for _, place in set_to.values()]
+    source = plain_source(command.script)
+    calls = source.find("GRPOConfig") if source else []
+    if len(calls) != 1 or set_to or not all(each.arg for each in calls[0].node.keywords):
+        return {}, []
+    keywords = {key: value for key in grpo.KEYS if (value := calls[0].keyword(key)) is not None}
+    lines = {calls[0].line, *(each.value.lineno for each in keywords.values())}
+    numbers = {key: getattr(each.value, "value", "unknown") for key, each in keywords.items()}
+    return {"num_generations": None, **numbers}, [source.place(line) for line in sorted(lines)]
 
 
 # ------------------------------------------------------------------------------------------------ environment

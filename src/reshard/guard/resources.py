@@ -36,7 +36,7 @@ def port(command: Command, environment: Environment | None) -> Iterator[Problem]
     if meeting is None or command.node_rank or _finds_another(command, environment):
         return
     host, number = meeting
-    if not _is_taken(number):
+    if number >= 1 << 16 or not _is_taken(number):
         return
     option = "--main_process_port" if command.launcher in ("accelerate", "trl") else "--master_port"
     yield Problem(
