@@ -170,7 +170,8 @@ def ask(
 
     Raises OSError, SubprocessError or ValueError if it does not answer.
     """
-    command = [*interpreter, "-c", Path(probe.__file__).read_text("utf-8")]
+    # `conda run` refuses arguments with newlines, so the text is an expression of one line.
+    command = [*interpreter, "-c", f"exec({Path(probe.__file__).read_text('utf-8')!r})"]
     ran = subprocess.run(
         [*command, json.dumps({"names": NAMES, **request})],
         env=environment,

@@ -262,15 +262,9 @@ class _Reading:
         """The config of `accelerate launch`: the given one, or the default one, which it reads silently."""
         if launcher.name != "accelerate":
             return {}
-        cache = (
-            self.environment.get("HF_HOME")
-            or Path(self.environment.get("HOME", "~")).expanduser() / ".cache/huggingface"
-        )
-        path = (
-            self.folder / given["config_file"]
-            if "config_file" in given
-            else Path(cache, "accelerate/default_config.yaml")
-        )
+        home = Path(self.environment.get("HOME", "~")).expanduser()
+        cache = Path(self.environment.get("HF_HOME") or home / ".cache/huggingface")
+        path = self.folder / (given.get("config_file") or cache / "accelerate/default_config.yaml")
         if not path.is_file() or ("config_file" not in given and "cpu" in given):
             return {}
         self.configs.append(path)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 from reshard.base.errors import Problem, memory_size
 from reshard.checks.environment import Environment
 from reshard.guard.command import Command
+from reshard.guard.memory import rooms
 from reshard.guard.settings import plain_source
 
 MODELS = (
@@ -98,26 +99,18 @@ def _loaded(command: Command) -> Iterator[str]:
 
 def memory(command: Command, weights: int, text: str) -> Iterator[Problem]:
     """A warning if the processes cannot all load the model at once."""
-    needed, free = weights * command.processes, free_memory()
-    if command.processes > 1 and needed > free > 0 and not SHARDED_LOADING.search(text):
+    needed = weights * command.processes
+    room = min(rooms(os.getpid()), key=lambda room: room.free, default=None) if weights else None
+    if command.processes > 1 and room and needed > room.free and not SHARDED_LOADING.search(text):
         yield Problem(
             "memory-too-small-to-load",
             "the memory of this machine may be too small for every process to load the model",
             expected=f"{memory_size(needed)}: {command.processes} processes × {memory_size(weights)} of weights",
-            found=f"{memory_size(free)} available",
+            found=f"{memory_size(room.free)} free ({room.limit})",
             remedy="let one process load the weights and send them to the others (FSDP: "
             "fsdp_cpu_ram_efficient_loading: true; DeepSpeed: ZeRO-3), or start fewer processes",
             severity="warning",
         )
-
-
-def free_memory() -> int:
-    """Bytes that processes of this machine can still use; 0 if that is unknown."""
-    try:
-        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found[1]) << 10 if found else 0
 
 
 STATES = 3
