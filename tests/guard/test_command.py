@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,8 @@ SHOWS = "import json, os, sys; print(json.dumps([os.environ.get('WORLD_SIZE', '1
         "accelerate launch --num_processes 2 show.py --x 1",
         "accelerate launch --config_file two.yaml show.py",
         "accelerate launch --config_file two.yaml --num_processes 3 show.py",
+        "env HF_HOME=. accelerate launch show.py",
+        "env HF_HOME=. accelerate launch --cpu show.py",
         "python -m torch.distributed.run --nproc-per-node 2 show.py",
         "bash two.sh 3",
         "env A=1 python show.py b",
@@ -145,10 +148,12 @@ SHOWS = "import json, os, sys; print(json.dumps([os.environ.get('WORLD_SIZE', '1
 def test_processes_are_those_that_start(line: str, tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOWS)
     (tmp_path / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 1\n")
+    (tmp_path / "accelerate").mkdir()
+    shutil.copy(tmp_path / "two.yaml", tmp_path / "accelerate/default_config.yaml")
     (tmp_path / "two.sh").write_text(
         "N=$1\ntorchrun --nproc_per_node $N --standalone \\\n  show.py $N | cat\n"
     )
-    environment = {**os.environ, **HERE, "HF_HOME": str(tmp_path)}
+    environment = {**os.environ, **HERE, "HF_HOME": str(tmp_path / "empty")}
     ran = subprocess.run(
         shlex.split(line), cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
@@ -201,6 +206,38 @@ def test_swift_starts_what_it_says(line: str, variables: dict[str, str], tmp_pat
         for name, (value, _) in command.settings.items()
         if name not in ("m", "nproc_per_node")
     }.items() - {("learning_rate", "1e-05")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"NPROC_PER_NODE": "2"}, {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": "29513"}],
+)
+def test_llamafactory_starts_what_it_says(variables: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model_name_or_path: nowhere\nstage: sft\noutput_dir: o\n")
+    folder = Path(python("llamafactory")).parent
+    environment = {
+        **HERE,
+        "HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{folder}:{HERE['PATH']}",
+        **variables,
+    }
+    words = ["llamafactory-cli", "train", "c.yaml"]
+    ran = subprocess.run(
+        [folder / words[0], *words[1:]],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = re.search(r"Initializing (\d+) distributed tasks at: (\S+):(\d+)", ran.stdout + ran.stderr)
+    command = read_command(words, environment, tmp_path)
+    assert (command.launcher, command.interpreter) == ("llamafactory", (str(folder / "python"),))
+    assert command.processes == (int(said[1]) if said else 1) and command.output == tmp_path / "o"
+    assert command.rendezvous == ((said[2], int(said[3])) if said and "MASTER_PORT" in variables else None)
+    assert (said is not None) == ("FORCE_TORCHRUN" in variables), ran.stderr
 
 
 def test_tools_become_launchers(tmp_path: Path) -> None:
