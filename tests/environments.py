@@ -33,7 +33,7 @@ _OF_JULY_2025 = (
 
 @dataclass(frozen=True)
 class Environment:
-    """`packages` are installed with their dependencies, `alone` without.
+    """`packages` are installed with their dependencies, `alone` without, and `cut` are files to remove again.
 
     Both see the packages of the base environment `on`, and take precedence over them. `build` has the environment
     variables for building the `alone` packages.
@@ -44,11 +44,12 @@ class Environment:
     on: str = ""
     without: tuple[str, ...] = field(default=(), repr=False)
     build: tuple[str, ...] = field(default=(), repr=False)
+    cut: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def made_of(self) -> str:
         """What tells an environment that is up to date from one that is not."""
-        return " ".join((str(self), *self.build, *(f"-{each}" for each in self.without)))
+        return " ".join((str(self), *self.build, *(f"-{each}" for each in (*self.without, *self.cut))))
 
 
 ENVIRONMENTS = {
@@ -173,14 +174,15 @@ ENVIRONMENTS = {
         ("ms-swift==4.6.0", "mcore-bridge==1.6.5", "triton==3.7.0"),
         on=TESTS,
     ),
-    # Without what only its web interface, its server and videos need.
+    # Without what only its web interface, its server and videos need. The libraries of torchaudio are for GPUs.
     "llamafactory": Environment(
         (
             *("transformers==5.6.0", "peft==0.18.1", "trl==0.24.0", "datasets==4.0.0", "accelerate==1.11.0"),
             *("einops", "omegaconf", "pandas", "scipy", "sentencepiece", "tiktoken"),
         ),
-        ("llamafactory==0.9.5", "torchaudio==2.6.0"),
-        on="torch-2.6",
+        ("llamafactory==0.9.5", "torchaudio==2.11.0"),
+        on=TESTS,
+        cut=("torchaudio/lib/*.so",),
     ),
     # Their own requirements exclude each other's releases, and those of numpy that datasets needs.
     "paddleformers": Environment(
@@ -277,6 +279,9 @@ def python(name: str) -> str:
                 )
             if wanted.without:
                 subprocess.run([*pip[:3], "uninstall", "--quiet", "--yes", *wanted.without], check=True)
+            for each in wanted.cut:
+                for file in folder.glob(f"lib/python*/site-packages/{each}"):
+                    file.unlink()
             ready.write_text(wanted.made_of)
         if wanted.on:
             _add_scripts(interpreter, Path(below))
