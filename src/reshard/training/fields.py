@@ -68,13 +68,20 @@ def _field(
         else {"default": value}
     )
     default = given.get("default") or getattr(given.get("default_factory"), "body", None)  # that of a lambda
-    told = _literal(given.get("metadata")) or {}
-    if "choices" in told:
+    told = _entries(given.get("metadata"))
+    if told.get("choices"):
         hint = Literal[tuple(told["choices"])] | None
     text = " ".join(str(told.get("help") or _text(behind)).split()).replace("%%", "%")
     shown = "" if default is None else ast.unparse(default).strip("'")
     found = names[default.id] if isinstance(default, ast.Name) else _literal(default)
     return Field(name, hint, "" if shown == "None" else shown, text, found)
+
+
+def _entries(value: ast.expr | None) -> dict[Any, Any]:
+    """A dict in the source, with None for values that are not literals."""
+    if not isinstance(value, ast.Dict):
+        return {}
+    return {_literal(key): _literal(each) for key, each in zip(value.keys, value.values, strict=True)}
 
 
 def enumeration(source: Path, name: str) -> Any:
