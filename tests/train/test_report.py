@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
+import html
 import json
 import math
 import random
 import re
+import subprocess
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
+from shutil import which
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from reshard.pages.writing import charts_script
 from reshard.training.run import Run
 from reshard.training.show import report
-from reshard.training.show.chart import COLUMNS, SIZE, Series, chart, label, means, thinned, ticks
 from reshard.training.show.monitor import History, Metrics, append
+from reshard.training.show.series import COLUMNS, Series, chart, means, thinned
 from tests.commandline import reshard
 
 RECORD = {
@@ -28,6 +32,25 @@ RECORD = {
     "versions": {"torch": "2.13.0"},
     "plan": {"world size": 8},
 }
+
+
+DRAW = """
+require('./charts.js');
+const names = [], style = () => '#888';
+let scale = '';
+const chosen = name => name === scale;
+%(functions)s
+const drawn = ['', 'logarithmic'].map(each => {
+  scale = each;
+  const chart = echarts.init(null, null, { renderer: 'svg', ssr: true, width: 600, height: 260 });
+  chart.setOption(options(%(chart)s));
+  const drawing = chart.renderToSVGString();
+  chart.dispose();
+  return drawing;
+});
+console.log(JSON.stringify(drawn));
+"""
+"""The page's own functions, called by node."""
 
 
 def history(
@@ -79,20 +102,14 @@ def parsed(page: str) -> Parser:
     return parser
 
 
-def plots(page: str) -> list[ElementTree.Element]:
-    """The lines of each chart, on a linear and a logarithmic scale."""
-    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.S)]
+def plots(page: str) -> list[dict[str, Any]]:
+    """The data of each chart."""
+    return [json.loads(html.unescape(text)) for text in re.findall(r"data-chart='(.*?)'", page)]
 
 
 def titles(page: str) -> list[str]:
     """The charts of a page, in their order."""
     return re.findall(r'<section class="chart[^>]*>\s*<h2>(.*?)(?: <span|</h2>)', page)
-
-
-def numbers(plot: ElementTree.Element) -> list[float]:
-    """All coordinates in the chart's paths."""
-    paths = [element.get("d", "") for element in plot.iter("path")]
-    return [float(number) for path in paths for number in re.findall(r"[\d.]+(?=[ ML]|h|$)", path)]
 
 
 def shown(found: History, record: dict[str, Any] | None = None, name: str = "out") -> report.Shown:
@@ -107,23 +124,24 @@ def page_of(found: History, record: dict[str, Any] | None = None) -> str:
 def test_the_page_is_whole_and_refers_to_nothing_outside(count: int) -> None:
     page = page_of(history(count))
     parser = parsed(page)
-    assert parser.links == [] and "@import" not in page and "url(" not in page and "fetch(" not in page
+    own = page.replace(charts_script(), "")
+    assert parser.links == [] and "@import" not in own and "url(" not in own and "fetch(" not in own
     assert titles(page) == (["loss", "learning rate"] if count else [])
-    assert len(plots(page)) == 2 * len(titles(page))
+    assert len(plots(page)) == len(titles(page))
     assert ("Nothing has been measured" in page) == (count == 0)
     for plot in plots(page):
-        assert numbers(plot) and all(0 <= number <= SIZE for number in numbers(plot))
+        assert [step for step, _ in plot["runs"][0]["points"]] == list(range(1, count + 1))
 
 
 def test_what_the_record_says_is_text_and_not_code() -> None:
     hostile = history(1, samples=[{"prompt": "<img src=x onerror=alert(1)>", "completion": "</script>"}])
     page = page_of(hostile)
     assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
-    assert "<img" not in page and page.count("</script>") == 1
+    assert "<img" not in page and page.count("</script>") == 2
     for text in ("sft · Qwen3-8B", "kind fsdp2 · tp 1", "2.13.0", "world size", "last update"):
         assert text in page
     names = report.page([shown(history(1), name="</script><b>"), shown(history(1))])
-    assert names.count("</script>") == 1 and "<b>" not in names.split("<main")[1].split("Configuration")[0]
+    assert names.count("</script>") == 2 and "<b>" not in names.split("<main")[1].split("Configuration")[0]
 
 
 @pytest.mark.parametrize(
@@ -204,39 +222,38 @@ def test_answers_of_the_last_step_are_shown_and_earlier_ones_folded(tmp_path: Pa
     assert "<span>r <b>0.5</b></span>" in page
 
 
-def test_one_point_is_a_dot_and_a_constant_is_a_line() -> None:
-    (dot, _), (line, _) = (
-        chart("loss", [Series(points)]).linear.lines for points in ([(7, 0.0)], [(1, 2.0), (2, 2.0)])
-    )
-    assert not dot.path and dot.dots.count("M") == 1
-    assert line.path.count("M") == 1 and not line.dots
-
-
 def test_what_is_no_number_breaks_the_line_and_is_marked() -> None:
     points = [(1, 3.0), (2, 2.0), (3, math.nan), (4, math.inf), (50, 1.0), (51, 1.5)]
-    found = chart("loss", [Series(points)])
-    assert found.linear.lines[0].path.count("M") == 2
-    assert [mark.text for mark in found.broken] == ["3", "4"]
-    everywhere = chart("loss", [Series([(step, math.nan) for step in range(5000)])])
-    assert 200 < len(everywhere.broken) < 400 and everywhere.logarithmic is None
-    page = page_of(history(1, loss="nan"))
-    assert 'title="step 1: not a finite number"' in page
+    found = chart("loss", [Series(points)])["content"]
+    assert found["runs"][0]["points"] == [(1, 3.0), (2, 2.0), (3, None), (4, None), (50, 1.0), (51, 1.5)]
+    assert found["broken"] == [3, 4] and found["positive"]
+    everywhere = chart("loss", [Series([(step, math.nan) for step in range(5000)])])["content"]
+    assert 200 < len(everywhere["broken"]) <= 400 and not everywhere["positive"]
+    assert plots(page_of(history(1, loss="nan")))[0]["broken"] == [1]
 
 
-def test_a_logarithmic_scale_leaves_out_what_has_no_place_on_it() -> None:
-    found = chart("loss", [Series([(1, 1e-6), (2, 1e-3), (3, 0.0), (4, -1.0), (5, 1.0), (6, 10.0)])])
-    assert found.logarithmic is not None
-    assert found.logarithmic.lines[0].path.count("L") == 2 and found.linear.lines[0].path.count("L") == 5
-    marks = found.logarithmic.ticks
-    assert [each.text for each in marks] == sorted((each.text for each in marks), key=float)
-    gaps = {round(b.at - a.at, 1) for a, b in itertools.pairwise(marks)}
-    assert len(marks) >= 3 and len(gaps) <= 2  # as far apart on the page as their powers
+@pytest.mark.skipif(which("node") is None, reason="node draws the charts")
+def test_charts_are_drawn_on_both_scales_without_a_browser(tmp_path: Path) -> None:
+    measured = [(1, 1e-6), (2, 1e-3), (3, 0.0), (4, math.nan), (5, 1.0), (6, 10.0)]
+    found = chart("loss", [Series(measured, [(6, 2.0)])])["content"]
+    script = (files("reshard.training.show") / "page" / "page.js").read_text()
+    functions = script[script.index("function lines") : script.index("function draw")]
+    (tmp_path / "charts.js").write_text(charts_script())
+    (tmp_path / "draw.js").write_text(DRAW % {"functions": functions, "chart": json.dumps(found)})
+    drawn = subprocess.run(
+        ["node", tmp_path / "draw.js"], capture_output=True, text=True, check=True, timeout=30
+    ).stdout
+    linear, log = (ElementTree.fromstring(text) for text in json.loads(drawn))
+    texts = [{each.text for each in plot.iter("{http://www.w3.org/2000/svg}text")} for plot in (linear, log)]
+    assert {"2", "4", "6", "8", "10"} <= texts[0] and {"0.001", "1", "10"} & texts[1]
 
 
 def test_means_are_drawn_over_what_jumps() -> None:
     points = [(step, float(step % 2)) for step in range(40)]
-    jumping, steady = (chart("x", [Series(points)], noisy=noisy).linear.lines for noisy in (True, False))
-    assert jumping[0].path != jumping[1].path and steady[0].path == steady[1].path
+    jumping, steady = (
+        chart("x", [Series(points)], noisy=noisy)["content"]["runs"][0] for noisy in (True, False)
+    )
+    assert jumping["means"][-1] == (39, pytest.approx(0.6)) and steady["means"] == []
 
 
 def test_many_points_become_few_and_no_extreme_is_lost() -> None:
@@ -255,11 +272,6 @@ def test_the_mean_follows_the_points() -> None:
     assert means([(1, 1.0), (2, math.nan), (3, 3.0)]) == [(1, 1.0), (3, 2.0)]
     after = means([(step, 1e30 if step == 3 else 1.0) for step in range(40)])
     assert after[-1] == (39, 1.0)
-
-
-def test_ticks_are_round() -> None:
-    assert ticks(0.13, 4.2, 5) == [1, 2, 3, 4]
-    assert ticks(-2e-6, 1.1e-5, 5) == pytest.approx([0.0, 5e-6, 1e-5])
 
 
 def test_checks_are_told_and_stay(tmp_path: Path) -> None:
@@ -302,9 +314,10 @@ def test_several_runs_are_drawn_over_each_other(runs: list[Path], tmp_path: Path
     assert (result.code, result.err) == (0, "") and str(page_at) in result.out.replace("\n", "")
     page = page_at.read_text()
     parsed(page)
-    assert (
-        titles(page) == ["loss"] and page.count('class="points r0"') == page.count('class="points r1"') == 2
-    )
+    assert titles(page) == ["loss"] and [each["points"][0] for each in plots(page)[0]["runs"]] == [
+        [1, 1e-5],
+        [1, 5e-5],
+    ]
     differing = page[page.index("What differs") : page.index('class="controls"')]
     assert "options.learning_rate" in differing and "1e-5" in differing and "5e-5" in differing
     assert "seed" not in differing and "<meta http-equiv" not in page
@@ -356,4 +369,9 @@ def test_what_differs_between_machines_is_no_setting(runs: list[Path], tmp_path:
 
 
 def test_numbers_of_any_size_are_short() -> None:
-    assert [label(value) for value in (0.25, 12_300, 4.1e9, 8.33e29)] == ["0.25", "12.3k", "4.1G", "8.33e+29"]
+    assert [report._number(value) for value in (0.25, 12_300, 4.1e9, 8.33e29)] == [
+        "0.25",
+        "12.3k",
+        "4.1G",
+        "8.33e+29",
+    ]

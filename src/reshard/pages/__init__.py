@@ -7,10 +7,10 @@ is aggregated here, so that even the page of the largest model stays small.
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.shown import shown
+from reshard.pages.writing import charts_script
 from reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ def comparison_page(found: Comparison, a: str, b: str) -> str:
 
 
 def _page(template: str, **content: Any) -> str:
-    charts = files(__name__).joinpath("charts.min.js").read_text(encoding="utf-8")
-    return _environment().get_template(template).render(version=__version__, charts=charts, **content)
+    return (
+        _environment().get_template(template).render(version=__version__, charts=charts_script(), **content)
+    )
 
 
 @cache

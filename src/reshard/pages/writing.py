@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError
@@ -13,6 +14,11 @@ GENERATOR = "reshard"
 _MARK = f'name="generator" content="{GENERATOR}'.encode()
 _HEAD = 4096
 """The first bytes of a page, which contain its generator."""
+
+
+def charts_script() -> str:
+    """The build of Apache ECharts that a page contains."""
+    return files("reshard.pages").joinpath("charts.min.js").read_text(encoding="utf-8")
 
 
 def check_page(path: Path, option: str) -> None:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import GIB, memory_size
 from reshard.guard.complete import RECORD
-from reshard.pages.writing import GENERATOR, replace_page
+from reshard.pages.writing import GENERATOR, charts_script, replace_page
 from reshard.training.methods import LOSS, Measure, headline, words_for
-from reshard.training.show.chart import SIZE, Chart, Point, Series, chart, label
 from reshard.training.show.display import clock, short
 from reshard.training.show.monitor import History, Sample, history_of
+from reshard.training.show.series import Point, Series, chart
 from reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def page(runs: Sequence[Shown]) -> str:
         large=large,
         small=small,
         other=other,
-        size=SIZE,
+        charts=charts_script(),
     )
 
 
@@ -232,7 +232,10 @@ def _template() -> Template:
 
 
 def _number(value: Any) -> str:
-    return label(value) if isinstance(value, (int, float)) else str(value)
+    """A number with four digits: 0.25, 1e-05, 12.3k."""
+    if not isinstance(value, (int, float)):
+        return str(value)
+    return short(value) if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _code(text: str) -> Markup:
@@ -242,14 +245,7 @@ def _code(text: str) -> Markup:
     return Markup(re.sub(r"`([^`\n]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-@dataclass(frozen=True)
-class Drawn(Chart):
-    """A chart, and a text about its dots."""
-
-    beside: str = ""
-
-
-def _charts(runs: Sequence[Shown]) -> tuple[list[Drawn], list[Drawn], list[Drawn]]:
+def _charts(runs: Sequence[Shown]) -> tuple[list[Any], list[Any], list[Any]]:
     """Large charts for the headline, small ones for speed and stability, and all others."""
     heads = list(dict.fromkeys(each for run in runs for each in headline(run.method)))
     large = [*_drawn(heads, runs)]
@@ -264,14 +260,13 @@ def _words(name: str) -> str:
     return "memory (GiB)" if name == "memory" else words_for(name)
 
 
-def _drawn(measures: Sequence[Measure], runs: Sequence[Shown]) -> Iterator[Drawn]:
+def _drawn(measures: Sequence[Measure], runs: Sequence[Shown]) -> Iterator[dict[str, Any]]:
     """The charts of values that any run measured."""
     for measure in measures:
         series = [run.series(measure.name) for run in runs]
         if not any(each.points or each.beside for each in series):
             continue
-        found = chart(measure.words, series, noisy=measure.name not in SMOOTH)
-        yield Drawn(**vars(found), beside=_beside(series))
+        yield chart(measure.words, series, noisy=measure.name not in SMOOTH, beside=_beside(series))
 
 
 def _beside(series: Sequence[Series]) -> str:

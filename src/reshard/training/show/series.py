@@ -1,0 +1,90 @@
+"""What runs measured, thinned out and smoothed for the charts of a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Point = tuple[int, float]
+
+COLUMNS = 400
+"""Columns into which points are thinned out, at most four in each."""
+SMOOTH_FROM = 12
+"""The least number of points for which a line has means."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """What one run measured, and `beside` it the evaluations: few points, with a dot for each."""
+
+    points: Sequence[Point]
+    beside: Sequence[Point] = ()
+
+
+def chart(title: str, series: Sequence[Series], *, noisy: bool = True, beside: str = "") -> dict[str, Any]:
+    """The data of a chart of one measured value of several runs. A `noisy` value also gets means.
+
+    `broken` are the steps whose value is not finite; there the lines have gaps.
+    """
+    values = [point for each in series for point in (*each.points, *each.beside)]
+    runs = [
+        {
+            "points": _shown(each.points),
+            "means": _shown(means(each.points)) if noisy and len(each.points) >= SMOOTH_FROM else [],
+            "beside": _shown(each.beside),
+        }
+        for each in series
+    ]
+    broken = sorted({step for step, value in values if not math.isfinite(value)})
+    content = {
+        "runs": runs,
+        "positive": any(value > 0 for _, value in values),
+        "broken": broken[:: len(broken) // COLUMNS + 1],
+    }
+    return {"title": title, "beside": beside, "content": content}
+
+
+def _shown(points: Sequence[Point]) -> list[tuple[int, float | None]]:
+    return [
+        (step, float(f"{value:.6g}") if math.isfinite(value) else None) for step, value in thinned(points)
+    ]
+
+
+def thinned(points: Sequence[Point], columns: int = COLUMNS) -> Iterator[Point]:
+    """At most four points per column: first, minimum, maximum and last; and all values that are not finite."""
+    if len(points) <= 4 * columns:
+        yield from points
+        return
+    low, high = points[0][0], points[-1][0]
+    at = 0
+    for column in range(columns):
+        end = low + (high - low) * (column + 1) / columns
+        begin = at
+        while at < len(points) and (points[at][0] <= end or column == columns - 1):
+            at += 1
+        yield from _extremes(points[begin:at])
+
+
+def _extremes(points: Sequence[Point]) -> list[Point]:
+    finite = [point for point in points if math.isfinite(point[1])]
+    kept = {point for point in points if not math.isfinite(point[1])}
+    if finite:
+        kept |= {finite[0], finite[-1]}
+        kept |= {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
+    return sorted(kept, key=lambda point: point[0])
+
+
+def means(points: Sequence[Point]) -> list[Point]:
+    """Moving average over a fiftieth of all points, but at least five; values that are not finite are left out."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    window = max(len(finite) // 50, 5)
+    total, result = 0.0, []
+    for index, (step, value) in enumerate(finite):
+        if index % window:
+            total += value - (finite[index - window][1] if index >= window else 0.0)
+        else:  # summed anew, because one huge value costs the others their digits
+            total = math.fsum(each for _, each in finite[max(index - window + 1, 0) : index + 1])
+        result.append((step, total / min(index + 1, window)))
+    return result
