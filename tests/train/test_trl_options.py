@@ -364,6 +364,7 @@ def test_what_a_parameter_weighs() -> None:
         ("padding_free", "true", "--max_length none"),
         ("attn_implementation", "flash_atention_2", "did you mean flash_attention_2?"),
         ("report_to", "tensorbord", "did you mean tensorboard?"),
+        ("log_level", "warn", "did you mean warning?"),
         ("no_bf16", True, "--bf16 false switches it off"),
         ("lr", "1e-4", "did you mean --learning_rate?"),
         ("train_iters", "5", "did you mean --max_steps?"),

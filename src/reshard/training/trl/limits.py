@@ -8,7 +8,7 @@ from typing import Any
 from reshard.base.errors import Problem
 from reshard.base.suggest import did_you_mean
 from reshard.training import signals
-from reshard.training.option_checks import impossible, wrong_numbers
+from reshard.training.option_checks import impossible, mistyped, wrong_numbers
 
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"),
@@ -46,6 +46,7 @@ def unknown_names(typed: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of names that transformers does not know."""
     yield from _attention(typed.get("attn_implementation"))
     yield from _trackers(typed.get("report_to"))
+    yield from _log_levels(typed)
 
 
 def _workers(context: Any) -> Iterator[Problem]:
@@ -95,3 +96,13 @@ def _trackers(named: Any) -> Iterator[Problem]:
                     str(name), known, "leave it out: metrics.jsonl and report.html are always written"
                 ),
             )
+
+
+def _log_levels(typed: Mapping[str, Any]) -> Iterator[Problem]:
+    names = [name for name in ("log_level", "log_level_replica") if name in typed]
+    if names:
+        from transformers.training_args import trainer_log_levels as known
+
+        yield from (
+            mistyped(name, typed[name], "", list(known)) for name in names if typed[name] not in known
+        )
