@@ -194,12 +194,18 @@ def test_zero_steps_only_warn() -> None:
 
 
 def test_other_values_only_warn() -> None:
-    """fp16 skips steps with an infinite norm; transformers shows a loss of 0 instead of NaN."""
+    """fp16 skips steps whose gradients are not finite."""
     skipped = [f"{{'loss': 2.3, 'grad_norm': {norm}, 'epoch': 0.1}}" for norm in ("inf", "nan", "nan", "1.0")]
     assert told(*skipped)[1] == []
-    hidden = ["{'loss': '0', 'grad_norm': 'nan', 'epoch': '0.1'}"] * 5
-    _, (notice,) = told(*hidden)
+    _, (notice,) = told(*["{'loss': '2.3', 'grad_norm': 'nan', 'epoch': '0.1'}"] * 5)
     assert (notice.problem.code, notice.stop) == ("gradient-norm-not-finite", False)
     _, (notice,) = told(*["{'eval_loss': 'nan', 'eval_runtime': '0.2', 'epoch': '0.1'}"] * 2)
     assert (notice.problem.code, notice.stop) == ("evaluation-loss-not-finite", False)
     assert told("{'train_runtime': '0.5', 'train_loss': 'nan', 'epoch': '0.6'}")[1] == []
+
+
+@pytest.mark.parametrize("name", ["torchrun-trainer-nan", "swift-sft-nan", "llamafactory-sft-nan"])
+def test_a_loss_that_transformers_hides_ends_the_run(name: str) -> None:
+    """It prints 0 in place of NaN, with a gradient norm that is NaN."""
+    notices = told(*(LOGS / f"{name}.log").read_text(encoding="utf-8").replace("\r", "\n").splitlines())[1]
+    assert [(each.problem.code, each.stop) for each in notices][:1] == [("loss-not-finite", True)]

@@ -85,8 +85,8 @@ def read(text: str) -> Reading:
     found = next((match for pattern in _COUNTERS if (match := pattern.search(text))), None)
     tells = (found is not None or _RECORD.search(text) is not None) and _SUMMARY not in text
     loss, norm = (_value(pattern, text) if tells else None for pattern in (_LOSS, _NORM))
-    if _NAN_ITERATIONS.search(text):
-        loss = math.nan
+    if _NAN_ITERATIONS.search(text) or (loss == 0 and norm is not None and math.isnan(norm)):
+        loss = math.nan  # transformers prints 0 for it, unless logging_nan_inf_filter is false
     if found is None:
         return Reading(loss=loss, norm=norm)
     groups = found.groupdict()
@@ -205,7 +205,6 @@ class Progress:
                     "gradient-norm-not-finite",
                     "the gradient norm is NaN",
                     found=f"{self.at}: {self._bad_norms} times in a row, loss {seen.loss:g}",
-                    rule="transformers hides losses that are NaN unless logging_nan_inf_filter is false",
                     remedy="stop the run if the loss no longer changes, lower the learning rate, and look for "
                     "damaged records",
                     severity="warning",
