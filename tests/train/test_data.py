@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -360,22 +361,24 @@ def test_of_a_chat_only_the_words_of_the_assistant_can_be_learned(tokenizer: Any
 
 def test_lengths_count_what_is_cut_and_what_teaches_nothing(tokenizer: Any) -> None:
     rows = [{"prompt": "What is the answer?", "completion": " it"}, {"prompt": "A", "completion": " it"}]
-    full = [tokens.samples(row, tokenizer)[0] for row in rows]
+    sample = partial(tokens.samples, tokenizer=tokenizer)
+    full = [sample(row)[0] for row in rows]
     limit = full[0].learned.index(True)
-    counted = tokens.lengths(2, rows, tokenizer, limit)
+    counted = tokens.lengths(2, rows, limit, sample)
     assert (counted.cut, counted.empty) == (1, 1)
     assert counted.longest == len(full[0].ids)
     assert counted.tokens == limit + len(full[1].ids)
-    assert tokens.lengths(2, rows, tokenizer, None).cut == 0
+    assert tokens.lengths(2, rows, None, sample).cut == 0
 
 
 def test_many_records_are_told_by_some_that_are_drawn_evenly(tokenizer: Any) -> None:
     rows = [{"text": "it" if number < 500 else "it it it"} for number in range(1000)]
+    sample = partial(tokens.samples, tokenizer=tokenizer)
     count, drawn = tokens.draw(iter(rows), 100)
     assert (count, len(drawn)) == (1000, 100)
     assert 25 < sum(row["text"] == "it" for row in drawn) < 75
-    counted = tokens.lengths(count, drawn, tokenizer, None)
-    exact = tokens.lengths(1000, rows, tokenizer, None)
+    counted = tokens.lengths(count, drawn, None, sample)
+    exact = tokens.lengths(1000, rows, None, sample)
     assert counted.tokens == pytest.approx(exact.tokens, rel=0.15)
 
 
@@ -435,6 +438,6 @@ def test_a_record_that_a_template_renders_to_nothing_is_refused(tokenizer: Any) 
         {"prompt": hi[:1], "chosen": hi[1:], "rejected": hi[1:]},
     ):
         with pytest.raises(ReshardError, match="a record has no tokens") as raised:
-            tokens.lengths(1, [row], silent, None)
+            tokens.lengths(1, [row], None, partial(tokens.samples, tokenizer=silent))
         assert "Hi" in str(raised.value.problems[0].found)
     assert tokens.samples({"prompt": [{"role": "user", "content": "Hello"}]}, silent)

@@ -89,7 +89,7 @@ def trainable(run: Run, dtype: str = "float32") -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.config.use_cache = False
     if run.lora:
-        model = get_peft_model(model, adapter_config(engine_of(run).options(run)))
+        model = get_peft_model(model, adapter_config(engine_of(run).options(run), model))
     return model.train()
 
 

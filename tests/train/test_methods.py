@@ -87,7 +87,7 @@ def plain_numbers(run: Run, folder: Path) -> list[tuple[float, float]]:
         **{name: value for name, value in given.items() if name != "save_steps"},
     )
     set_seed(settings.seed)
-    model = way.model_class().from_pretrained(run.model, dtype="float32", **way.model_arguments)
+    model = way.model_class(run.model).from_pretrained(run.model, dtype="float32", **way.model_arguments)
     more: dict[str, Any] = {"teacher_model": run.options[way.teacher]} if way.teacher else {}
     more |= {"reward_funcs": [variety]} if is_rewarded(run.method) else {}
     trainer = way.trainer_class()(
@@ -159,7 +159,11 @@ def test_the_final_folder_loads(method: str, ran: Callable[..., Ran], tmp_path: 
     (tmp_path / "out/trained.json").write_text(json.dumps(content))
     found = finish(replace(one.run, output=tmp_path / "out"))
     assert found.whole, found.problems
-    model, told = WAYS[method].model_class().from_pretrained(tmp_path / "out/final", output_loading_info=True)
+    model, told = (
+        WAYS[method]
+        .model_class(tmp_path / "out/final")
+        .from_pretrained(tmp_path / "out/final", output_loading_info=True)
+    )
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     if method == "reward":
         assert type(model).__name__ == "Qwen3ForSequenceClassification"

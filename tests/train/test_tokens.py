@@ -17,7 +17,8 @@ import pytest
 from reshard.base.errors import ReshardError
 from reshard.training import engines
 from reshard.training.data import read_records, store
-from reshard.training.data.store import IGNORED, folder_of, open_tokens, tokenize
+from reshard.training.data.pretokenized import IGNORED
+from reshard.training.data.store import folder_of, open_tokens, tokenize
 from reshard.training.data.tokens import Learning, load_tokenizer, samples
 from reshard.training.run import Run
 from reshard.training.trl.rows import rows_of

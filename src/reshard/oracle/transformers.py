@@ -75,12 +75,20 @@ def assert_loads(path: str | Path) -> None:
     _loaded(path, device_map="meta")
 
 
+def auto_class(settings: Mapping[str, Any]) -> Any:
+    """transformers' class for the models of a config: by its head, for images and texts, or for a language model."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+
+    head = head_of(settings)
+    sees = SEEING.get(settings.get("model_type")) in (settings.get("architectures") or ())
+    return getattr(transformers, f"AutoModel{head or ('ForImageTextToText' if sees else 'ForCausalLM')}")
+
+
 def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
     """The model of a folder, and those of its parameters that may be missing from the folder."""
-    import transformers
-
     settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    kind = getattr(transformers, f"AutoModel{head_of(settings) or 'ForCausalLM'}")
+    kind = auto_class(settings)
     config = _config(path, settings)
     try:
         with _quiet():

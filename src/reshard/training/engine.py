@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem
 from reshard.guard.complete import lacking
-from reshard.training.data.tokens import EVERYTHING, Learning
+from reshard.training.data.tokens import EVERYTHING, Learning, Sample
 from reshard.training.run import SIZES, Run
 
 if TYPE_CHECKING:
@@ -216,6 +216,9 @@ class Engine:
     `evaluation` describes in words when evaluations run; `plan` describes how the model is sharded over the ranks.
     `reading(run, options, record)` is how records like this one are read.
 
+    `sampler(run, options, tokenizer)` returns a function that makes the tokens of a record with images, if the engine
+    trains on images. It raises ReshardError if the run cannot.
+
     `indexed` checks Megatron's indexed datasets, if the engine reads them, and returns the lengths of an epoch's
     sequences. It raises ReshardError for their problems.
 
@@ -246,6 +249,7 @@ class Engine:
     check: Callable[[Run, Trained, Path], list[Problem]]
     warm: Callable[[Run], bool] = lambda run: False
     indexed: Callable[[Run], Lengths] | None = None
+    sampler: Callable[[Run, Mapping[str, Any], Any], Callable[[Any], list[Sample]]] | None = None
     leaves: tuple[str, ...] = ()
     tracks: bool = False
     dequantizes: bool = False

@@ -56,8 +56,8 @@ METHODS = {
     for method in (
         Method(
             "sft",
-            "Supervised fine-tuning: chats, prompt and completion, or plain text.",
-            (*_CHATS, "prompt and completion", "plain text"),
+            "Supervised fine-tuning: chats, also with images, prompt and completion, plain text, or tokens.",
+            (*_CHATS, "prompt and completion", "plain text", "tokens"),
             (LOSS, TOKEN_ACCURACY),
         ),
         Method(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from reshard.guard.complete import RECORD, SAVED
 from reshard.guard.outputs import unwritable
 from reshard.stores.hub import url_of
 from reshard.training import data, outputs
+from reshard.training.data.images import has_processor
 from reshard.training.data.indexed import are_indexed
 from reshard.training.data.mix import Mix
 from reshard.training.engines import engine_of
@@ -96,6 +98,46 @@ def _quantized(run: Run) -> Iterator[Problem]:
             found=f"quantization_config: {config.get('quant_method') if isinstance(config, dict) else config}",
             remedy="use the unquantized weights of the same model, with --lora to save memory",
         )
+
+
+def without_images(run: Run) -> Problem | None:
+    """The problem of images in the data, if the engine or the model takes texts only, or Pillow is not installed."""
+    engine, expected = (
+        engine_of(run),
+        "a model with preprocessor_config.json, and a class for images and texts",
+    )
+    if engine.sampler is None:
+        found, remedy = f"--engine {engine.name}", "use --engine trl, or leave the images out"
+    elif not has_processor(run.model):
+        found, remedy = (
+            f"{run.model} reads texts only",
+            "train a vision-language model, or leave the images out",
+        )
+    elif find_spec("PIL") is None:
+        expected, found, remedy = (
+            "Pillow, which opens images",
+            "not installed",
+            "pip install pillow torchvision",
+        )
+    else:
+        return None
+    return Problem(
+        "images-not-trainable",
+        "this run cannot train on images",
+        expected=expected,
+        found=found,
+        remedy=remedy,
+    )
+
+
+def embedding_rows(run: Run) -> int | None:
+    """The rows of the embedding according to the model's config; None if it does not say."""
+    try:
+        config = read_object(run.model / CONFIG, Sources())
+    except (OSError, ReshardError):
+        return None
+    rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return rows if isinstance(rows, int) else None
 
 
 def unindexed(run: Run) -> Iterator[Problem]:

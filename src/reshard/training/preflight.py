@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from reshard.base.errors import GIB, Problem, ReshardError, memory_size
@@ -13,10 +14,11 @@ from reshard.guard.complete import RECORD
 from reshard.training import data, evaluation, memory, preconditions
 from reshard.training.data.drawn import Drawn, drawn_of, first_of, lengths_of, unheard, unlike
 from reshard.training.data.faults import Template
+from reshard.training.data.images import Viewer, unsupported
 from reshard.training.data.indexed import are_indexed
 from reshard.training.data.mix import Mix
 from reshard.training.data.records import seen
-from reshard.training.data.tokens import Lengths, probe
+from reshard.training.data.tokens import LOOKED_AT, LOOKED_AT_IMAGES, Lengths, probe, samples
 from reshard.training.engine import Batches, Reading
 from reshard.training.engines import engine_of
 from reshard.training.evaluation import Evaluation
@@ -89,6 +91,8 @@ class Looking:
     held_out: list[Drawn] = field(default_factory=list)
     """The sources of the evaluation data."""
     final_dtype: str | None = None
+    viewer: Viewer = field(default_factory=Viewer)
+    """Looks at the images of all data."""
 
     @property
     def gpus(self) -> list[Gpu]:
@@ -122,6 +126,7 @@ class Looking:
         if self.options is not None:
             self._take(preconditions.machine(run, self.options, self.environment))
             self._try(lambda: trackers.check(run))
+        self.viewer.refusal = preconditions.without_images(run)
         self._read(data.ANY_TEMPLATE)
         self._take(preconditions.unindexed(run))
         self._take(tokenizer_missing(run))
@@ -201,7 +206,8 @@ class Looking:
         return processes, processes * self.run.ranks.nnodes
 
     def _sources(self, mix: Mix, template: Template) -> list[Drawn]:
-        sources, wrong = drawn_of(mix, self.run.method, template, **self.run.reading)
+        template = replace(template, rows=preconditions.embedding_rows(self.run))
+        sources, wrong = drawn_of(mix, self.run.method, template, view=self.viewer, **self.run.reading)
         self.found += wrong
         return sources
 
@@ -220,7 +226,7 @@ class Looking:
         if not (records and result.sources):
             return result
         first = first_of(self.held_out)
-        reading = engine.reading(run, options, first)
+        reading = self._reading(run, options, first)
         differing = list(evaluation.unlike(self.run, first_of(result.sources), first, mixed=reading.mixed))
         self._take(differing)
         wrong = any(each.severity == "error" for each in differing)
@@ -243,7 +249,7 @@ class Looking:
     ) -> Preflight:
         """Tokens, steps, memory and disk."""
         run, engine, world_size, on_cpu = self.run, engine_of(self.run), self.world_size, not self.gpus
-        reading = engine.reading(run, options, {"text": ""} if indexed else first_of(result.sources))
+        reading = self._reading(run, options, {"text": ""} if indexed else first_of(result.sources))
         self._take(unlike(run.data, result.sources, mixed=reading.mixed))
         self._take(unheard(run.system, result.sources))
         if reading.packed and tokenizer is None:
@@ -255,6 +261,7 @@ class Looking:
         if batches is None:
             return result
         self._take(_few(result.records, batches, reading))
+        self._take(_uncounted(run, self.viewer))
         precision = engine.precision(run)
         whole = replace(batches, length=_longest(run, batches, lengths, reading))
         needed = self._try(lambda: memory.estimate(run, whole, precision, world_size, gpu=not on_cpu))
@@ -281,16 +288,35 @@ class Looking:
         self._take(replace(each, severity="warning") if self.machine else each for each in room_on_disk)
         return replace(sized, room=found)
 
+    def _reading(self, run: Run, options: dict[str, Any], first: dict[str, Any]) -> Reading:
+        """How records are read; those with images all in one shape, for the collator."""
+        found = engine_of(run).reading(run, options, first)
+        return replace(found, mixed=found.mixed and not self.viewer.seen)
+
     def _lengths(self, run: Run, sources: list[Drawn], tokenizer: Any, reading: Reading) -> Lengths | None:
         if tokenizer is None:
             return None
+        sample, most = self._sampler(run, tokenizer, reading)
         values = [each for source in sources for each in seen(source.first, run.method).values()]
-        if any(isinstance(each, list) for each in values) and not tokenizer.chat_template:
+        if not self.viewer.seen and _has_chats(values) and not tokenizer.chat_template:
             self.found.append(preconditions.template(run.model))
             return None
-        found = self._try(lambda: lengths_of(sources, run.method, tokenizer, reading.limit, reading.learning))
+        found = sample and self._try(lambda: lengths_of(sources, run.method, reading.limit, sample, most))
         self._take(_lengths_wrong(run, found, f"--{reading.length}") if found else ())
         return found
+
+    def _sampler(self, run: Run, tokenizer: Any, reading: Reading) -> tuple[Any, int]:
+        """The function that makes the tokens of a record, if there is one, and for how many records."""
+        of_images = engine_of(run).sampler
+        if not (self.viewer.seen and of_images):
+            return partial(samples, tokenizer=tokenizer, learning=reading.learning), LOOKED_AT
+        if self.viewer.refusal:
+            return None, 0
+        return self._try(lambda: of_images(run, self.options or {}, tokenizer)), LOOKED_AT_IMAGES
+
+
+def _has_chats(values: list[Any]) -> bool:
+    return any(isinstance(each, list) and each and isinstance(each[0], dict) for each in values)
 
 
 def _lengths_wrong(run: Run, lengths: Lengths, longer: str) -> Iterator[Problem]:
@@ -335,6 +361,20 @@ def _few(records: int, batches: Batches, reading: Reading) -> Iterator[Problem]:
             "there are fewer records than one step needs",
             found=f"{records} records, {batches.samples} samples in a step",
             remedy="lower the batch, or add data",
+            severity="warning",
+        )
+
+
+def _uncounted(run: Run, viewer: Viewer) -> Iterator[Problem]:
+    if viewer.seen and viewer.beside:
+        yield unsupported(sorted(viewer.beside))
+    if viewer.seen and not viewer.refusal:
+        yield Problem(
+            "memory-without-vision-tower",
+            "the estimated memory does not include the activations of the vision tower",
+            file=str(run.model),
+            rule="the tokens of images are counted in the language model only",
+            remedy="watch the memory of the first step",
             severity="warning",
         )
 

@@ -19,6 +19,7 @@ from typing import IO, Any
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain import json_of
 from reshard.training.data.faults import Template, faults, show
+from reshard.training.data.images import located
 from reshard.training.data.indexed import INDEX
 from reshard.training.data.mix import Mix
 from reshard.training.data.records import Row, kind_of, shapes_of, standard
@@ -30,6 +31,8 @@ NAMED = 12
 """Maximum number of faulty records that are reported; the others are only counted."""
 BATCH = 4096
 """Rows of an Arrow batch."""
+PARQUET = 256
+"""Rows of a Parquet file in memory: they may contain images."""
 ANY_TEMPLATE = Template()
 
 
@@ -92,26 +95,28 @@ def read_records(
     chosen: str | None = None,
     system: str | None = None,
     shapes: Counter[str] | None = None,
+    view: Callable[[Row], Row] = lambda row: row,
 ) -> Iterator[Row]:
     """The records of a file or folder, in TRL's standard shape.
 
     `chosen` is the shape for records that fit several, `system` the system message for chats without one; `shapes`
-    counts the records of each shape. Faulty records are skipped, and at the end raised together as a ReshardError, by
-    file and line.
+    counts the records of each shape, `view` looks at their images. Faulty records are skipped, and at the end raised
+    together as a ReshardError, by file and line.
     """
     faulty, first = _Faulty(), None
     more = {"chosen": chosen, "system": system}
-    for where, row in _rows(path):
+    for folder, where, row in _rows(path):
         found = [row] if isinstance(row, Problem) else faults(row, method, template, **more)
         problems = [replace(each, file=each.file or where) for each in found]
         if not problems:
             (shape,) = shapes_of(row, method, chosen)
             if shapes is not None:
                 shapes[shape] += 1
-            clean = standard(row, shape, system)
+            clean, problems = _viewed(standard(row, shape, system), folder, view)
             kind = kind_of(clean)
             first = first or (kind, where)
-            problems = [] if kind == first[0] else [_mixed(kind, where, first)]
+            mixed = [] if kind == first[0] else [_mixed(kind, where, first)]
+            problems = [replace(each, file=each.file or where) for each in problems] + mixed
         if problems:
             faulty.add(problems)
         else:
@@ -121,6 +126,16 @@ def read_records(
             "data-empty", "the data is empty", file=str(path), found="no records", remedy="check the path"
         )
     faulty.end()
+
+
+def _viewed(row: Row, folder: Path, view: Callable[[Row], Row]) -> tuple[Row, list[Problem]]:
+    """A record with its images located and viewed, and their problems."""
+    if "images" in row:
+        row = {**row, "images": [located(image, folder) for image in row["images"]]}
+    try:
+        return view(row), []
+    except ReshardError as error:
+        return row, error.problems
 
 
 @dataclass
@@ -158,10 +173,11 @@ def _mixed(kind: str, where: str, first: tuple[str, str]) -> Problem:
     )
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record and its place; a Problem if it cannot be read."""
+def _rows(path: Path) -> Iterator[tuple[Path, str, Any]]:
+    """Each record with the folder of its file and its place; a Problem if it cannot be read."""
     for file in files_of(path):
-        yield from _READERS[file.suffix.lower()](file) if file.suffix.lower() != ".gz" else _lines(file)
+        rows = _READERS[file.suffix.lower()](file) if file.suffix.lower() != ".gz" else _lines(file)
+        yield from ((file.parent, where, row) for where, row in rows)
 
 
 def _open(file: Path) -> IO[bytes]:
@@ -291,7 +307,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
         ) from None
     number = 0
     try:
-        for batch in parquet.ParquetFile(file).iter_batches(BATCH):
+        for batch in parquet.ParquetFile(file).iter_batches(PARQUET):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{file}: row {number}", row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -15,7 +15,7 @@ from reshard.training.data.faults import Template
 from reshard.training.data.indexed import are_indexed
 from reshard.training.data.mix import Mix, Source
 from reshard.training.data.records import Row, kind_of, seen
-from reshard.training.data.tokens import Learning, Lengths, draw, lengths
+from reshard.training.data.tokens import Lengths, Sample, draw, lengths
 
 
 @dataclass
@@ -101,18 +101,19 @@ def unheard(system: str | None, sources: list[Drawn]) -> Iterator[Problem]:
 
 
 def lengths_of(
-    sources: list[Drawn], method: str, tokenizer: Any, length: int | None, learning: Learning
+    sources: list[Drawn], method: str, length: int | None, sample: Callable[[Row], list[Sample]], most: int
 ) -> Lengths:
-    """The lengths of an epoch's records. Raises ReshardError if the template refuses one."""
+    """The lengths of an epoch's records, of which up to `most` of each source are tokenized. Raises ReshardError."""
     return reduce(
         add,
         (
             lengths(
                 source.seen,
-                [seen(row, method) for row in source.rows],  # other columns are the reward's
-                tokenizer,
+                [
+                    seen(row, method) for row in source.rows[:: -(-len(source.rows) // most)]
+                ],  # others are the reward's
                 length,
-                learning,
+                sample,
             )
             for source in sources
             if source.rows

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from reshard.base.errors import Problem
+from reshard.training.data import images, pretokenized
 from reshard.training.data.records import (
     CHATS,
     METHODS,
@@ -35,13 +36,15 @@ SHOWN = 60
 class Template:
     """What a chat template refuses: system messages, roles that do not alternate. See `tokens.probe`.
 
-    `drops` are the roles whose messages it leaves out without a word, `folder` is that of the tokenizer.
+    `drops` are the roles whose messages it leaves out without a word, `folder` is that of the tokenizer. `rows` are
+    those of the model's embedding.
     """
 
     refuses_system: bool = False
     refuses_repeated: bool = False
     drops: tuple[str, ...] = ()
     folder: str = ""
+    rows: int | None = None
 
     @property
     def refuses(self) -> bool:
@@ -82,6 +85,11 @@ def faults(
     if unfit := list(_unfit(clean)):
         yield from unfit
         return
+    if shape == "tokens":
+        yield from pretokenized.faults(clean, template.rows)
+        return
+    yield from images.faults(clean, method)
+    template = Template() if "images" in clean else template  # it was asked about contents that are strings
     yield from _of_besides(clean)
     columns = ("messages",) if shape in CHATS else SHAPES[shape]
     wrong = [each for column in columns for each in _of_column(column, clean[column], template)]
@@ -303,7 +311,7 @@ def _of_messages(messages: list[Any], column: str) -> Iterator[Problem]:
 
 
 def _of_content(message: Row, name: str) -> Iterator[Problem]:
-    content = message.get("content")
+    content = images.text_of(message.get("content"))
     if isinstance(content, str):
         may_be_empty = message.get("tool_calls") or message["role"] in ("system", "tool")
         if content.strip() or not may_be_empty:
@@ -312,9 +320,9 @@ def _of_content(message: Row, name: str) -> Iterator[Problem]:
         yield Problem(
             "message-without-text" if content is None else "message-content-not-text",
             f"{name} has no text" if content is None else f"the content of {name} is not a string",
-            expected="a string",
+            expected='a string, or a list of parts {"type": "text", "text": …} and {"type": "image", "image": PATH}',
             found=show(content),
-            remedy="leave the record out" if content is None else "join its parts into one string",
+            remedy="leave the record out" if content is None else "join its texts into one string",
         )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from reshard.base.plain import json_of
 from reshard.training import methods
+from reshard.training.data import pretokenized
+from reshard.training.data.images import with_images
 from reshard.training.methods import generates
 
 Row = dict[str, Any]
@@ -36,6 +38,7 @@ SHAPES = {
     "Alpaca": ("instruction", "output"),
     "prompts": ("prompt",),
     "plain text": ("text",),
+    "tokens": (pretokenized.IDS,),
 }
 """The columns that identify each shape, the more specific shape first."""
 CHATS = ("chat", "ShareGPT", "Alpaca")
@@ -61,8 +64,10 @@ def shapes_of(row: Mapping[str, Any], method: str, chosen: str | None = None) ->
 
 
 def kind_of(row: Row) -> str:
-    """The kind of a standard row: `chat as messages`, `plain text as strings`."""
+    """The kind of a standard row: `chat as messages`, `plain text as strings`, `tokens`."""
     shape = next(shape for shape, columns in SHAPES.items() if row.keys() >= set(columns))
+    if shape == "tokens":
+        return shape
     return f"{shape} as {'messages' if isinstance(row[SHAPES[shape][0]], list) else 'strings'}"
 
 
@@ -73,6 +78,12 @@ def standard(row: Row, shape: str, system: str | None = None) -> Row:
     """
     if shape == "prompts":
         return {**row, "prompt": _with_system(_as_messages(row["prompt"]), system)}
+    if shape == "tokens":
+        return {key: row[key] for key in (pretokenized.IDS, *pretokenized.BESIDE) if row.get(key) is not None}
+    return with_images(_of_texts(row, shape, system), row)
+
+
+def _of_texts(row: Row, shape: str, system: str | None) -> Row:
     beside = {key: row[key] for key in BESIDES if row.get(key) is not None}
     if shape in CHATS:
         return {"messages": _with_system(_chat(row, shape), row.get("system") or system), **beside}

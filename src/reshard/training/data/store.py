@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ import numpy as np
 from reshard.base.errors import ReshardError
 from reshard.folders.companions import find_companions
 from reshard.training.data import digest, files_of, read_records
+from reshard.training.data.pretokenized import IGNORED
 from reshard.training.data.tokens import Learning, Sample, samples
 from reshard.training.run import Run
 from reshard.transfer.sources import Sources
 from reshard.version import __version__
 
-IGNORED = -100
 ROWS = 256
 """Records per batch, which is also how many are in memory at once."""
 SUFFIX = ".tokens"
@@ -130,14 +130,25 @@ def _write(file: Path, found: Iterator[Sample]) -> None:
     import pyarrow as arrow
 
     kind = arrow.list_(arrow.int32())
-    schema = arrow.schema({"input_ids": kind, "labels": kind})
+    rows = ({"input_ids": each.ids, "labels": _labels(each)} for each in found)
+    write_stream(file, {"input_ids": kind, "labels": kind}, rows)
+
+
+def write_stream(
+    file: Path, known: Mapping[str, Any], rows: Iterator[Mapping[str, Any]], other: Any = None
+) -> None:
+    """Write rows to an Arrow stream, which is renamed into place. Columns have a `known` type, or `other`."""
+    import pyarrow as arrow
+
+    first = next(rows, {})
+    schema = arrow.schema({**dict.fromkeys(first, other), **known})
+    rows = chain([first] if first else [], rows)
     partial = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         with partial.open("wb") as sink:
             with arrow.ipc.new_stream(sink, schema) as writer:
-                while batch := list(islice(found, ROWS)):
-                    columns = [[each.ids for each in batch], [_labels(each) for each in batch]]
-                    arrays = [arrow.array(column, kind) for column in columns]
+                while batch := list(islice(rows, ROWS)):
+                    arrays = [arrow.array([row[each.name] for row in batch], each.type) for each in schema]
                     writer.write_batch(arrow.record_batch(arrays, schema=schema))
             sink.flush()
             os.fsync(sink.fileno())

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.base.errors import ReshardError
+from reshard.training.data import pretokenized
 from reshard.training.data.faults import Template, show
 from reshard.training.data.records import Row, tools_of
 
 LOOKED_AT = 2000
 """Maximum number of records that are tokenized to estimate lengths, drawn evenly from all."""
+LOOKED_AT_IMAGES = 64
+"""The same for records with images, whose pixels are computed too."""
 _MARK = "\ue000"
 """A private-use character with which no text begins or ends."""
 
@@ -95,6 +98,9 @@ def samples(row: Row, tokenizer: Any, learning: Learning = EVERYTHING) -> list[S
 
 
 def _samples(row: Row, tokenizer: Any, learning: Learning) -> list[Sample]:
+    if pretokenized.IDS in row:
+        learned = pretokenized.learned(row, completion_only=learning.completion_only)
+        return [Sample(row[pretokenized.IDS], learned)]
     extra = options_of(row)
     if "messages" in row:
         return [_chat(row["messages"], tokenizer, extra, learning)]
@@ -302,18 +308,18 @@ def draw(rows: Iterable[Row], limit: int = LOOKED_AT) -> tuple[int, list[Row]]:
 
 
 def lengths(
-    records: int, drawn: list[Row], tokenizer: Any, length: int | None, learning: Learning = EVERYTHING
+    records: int, drawn: list[Row], length: int | None, sample: Callable[[Row], list[Sample]]
 ) -> Lengths:
-    """The lengths of `records`, estimated from those drawn. Raises ReshardError if the template refuses one."""
+    """The lengths of `records`, estimated from those drawn. Raises ReshardError if `sample` does for one."""
     tokens = longest = cut = empty = 0
     for row in drawn:
-        given = samples(row, tokenizer, learning)
+        given = sample(row)
         sizes = [len(each.ids) for each in given]
         limit = max(sizes) if length is None else length
         tokens += sum(min(size, limit) for size in sizes)
         longest = max(longest, *sizes)
         cut += max(sizes) > limit
-        answers = "messages" in row or "text" in row or len(row.keys() & {"completion", "chosen"}) > 0
+        answers = bool(row.keys() & {"messages", "text", "completion", "chosen", pretokenized.IDS})
         empty += answers and not any(any(each.learned[:limit]) for each in given)
     scale = records / len(drawn) if drawn else 0.0
     counts = (round(count * scale) for count in (tokens, cut, empty))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from reshard.training.data.store import IGNORED
+from reshard.training.data.pretokenized import IGNORED
 from reshard.training.megatron.indexed import IndexedRows
 from reshard.training.megatron.rows import LABELS, Rows
 from reshard.training.megatron.setup import Trainee, gather_weights

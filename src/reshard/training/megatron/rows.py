@@ -23,7 +23,8 @@ import numpy.typing as npt
 from reshard.base.errors import ReshardError
 from reshard.folders.companions import find_companions
 from reshard.training.data import digest_of, read_records
-from reshard.training.data.store import IGNORED, folder_of, open_tokens, tokenize
+from reshard.training.data.pretokenized import IGNORED
+from reshard.training.data.store import folder_of, open_tokens, tokenize
 from reshard.training.data.tokens import Learning, Sample, load_tokenizer, samples
 from reshard.training.megatron.options import Options
 from reshard.training.run import Run

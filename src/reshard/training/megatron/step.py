@@ -12,7 +12,7 @@ import numpy as np
 
 from reshard.training import signals
 from reshard.training.collective import highest
-from reshard.training.data.store import IGNORED
+from reshard.training.data.pretokenized import IGNORED
 from reshard.training.data.tokens import load_tokenizer
 from reshard.training.divergence import beginnings
 from reshard.training.megatron.indexed import IndexedRows

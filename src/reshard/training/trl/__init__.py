@@ -6,11 +6,12 @@ Importing this package imports none of the frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem
+from reshard.training.data.tokens import Sample
 from reshard.training.engine import (
     Batches,
     Checkpoints,
@@ -102,6 +103,12 @@ def _train(run: Run, monitor: Monitor) -> Trained:
     return train_here(run, monitor)
 
 
+def _sampler(run: Run, options: Mapping[str, Any], tokenizer: Any) -> Callable[[Any], list[Sample]]:
+    from reshard.training.trl.vision import samples_of
+
+    return samples_of(run, options, tokenizer)
+
+
 def _check(run: Run, trained: Trained, final: Path) -> list[Problem]:
     from reshard.training.trl.checking import differences
 
@@ -152,6 +159,7 @@ ENGINE = Engine(
     warm=_warm,
     train=_train,
     check=_check,
+    sampler=_sampler,
     leaves=(".data-*",),
     tracks=True,
 )

@@ -16,7 +16,7 @@ from reshard.training.trl.methods import Way
 def adapted(model: Any, options: Mapping[str, Any], way: Way) -> Any:
     """A model on the meta device with the adapter that the options describe. Raises ReshardError."""
     config = adapter_config(
-        {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+        {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}, model
     )
     linears = _linears(model)
     names = _Names.of(model)

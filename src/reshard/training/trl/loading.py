@@ -107,11 +107,14 @@ def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> A
     if own:
         given["dtype"] = "auto"  # as saved: FSDP2 trains in float32 what was loaded in 16 bits
     set_seed(int(options["seed"]))  # as TRL does: missing weights are drawn, equally on all ranks
-    model = way.model_class().from_pretrained(
+    model = way.model_class(run.model).from_pretrained(
         folder, trust_remote_code=bool(options["trust_remote_code"]), **way.model_arguments, **given
     )
     model.config._name_or_path = str(run.model)
     model.name_or_path = str(run.model)
+    # accelerate refuses names of layers that are not there: Gemma 3 names those of a text tower, too.
+    there = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = [name for name in model._no_split_modules or () if name in there]
     return model
 
 
@@ -155,8 +158,8 @@ def _sharded(folder: str | Path, options: Mapping[str, Any], given: Mapping[str,
     return model
 
 
-def adapter_config(options: Mapping[str, Any]) -> Any:
-    """PEFT's config for the adapter that the options describe."""
+def adapter_config(options: Mapping[str, Any], model: Any) -> Any:
+    """PEFT's config for the adapter of a model that the options describe. `all-linear` means its language model."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -165,11 +168,19 @@ def adapter_config(options: Mapping[str, Any]) -> Any:
         lora_alpha=options["lora_alpha"],
         lora_dropout=options["lora_dropout"],
         target_modules=_targets(options["lora_target_modules"]),
+        exclude_modules=_outside(model) if options["lora_target_modules"] == ["all-linear"] else None,
         target_parameters=options["lora_target_parameters"],
         modules_to_save=options["lora_modules_to_save"],
         use_rslora=options["use_rslora"],
         use_dora=options["use_dora"],
     )
+
+
+def _outside(model: Any) -> str | None:
+    """A regular expression for the modules outside of the language model, if the model sees images."""
+    decoder = model.get_decoder() if getattr(model.config, "vision_config", None) else None
+    name = next((name for name, module in model.named_modules() if module is decoder), "")
+    return rf"(?!{re.escape(name)}\.).*" if name else None
 
 
 _NAME = re.compile(r"[\w.-]+")

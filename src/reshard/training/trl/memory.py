@@ -77,7 +77,7 @@ def _sizes(
     plan = dict(getattr(model, "tp_plan", None) or {})
     if lora:
         model = adapters.adapted(model, dict(options), way)
-    layers = max((stack for stack in _stacks(model)), key=len, default=[])
+    layers = max(_stacks(model), key=lambda stack: sum(map(_numel, stack)), default=[])
     inside = {id(p) for layer in layers for p in layer.parameters()}
     every = dict(model.named_parameters())
     trained = {name for name, p in every.items() if p.requires_grad}
@@ -105,11 +105,10 @@ def _sizes(
 def on_meta(folder: Path, *, trusted: bool, classifies: bool = False) -> Any:
     """The model of a folder without its weights. Code from the folder is run only if it is trusted."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
-    kind, labels = AutoModelForCausalLM, {}
-    if classifies:
-        kind, labels = AutoModelForSequenceClassification, {"num_labels": 1}
+    way = WAYS["reward" if classifies else "sft"]
+    kind, labels = way.model_class(folder), way.model_arguments
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted, **labels)
         with torch.device("meta"):
@@ -132,7 +131,7 @@ def _linear(model: Any) -> int:
 
 
 def _stacks(model: Any) -> Iterator[list[Any]]:
-    """Lists of modules; the longest contains the decoder layers."""
+    """Lists of modules; the largest contains the decoder layers."""
     from torch.nn import ModuleList
 
     for name, module in model.named_modules():

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from reshard.folders.companions import CONFIG, read_object
+from reshard.oracle.transformers import auto_class
 from reshard.training.run import PARALLEL
+from reshard.transfer.sources import Sources
 
 Options = Mapping[str, Any]
 
@@ -47,15 +51,13 @@ class Way:
         """TRL's config."""
         return getattr(import_module("trl"), self.config)
 
-    def model_class(self) -> Any:
-        """transformers' class of the trained model."""
+    def model_class(self, folder: Path) -> Any:
+        """transformers' class of the trained model, which starts from the model in a folder."""
         import transformers
 
-        return (
-            transformers.AutoModelForSequenceClassification
-            if self.classifies
-            else transformers.AutoModelForCausalLM
-        )
+        if self.classifies:
+            return transformers.AutoModelForSequenceClassification
+        return auto_class(read_object(folder / CONFIG, Sources()))
 
     @property
     def model_arguments(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from reshard.training.data.store import SUFFIX, folder_of, tokenize
 from reshard.training.data.tokens import Learning
 from reshard.training.engine import Monitor
 from reshard.training.run import Run
-from reshard.training.trl import devices
+from reshard.training.trl import devices, vision
 
 FOLDER = ".data"
 """Prefix of the folders in the output with Arrow files while ranks train, one folder for each node."""
@@ -52,9 +52,10 @@ def rows_of(run: Run, options: Mapping[str, Any], tokenizer: Any, monitor: Monit
     mixes = {"train": run.data, "eval": run.eval_data}
     if first:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        write = _write_images if vision.is_seen(run, *mixes.values()) else _write
         for name, mix in mixes.items():
             if mix:
-                _write(replace(run, data=mix), options, tokenizer, folder / name, monitor)
+                write(replace(run, data=mix), options, tokenizer, folder / name, monitor)
     devices.barrier()
     try:
         yield Data(*(mix and _mapped(run, mix, folder / name) for name, mix in mixes.items()))
@@ -77,6 +78,13 @@ def _write(run: Run, options: Mapping[str, Any], tokenizer: Any, folder: Path, m
         monitor.note(found.in_words(kept))
 
 
+def _write_images(run: Run, options: Any, tokenizer: Any, folder: Path, monitor: Monitor) -> None:
+    """Write records with images as they are: pixels take much more room than files."""
+    folder.mkdir(parents=True)
+    for number, path in enumerate(run.data.paths):
+        vision.store(run, path, folder / f"{number:04}{SUFFIX}")
+
+
 def _mapped(run: Run, mix: Mix, folder: Path) -> Any:
     from datasets import Dataset, concatenate_datasets
 
@@ -84,4 +92,6 @@ def _mapped(run: Run, mix: Mix, folder: Path) -> Any:
         return Dataset.load_from_disk(str(folder))
     parts = [Dataset.from_file(str(file)) for file in sorted(folder.glob(f"*{SUFFIX}"))]
     whole, picks = concatenate_datasets(parts), mix.picks([len(part) for part in parts])
+    if "images" in whole.column_names:
+        whole = whole.with_transform(vision.opened)
     return whole if picks is None else whole.select(picks)

@@ -106,7 +106,7 @@ def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
         if name != CONFIG:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
-    if _changed(run, tokenizer):
+    if _changed(run, getattr(tokenizer, "tokenizer", tokenizer)):
         tokenizer.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
     content = dict(read_object(run.model / CONFIG, Sources()))

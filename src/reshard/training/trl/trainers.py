@@ -142,7 +142,7 @@ def trainer_of(
     if way.teacher:
         more["teacher_model"] = loading.teacher_of(run, options, arguments)
     if run.lora:
-        more["peft_config"] = loading.adapter_config(options)
+        more["peft_config"] = loading.adapter_config(options, model)
     save_only, arguments.save_only_model = (
         arguments.save_only_model,
         run.parallel == "tp" or arguments.save_only_model,

@@ -11,7 +11,7 @@ from reshard.training.engines import engine_of
 from reshard.training.final.dtype import final_dtype
 from reshard.training.reading import reading
 from reshard.training.run import Run
-from reshard.training.trl import arithmetic, cpu, devices, environment, loading, saving, weights
+from reshard.training.trl import arithmetic, cpu, devices, environment, loading, saving, vision, weights
 from reshard.training.trl.arguments import arguments_of
 from reshard.training.trl.callback import callback_of
 from reshard.training.trl.config_fields import options_of
@@ -34,8 +34,9 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
     tokenizer = loading.tokenizer_of(run, options)
     with rows_of(run, options, tokenizer, monitor) as data:
         arithmetic.batches_of(run, options, devices.world_size(), len(data.train))
+        processing = vision.prepare(run, arguments, options, tokenizer, data.train.column_names)
         with reading(run, checkpoint):
-            trainer = _trainer(run, monitor, arguments, options, tokenizer, data, checkpoint)
+            trainer = _trainer(run, monitor, arguments, options, processing, data, checkpoint)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if trainer.stopped:
             raise trainer.stopped
