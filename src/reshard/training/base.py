@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
-from reshard.guard.finite import damaged, nonfinite
 from reshard.training.collective import everyone, place
 
 
 def assert_finite_base(model: Path) -> None:
     """Raise ReshardError if weights of the base are NaN or infinite. All ranks must call it; each reads a part."""
+    from reshard.guard.finite import damaged, nonfinite  # with all formats, and only if a loss is not finite
+
     rank, ranks = place()
     try:
         mine = nonfinite(model, rank, ranks)

@@ -12,7 +12,6 @@ from reshard.base.errors import Problem, ReshardError, listed, memory_size
 from reshard.checks.environment import Environment, Gpu
 from reshard.checks.machine import more_processes_than_gpus, torch_without_cuda
 from reshard.diagnosis.finding import Place
-from reshard.diagnosis.launches import run_by_several
 from reshard.diagnosis.rules import told
 from reshard.folders.companions import CONFIG, read_object
 from reshard.guard.complete import RECORD, SAVED
@@ -301,6 +300,7 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
 def config_problems(path: Path) -> list[Problem]:
     """The doctor's findings about a script or config for a run. Raises ReshardError if the file is neither."""
     from reshard.diagnosis import diagnose
+    from reshard.diagnosis.launches import run_by_several
 
     # The doctor cannot know whether several processes will run a script; here they will.
     found = run_by_several(str(path), diagnose(path), Place("reshard train"), 2)
