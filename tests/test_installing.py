@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import packaging.requirements  # noqa: F401 - while it is installed: the fixture hides all other packages
 import pytest
 
 from reshard.base.installing import install_command, remedy
