@@ -32,6 +32,7 @@ ELSEWHERE = ("docs/demo.md", "docs/tutorials")
 """Pages whose commands need each other's output: tests/test_demo.py and tests/test_tutorials.py run them."""
 PARSED = {
     "train": "tests/train runs it",
+    "guard": "tests/guard runs it",
     "export": "needs a run of `train`: tests/train runs it",
     "report": "needs a run of `train`: tests/train runs it",
     "install-completion": "changes files of a shell",
@@ -78,6 +79,7 @@ def typed() -> Iterator[Command]:
         "average",
         "verify",
         "doctor",
+        "guard",
         "train",
         "report",
         "export",
