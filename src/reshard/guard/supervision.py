@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from reshard.base.errors import Problem, ReshardError
 from reshard.guard.lifetime import end_with_parent
 from reshard.guard.passing import Signals
 from reshard.guard.processes import Processes, Tree
@@ -94,14 +95,26 @@ def supervise(
 def started(
     words: Sequence[str], environment: Mapping[str, str], folder: Path, relay: Relay
 ) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process, with its output in a relay. Raises OSError."""
+    """Start a command that ends with this process, with its output in a relay. Raises ReshardError if it cannot."""
     out, err = relay.ends
     ends_with_this = partial(end_with_parent, signal.SIGTERM, os.getpid())
-    process = subprocess.Popen(
-        words, env=environment, cwd=folder, stdout=out, stderr=err, preexec_fn=ends_with_this
-    )
+    try:
+        process = subprocess.Popen(
+            words, env=environment, cwd=folder, stdout=out, stderr=err, preexec_fn=ends_with_this
+        )
+    except OSError as error:
+        raise ReshardError([_not_started(words[0], error)]) from error
     relay.begun()
     return process
+
+
+def _not_started(word: str, error: OSError) -> Problem:
+    return Problem(
+        "command-not-started",
+        "the command cannot be started",
+        found=f"{error.filename or word}: {error.strerror}",
+        remedy="check its name, and that it is on PATH and executable",
+    )
 
 
 @dataclass
