@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ FUNCTIONS = (
     *("stream", "support", "train", "verify"),
 )
 COMMANDS_ALONE = ("help", "install-completion")
+IN_MODULES = {"guard": "run"}
+"""Functions of modules that do what a command does."""
 LOG = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
     loss.backward()
@@ -77,9 +80,11 @@ def test_everything_is_visible_and_nothing_else_is_there() -> None:
 
 
 def test_each_command_is_a_function() -> None:
-    assert {*COMMANDS} <= {*FUNCTIONS, *COMMANDS_ALONE}
+    assert {*COMMANDS} <= {*FUNCTIONS, *COMMANDS_ALONE, *IN_MODULES}
+    assert all(callable(getattr(import_module(f"reshard.{name}"), call)) for name, call in IN_MODULES.items())
     page = (DOCS / "python.md").read_text(encoding="utf-8")
-    assert [name for name in FUNCTIONS if f"`reshard.{name}`" not in page] == []
+    names = [*FUNCTIONS, *map(".".join, IN_MODULES.items())]
+    assert [name for name in names if f"`reshard.{name}`" not in page] == []
 
 
 def test_no_function_has_the_name_of_a_module() -> None:

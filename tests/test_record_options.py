@@ -86,12 +86,12 @@ def test_a_function_has_the_fields_as_arguments() -> None:
         """Do it."""
         return words, options
 
-    assert call(["x"], stall=5) == (["x"], Asked(stall=5))  # type: ignore[call-arg, arg-type]
+    assert call(["x"], stall=5) == (["x"], Asked(stall=5))
     names = list(inspect.signature(call).parameters)
     assert names == ["words", *(each.name for each in options_of(Asked))]
     assert "stall : Longest silence." in (call.__doc__ or "")
     with pytest.raises(TypeError, match="unexpected keyword argument 'stal'"):
-        call(["x"], stal=5)  # type: ignore[call-arg]
+        call(["x"], stal=5)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from typing import Any, TypeVar, get_args, get_type_hints
 
-F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -53,12 +53,12 @@ def options_of(record: type) -> Iterator[Option]:
         yield Option(each.name, kind, None if each.default is MISSING else each.default, about)
 
 
-def takes(record: type) -> Callable[[F], F]:
+def takes(record: type) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Let a function whose last argument is a record take its fields as keywords instead."""
 
-    def decorate(function: F) -> F:
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
         @wraps(function)
-        def wrapped(*given: Any, **options: Any) -> Any:
+        def wrapped(*given: Any, **options: Any) -> R:
             return function(*given, record(**options))
 
         signature = inspect.signature(function)
@@ -72,7 +72,7 @@ def takes(record: type) -> Callable[[F], F]:
         lines = [f"    {each.name} : {each.about.help}" for each in options_of(record)]
         wrapped.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         wrapped.__doc__ = "\n".join([(function.__doc__ or "").rstrip(), "", "    Options:", "", *lines])
-        return wrapped  # type: ignore[return-value]
+        return wrapped
 
     return decorate
 

@@ -1,0 +1,41 @@
+"""The guard as a function, and what `--json` prints: both give the same report, which follows the schema."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard import guard
+from reshard.base.errors import ReshardError
+from tests.commandline import apart, follows_schema
+
+FAILING = (sys.executable, "-c", "print('a line'); raise SystemExit(3)")
+
+
+def test_the_function_returns_what_the_command_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = guard.run(FAILING, log=tmp_path / "log")
+    assert (report.status, "a line" in capfd.readouterr().out) == (3, True)
+    told = json.loads((tmp_path / "log/guard.json").read_text(encoding="utf-8"))
+    assert told == json.loads(json.dumps(report.as_dict()))
+    done = apart("guard", "--json", "--log", "other", "--", *FAILING)
+    assert (done.returncode, "a line" in done.stderr) == (3, True)
+    follows_schema("guard", done.stdout)
+    different = {"log", "seconds"}
+    assert {**json.loads(done.stdout), **{key: told[key] for key in different}} == told
+
+
+def test_what_is_refused_is_raised_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ReshardError) as caught:
+        guard.run(["absent-command"])
+    done = apart("guard", "--json", "--", "absent-command")
+    assert done.returncode == 2
+    follows_schema("guard", done.stdout)
+    printed = [each["code"] for each in json.loads(done.stdout)["problems"]]
+    assert printed == [each.code for each in caught.value.problems] == ["command-not-started"]
