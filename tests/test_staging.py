@@ -311,6 +311,25 @@ def test_two_runs_that_replace_the_same_folder_at_the_same_moment(
     assert names(tmp_path) == {"dst", kept.name}
 
 
+@pytest.mark.usefixtures("no_locks")
+def test_a_run_whose_output_another_one_replaces_at_once_leaves_no_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "dst", "old")
+    rename = Path.rename
+
+    def meanwhile(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        if target == tmp_path / "dst":
+            monkeypatch.setattr(Path, "rename", rename)
+            write(tmp_path / "dst", "other", overwrite=True)
+        return moved
+
+    monkeypatch.setattr(Path, "rename", meanwhile)
+    write(tmp_path / "dst", "new", overwrite=True)
+    assert names(tmp_path) == {"dst"} and names(tmp_path / "dst") == {"other"}
+
+
 def spoil(folder: Path, how: str) -> None:
     if how == "removed":
         shutil.rmtree(folder)

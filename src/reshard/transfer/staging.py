@@ -256,9 +256,11 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal, sin
     aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
     (staging / ASIDE).write_text(aside.name)  # so that `recover` knows what the output has replaced
 
+    placed = False
+
     def settle() -> None:
-        """Move the old folder to the run's if the new one is in its place; put it back if there is none."""
-        if is_at(target, new):
+        """Move the old folder to the run's if the new one took its place; put it back if there is none."""
+        if placed or is_at(target, new):  # another run may have replaced the new one since
             if aside.exists():
                 aside.rename(staging / REPLACED)
             journal.sync(target.parent)
@@ -270,6 +272,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal, sin
             if overwrite and target.exists():
                 target.rename(aside)
             _place(output, target)
+            placed = True
         finally:
             _despite_ctrl_c(settle)
     except OSError as error:
