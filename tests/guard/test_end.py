@@ -19,10 +19,10 @@ from rich.console import Console
 
 from reshard.base.errors import Problem
 from reshard.guard.acceptance import Check
+from reshard.guard.command import Started
 from reshard.guard.end import Ran, Report, ended
 from reshard.guard.final import Finished
 from reshard.guard.options import Options
-from reshard.guard.resume import Started
 from reshard.guard.supervision import Outcome
 from reshard.guard.watching import Notice
 

@@ -12,11 +12,11 @@ import pytest
 
 from reshard.base.errors import Problem
 from reshard.diagnosis.finding import Finding, Text
+from reshard.guard.command import Started
 from reshard.guard.end import Ran, continuing, ended
 from reshard.guard.failure import Failure
 from reshard.guard.options import Options
 from reshard.guard.requeue import is_cured, requeue, restarts
-from reshard.guard.resume import Started
 from reshard.guard.supervision import Outcome
 from tests import slurm_cluster
 

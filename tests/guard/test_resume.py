@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from reshard.guard.checkpoints import Found
-from reshard.guard.resume import Resume, Started, resume_of
+from reshard.guard.command import Started
+from reshard.guard.resume import Resume, resume_of
 
 OUT = Path("/out")
 TOOLS = {

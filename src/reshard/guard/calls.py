@@ -13,16 +13,14 @@ from reshard.base.errors import ReshardError
 from reshard.base.plain import put
 from reshard.guard.announce import FOLDER
 from reshard.guard.before import Checked, check
-from reshard.guard.command import Command, read_command
+from reshard.guard.command import Command, Started, read_command
 from reshard.guard.end import Ran, Report, continuing, ended
-from reshard.guard.failure import oom_kills
-from reshard.guard.memory import Memory
+from reshard.guard.memory import Memory, oom_kills
 from reshard.guard.nodes import Meeting, first_to_fail, place_named
 from reshard.guard.options import Options
 from reshard.guard.progress import Progress
 from reshard.guard.relay import Relay
 from reshard.guard.resources import MODELS
-from reshard.guard.resume import Started
 from reshard.guard.screen import Screen
 from reshard.guard.stacks import read_stack
 from reshard.guard.stall import Limits, Stall

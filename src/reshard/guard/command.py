@@ -52,6 +52,19 @@ class Command:
         return next((self.settings[name][0] for name in names if name in self.settings), None)
 
 
+@dataclass(frozen=True)
+class Started:
+    """A command as it was typed, and what it starts: a script or a module, whose file is `script` if it is known.
+
+    `versions` are those of packages in its environment.
+    """
+
+    words: tuple[str, ...]
+    script: Path | None = None
+    module: str = ""
+    versions: Mapping[str, str] | None = None
+
+
 def visible_gpus(environment: Mapping[str, str]) -> int:
     """The number of GPUs that a process with this environment sees."""
     from reshard.checks.environment import find_gpus

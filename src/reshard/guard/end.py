@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.guard.options import Options
+from reshard.guard.passing import signal_name
 from reshard.guard.supervision import Outcome
 
 if TYPE_CHECKING:
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 
     from reshard.base.errors import Problem
     from reshard.guard.checkpoints import Saved
+    from reshard.guard.command import Started
     from reshard.guard.failure import Failure
     from reshard.guard.final import Finished
-    from reshard.guard.resume import Resume, Started
+    from reshard.guard.resume import Resume
 
 WORDS = {
     "en": {
@@ -140,19 +142,18 @@ class Report:
 
     def print(self, console: Console, language: str = "en") -> None:
         """Print it; the cause and its cure come last."""
+        lines = self._lines(WORDS[language])
+        if self.failure is None or self.elsewhere:
+            _print(lines, console)
+            return
         from reshard.guard.failure import print_what, print_why
 
-        own = None if self.elsewhere else self.failure
-        if own:
-            print_what(own, console)
-        for line in self._lines(WORDS[language]):
-            console.print(line, markup=False)
-        if own:
-            print_why(own, console, language)
+        print_what(self.failure, console)
+        _print(lines, console)
+        print_why(self.failure, console, language)
 
     def _lines(self, words: dict[str, str]) -> Iterable[str]:
         from reshard.base.shown import shown
-        from reshard.guard.failure import signal_name
 
         if self.elsewhere:
             said = [self.elsewhere.get(name, "") for name in ("who", "node", "did", "shown")]
@@ -190,6 +191,11 @@ class Report:
             for _, alike in groupby(check.problems, lambda problem: problem.code):
                 yield from _together(list(alike))
         yield words["final" if self.final.whole else "unchecked"].format(self.final.final)
+
+
+def _print(lines: Iterable[str], console: Console) -> None:
+    for line in lines:
+        console.print(line, markup=False)
 
 
 def _together(problems: list[Problem]) -> list[str]:
@@ -237,12 +243,13 @@ class _End:
         return saved_in(self.where, 0.0 if self.ran.output else self.outcome.began)
 
     def _failure(self) -> Failure | None:
-        from reshard.guard.failure import Failure, Seen, read_failure
-
-        if self.outcome.stopped:
-            return Failure.of_notice(self.outcome.stopped)
-        if self.outcome.signal or not self.outcome.status:
+        stopped = self.outcome.stopped
+        if stopped is None and (self.outcome.signal or not self.outcome.status):
             return None
+        from reshard.guard.failure import Failure, Seen, read_failure  # takes 1 s
+
+        if stopped:
+            return Failure.of_notice(stopped)
         ran, notices = self.ran, tuple(self.outcome.notices)
         scripts = (ran.started.script,) if ran.started.script else ()
         how = (ran.ranks, ran.oom_kills, self.outcome.status, notices)
@@ -255,10 +262,10 @@ class _End:
 
     def _final(self, saved: Saved) -> Finished | None:
         """The folder of `--final`, of a run that was not broken off."""
-        from reshard.guard.final import Ask, final_of, missing
-
         if not self.options.final or self.outcome.status or self.outcome.stopped:
             return None
+        from reshard.guard.final import Ask, final_of, missing
+
         if saved.weights is None:
             return missing(self.options.final, self.where)
         origin = Ask(self.options.merge, self.options.base, self.ran.model, self.ran.trust, self.ran.folder)
@@ -283,11 +290,12 @@ def ended(ran: Ran, outcome: Outcome, options: Options) -> Report:
 
 def continuing(ran: Ran, options: Options) -> tuple[str, ...] | None:
     """In a job that Slurm has requeued for `--requeue`: the command that continues, if there is a checkpoint."""
-    from reshard.guard.checkpoints import saved_in
     from reshard.guard.requeue import restarts
-    from reshard.guard.resume import resume_of
 
     if not (options.requeue and restarts() and ran.output):
         return None
+    from reshard.guard.checkpoints import saved_in
+    from reshard.guard.resume import resume_of
+
     found = saved_in(ran.output).last
     return resume_of(ran.started, found).words if found else None

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from reshard.diagnosis.match import first_failure
 from reshard.diagnosis.scripts import diagnose_script
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.words import aside
+from reshard.guard.passing import signal_name
 from reshard.guard.relay import without_times
 from reshard.guard.watching import Notice
 
@@ -248,35 +248,6 @@ def signal_in(status: int) -> int:
     """The signal that an exit status tells of, or 0: 137 in shells, 247 of DeepSpeed, which exits with -9."""
     number = min(status - 128, 256 - status)
     return number if number in set(signal.Signals) else 0
-
-
-def signal_name(number: int) -> str:
-    """The name of a signal, as SIGKILL for 9, and who sends it if a program cannot have done it itself."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-    hint = ": by the out-of-memory killer, a scheduler or a person" if number == signal.SIGKILL else ""
-    return f"{name}{hint}"
-
-
-def oom_kills(system: Path = Path("/")) -> int:
-    """Processes of this control group that any out-of-memory killer has ended so far.
-
-    `oom_kill` of memory.events (cgroup v2), of memory.oom_control (v1), or else of the whole machine (/proc/vmstat).
-    """
-    groups = ""
-    with suppress(OSError):
-        groups = (system / "proc/self/cgroup").read_text()
-    files = [
-        system / "sys/fs/cgroup" / (f"memory/{path}/memory.oom_control" if kind else f"{path}/memory.events")
-        for kind, path in re.findall(r"^\d+:(|(?:\S+,)?memory(?:,\S+)?):/(.*)$", groups, re.MULTILINE)
-    ]
-    for file in (*files, system / "proc/vmstat"):
-        with suppress(OSError):
-            if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
-                return int(found[1])
-    return 0
 
 
 def _explained(findings: list[Finding], seen: Seen) -> list[Finding]:

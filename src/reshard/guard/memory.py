@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -72,6 +73,25 @@ def _group_rooms(mount: Path, path: str, *, unified: bool) -> Iterator[Room]:
 def _fields(path: Path) -> dict[str, int]:
     rows = (line.replace(":", " ").split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}
+
+
+def oom_kills(system: Path = Path("/")) -> int:
+    """Processes of this control group that any out-of-memory killer has ended so far.
+
+    `oom_kill` of memory.events (cgroup v2), of memory.oom_control (v1), or else of the whole machine (/proc/vmstat).
+    """
+    groups = ""
+    with suppress(OSError):
+        groups = (system / "proc/self/cgroup").read_text()
+    files = [
+        system / "sys/fs/cgroup" / (f"memory/{path}/memory.oom_control" if kind else f"{path}/memory.events")
+        for kind, path in re.findall(r"^\d+:(|(?:\S+,)?memory(?:,\S+)?):/(.*)$", groups, re.MULTILINE)
+    ]
+    for file in (*files, system / "proc/vmstat"):
+        with suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
+                return int(found[1])
+    return 0
 
 
 @dataclass

@@ -89,6 +89,16 @@ class Signals:
             os.close(each)
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal, as SIGKILL for 9, and who sends it if a program cannot have done it itself."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    hint = ": by the out-of-memory killer, a scheduler or a person" if number == signal.SIGKILL else ""
+    return f"{name}{hint}"
+
+
 def _nothing(number: int, frame: Any) -> None:
     """The handler: the number is in the pipe."""
 

@@ -10,9 +10,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from reshard.base.errors import Problem
-from reshard.guard.failure import Failure
+
+if TYPE_CHECKING:
+    from reshard.guard.failure import Failure
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 CURED = frozenset(

@@ -8,9 +8,8 @@ verl 0.9 (trainer/ppo), torchtitan 0.3 (components/checkpointer), TRL (scripts),
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
@@ -18,22 +17,10 @@ from reshard.base.errors import ReshardError
 from reshard.diagnosis.source import Call, Source, read_source
 from reshard.folders.descent import RUN
 from reshard.guard.checkpoints import Found
+from reshard.guard.command import Started
 
 OPTION = "resume_from_checkpoint"
 """The Trainer's, and what most scripts call theirs."""
-
-
-@dataclass(frozen=True)
-class Started:
-    """A command as it was typed, and what it starts: a script or a module, whose file is `script` if it is known.
-
-    `versions` are those of packages in its environment.
-    """
-
-    words: tuple[str, ...]
-    script: Path | None = None
-    module: str = ""
-    versions: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
