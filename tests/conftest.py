@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,26 +72,36 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def genuine(tmp_path_factory: pytest.TempPathFactory, transformer_engine: Executor) -> Callable[..., Genuine]:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Get a folder by its name, which is filled once for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def get(name: str, fill: Callable[[Path], object]) -> Path:
+        folder, filled = base / name, Path(f"{base / name}.filled")
+        folder.parent.mkdir(exist_ok=True)
+        with open(f"{folder}.lock", "w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            if not filled.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                fill(folder)
+                filled.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def genuine(once: Callable[..., Path], transformer_engine: Executor) -> Callable[..., Genuine]:
     """Get a checkpoint of `tests.genuine.megatron.ALL`, made once for all workers; see `make`."""
     from tests.genuine import megatron as variants
 
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "megatron"
-    folder.mkdir(exist_ok=True)
-
     def get(name: str, megatron: str | None = None) -> Genuine:
-        out = folder / f"{megatron or 'installed'}-{name}"
-        with open(f"{out}.lock", "w") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-            if not out.exists():
-                make(name, partial := Path(f"{out}.partial"), megatron)
-                partial.rename(out)
-        return variants.existing(name, out)
+        folder = once(f"megatron/{megatron or 'installed'}-{name}", partial(make, name, megatron))
+        return variants.existing(name, folder)
 
-    def make(name: str, out: Path, megatron: str | None) -> None:
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
+    def make(name: str, megatron: str | None, out: Path) -> None:
         if megatron is None and variants.ALL[name].spec == "te":
             transformer_engine.submit(variants._make_here, name, out).result(timeout=120)
         else:

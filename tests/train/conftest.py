@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -162,24 +163,21 @@ def run(folder: Path, data: dict[str, Path], tmp_path: Path) -> Run:
 
 
 @pytest.fixture(scope="session")
-def ran(
-    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], data: dict[str, Path]
-) -> Trainer:
-    """Train once for each set of arguments, and share the result between tests."""
-    done: dict[str, Ran] = {}
+def ran(once: Callable[..., Path], tiny: Callable[..., Path], data: dict[str, Path]) -> Trainer:
+    """Train once for each set of arguments, and share the result between tests and workers."""
 
     def get(
         plan: str, method: str = "sft", model: str = "qwen3", lora: bool = False, ep: int = 1, **options: Any
     ) -> Ran:
-        key = f"{plan}-{method}-{model}-{lora}-{ep}-{sorted(options.items())}"
-        if key not in done:
-            run = run_of(
-                plan, method, tiny(model), data[method], tmp_path_factory.mktemp("run"), lora, ep, options
-            )
+        def fill(output: Path) -> None:
+            run = run_of(plan, method, tiny(model), data[method], output, lora, ep, options)
             if EVALUATED.keys() <= run.options.keys():
                 run = replace(run, eval_data=data[f"{method}-eval"])
-            done[key] = train(run, PLANS[plan], environment=ENVIRONMENTS.get(plan))
-            assert not done[key].failed, done[key].log
-        return done[key]
+            done = train(run, PLANS[plan], environment=ENVIRONMENTS.get(plan))
+            assert not done.failed, done.log
+
+        key = f"{method}-{model}-{lora}-{ep}-{sorted(options.items())}"
+        output = once(f"runs/{plan}-{crc32(key.encode()):08x}", fill)
+        return Ran(Run.read(output), failed=False)
 
     return get

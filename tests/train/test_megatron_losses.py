@@ -161,20 +161,21 @@ def test_interleaved_stages_have_the_same_losses(tiny: Tiny, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "groups", "ep"),
+    ("name", "groups", "tp", "ep"),
     [
-        ("qwen3", 2, 1),
-        pytest.param("qwen2", 1, 1, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", 2, 2, marks=pytest.mark.slow),
+        ("qwen3", 1, 2, 1),
+        pytest.param("qwen3", 2, 4, 1, marks=pytest.mark.slow),
+        pytest.param("qwen2", 1, 4, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, 4, 2, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_share_a_query_group_have_the_same_losses(
-    name: str, groups: int, ep: int, tiny: Tiny, tmp_path: Path
+    name: str, groups: int, tp: int, ep: int, tiny: Tiny, tmp_path: Path
 ) -> None:
     model = tiny(name, num_key_value_heads=groups)
     options = {"expert_tensor_parallel_size": 2} if ep > 1 else {}
-    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Layout(tp=4, ep=ep), **options)
-    seen, trained = train(run, 4)
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Layout(tp=tp, ep=ep), **options)
+    seen, trained = train(run, tp)
     assert_close(seen, reference(model))
     reshard.convert(run.output, tmp_path / "final")
     assert megatron.ENGINE.check(run, trained, tmp_path / "final") == []
