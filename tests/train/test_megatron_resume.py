@@ -20,9 +20,12 @@ from reshard.engines.megatron.session import RankError
 from reshard.formats import open_checkpoint
 from reshard.guard.complete import RECORD, SAVED
 from reshard.training import megatron
+from reshard.training.engine import Trained
 from reshard.training.request import run_of as request_of
+from reshard.training.run import Run
 from tests.train.megatron import (
     STEPS,
+    Seen,
     run_of,
     train,
     train_and_die,
@@ -32,6 +35,9 @@ from tests.train.megatron import (
 )
 
 Tiny = Callable[..., Path]
+Whole = Callable[..., tuple[Run, Seen, Trained]]
+OPTIONS = {"save_interval": 2, "global_batch_size": 4, "eval_interval": 2}
+"""A step sees half of the data."""
 
 
 class Case(NamedTuple):
@@ -60,17 +66,34 @@ MORE_CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """A run that nothing interrupts, trained once: the run, the reports of rank 0, its result."""
+    done: dict[str, tuple[Run, Seen, Trained]] = {}
+
+    def get(
+        model: str = "qwen3", ranks: int = 1, layout: Layout | None = None, **options: Any
+    ) -> tuple[Run, Seen, Trained]:
+        key = f"{model} {ranks} {layout} {options}"
+        if key not in done:
+            folder = tmp_path_factory.mktemp("whole")
+            given = {**OPTIONS, "eval_data": write_held_out(folder), **options}
+            run = run_of(tiny(model), write_chats(folder), folder / "out", layout, **given)
+            run.output.mkdir()
+            put(run.output / RECORD, run.as_dict())
+            done[key] = (run, *train(run, ranks))
+        return done[key]
+
+    return get
+
+
 @pytest.mark.parametrize(
     "name", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_CASES)]
 )
-def test_a_killed_run_goes_on_with_the_same_losses(name: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_with_the_same_losses(name: str, whole: Whole, tmp_path: Path) -> None:
     case = {**CASES, **MORE_CASES}[name]
-    data = write_chats(tmp_path)
-    options = {"save_interval": 2, "global_batch_size": 4, **case.options}  # a step sees half of the data
-    options |= {"eval_data": write_held_out(tmp_path), "eval_interval": 2}
-    whole = run_of(tiny(case.model), data, tmp_path / "whole", case.layout, **options)
-    killed = replace(whole, output=tmp_path / "killed")
-    unbroken, _ = train(whole, case.ranks)
+    run, unbroken, _ = whole(case.model, case.ranks, case.layout, **case.options)
+    killed = replace(run, output=tmp_path / "killed")
     train_and_die(killed, case.ranks, after=3)
     assert (killed.output / "latest_checkpointed_iteration.txt").read_text() == "2"
     again, trained = train(replace(killed, layout=case.then, resume=True), case.others)
@@ -83,16 +106,15 @@ def test_a_killed_run_goes_on_with_the_same_losses(name: str, tiny: Tiny, tmp_pa
     assert trained.checkpoint == killed.output / "iter_0000004"
 
 
-def test_a_run_that_a_signal_has_stopped_goes_on_to_the_same_bits(tiny: Tiny, tmp_path: Path) -> None:
-    whole = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "whole", Layout(tp=2), save_interval=3)
-    unbroken, finished = train(whole, 2)
-    stopped = replace(whole, output=tmp_path / "stopped")
-    ends = train_and_stop(stopped, 2, after=1)
-    checkpoint = stopped.output / "iter_0000002"
-    assert [where for _, where in ends] == [(2, checkpoint)] * 2
-    assert ends[0][0].checkpoints == [checkpoint] and checkpoint.is_dir()
+def test_a_run_that_a_signal_has_stopped_goes_on_to_the_same_bits(whole: Whole, tmp_path: Path) -> None:
+    run, unbroken, finished = whole("qwen3", 2, Layout(tp=2))
+    stopped = replace(run, output=tmp_path / "stopped")
+    ends = train_and_stop(stopped, 2, after=2)
+    checkpoint = stopped.output / "iter_0000003"
+    assert [where for _, where in ends] == [(3, checkpoint)] * 2
+    assert ends[0][0].checkpoints[-1] == checkpoint and checkpoint.is_dir()
     again, trained = train(replace(stopped, resume=True), 2)
-    assert list(again.steps) == [3, 4]
+    assert list(again.steps) == [4]
     assert [*ends[0][0].losses, *again.losses] == unbroken.losses
     assert trained.digests == finished.digests
 
@@ -123,10 +145,11 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tiny: Tiny, tmp_path: Path
         train(other)
 
 
-def test_a_megatron_checkpoint_that_has_lost_a_file_is_not_continued_from(tiny: Tiny, tmp_path: Path) -> None:
-    data = write_chats(tmp_path)
-    run = run_of(tiny("qwen3"), data, tmp_path / "out", Layout(), save_interval=2)
-    unbroken, _ = train(run)
+def test_a_megatron_checkpoint_that_has_lost_a_file_is_not_continued_from(
+    whole: Whole, tmp_path: Path
+) -> None:
+    run, unbroken, _ = whole()
+    run = replace(run, output=Path(shutil.copytree(run.output, tmp_path / "out")))
     last, kept = run.output / "iter_0000004", megatron.ENGINE.checkpoints
     assert kept.last(run.output) == last
     assert {"common.pt", ".metadata"} <= set(json.loads((last / SAVED).read_text()))
@@ -140,18 +163,14 @@ def test_a_megatron_checkpoint_that_has_lost_a_file_is_not_continued_from(tiny: 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_copied_checkpoint_is_complete_without_the_run_it_came_from(
-    lora: bool, tiny: Tiny, tmp_path: Path
+    lora: bool, whole: Whole, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options = {"lora": True, "lora_r": 4} if lora else {}
-    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", save_interval=2, **options)
-    run.output.mkdir()
-    put(run.output / RECORD, run.as_dict())
-    unbroken, _ = train(run)
-    away = tmp_path / "away"
+    run, unbroken, _ = whole(**({"lora": True, "lora_r": 4} if lora else {}))
+    away, gone = tmp_path / "away", tmp_path / "gone"
     shutil.copytree(run.output / "iter_0000002", away / "iter_0000002")
-    shutil.move(run.output, tmp_path / "gone")
+    shutil.move(run.output, gone)
     convert(away / "iter_0000002", tmp_path / "model", base=run.model if lora else None)
     export(away / "iter_0000002", tmp_path / "exported")
     model = "exported" if lora else "model"
@@ -162,13 +181,16 @@ def test_a_copied_checkpoint_is_complete_without_the_run_it_came_from(
         AutoModelForCausalLM.from_pretrained(tmp_path / model)
     again, _ = train(request_of("sft", {"output": away, "resume": True}))
     assert again.done == 2 and again.losses == unbroken.losses[2:]
+    shutil.move(gone, run.output)
 
 
-def test_the_config_of_a_checkpoint_comes_before_that_of_the_folder_above(tiny: Tiny, tmp_path: Path) -> None:
-    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", train_iters=2)
-    train(run)
-    assert not (run.output / "config.json").exists()
-    shutil.copytree(tiny("qwen2"), run.output, dirs_exist_ok=True)
-    assert open_checkpoint(run.output / "iter_0000002").root == run.output / "iter_0000002"
-    (run.output / "iter_0000002/config.json").unlink()  # as older versions wrote it
-    assert open_checkpoint(run.output / "iter_0000002").root == run.output
+def test_the_config_of_a_checkpoint_comes_before_that_of_the_folder_above(
+    whole: Whole, tiny: Tiny, tmp_path: Path
+) -> None:
+    output = Path(shutil.copytree(whole()[0].output, tmp_path / "out"))
+    assert not (output / "config.json").exists()
+    shutil.copytree(tiny("qwen2"), output, dirs_exist_ok=True)
+    last = output / "iter_0000004"
+    assert open_checkpoint(last).root == last
+    (last / "config.json").unlink()  # as older versions wrote it
+    assert open_checkpoint(last).root == output
