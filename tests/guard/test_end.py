@@ -118,7 +118,9 @@ def test_the_command_that_is_shown_continues_to_the_same_losses_and_the_folder_l
     assert run(whole, WORDS).status == 0
     assert losses(again) == losses(whole)
     options = Options(final=again / "final", base=again / "model")
-    report = ended(ran(again), resumed, options)
+    notes: list[str] = []
+    report = ended(ran(again), resumed, options, notes.append)
+    assert len(notes) == 1 and "checkpoint-4 to " in notes[0], "what takes long is announced"
     assert report.status == 0 and report.final and report.final.whole, report.final and report.final.problems
     assert "✓ loads strictly" in printed(report)
     assert report.as_dict()["final"]["whole"]

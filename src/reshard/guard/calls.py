@@ -49,7 +49,7 @@ def guarded(
     kills = oom_kills()
     start = partial(started, starts, environment, command.folder, relay)
     outcome = supervise(start, relay, watchers, screen.say)
-    report = ended(replace(ran, oom_kills=oom_kills() - kills), outcome, options)
+    report = ended(replace(ran, oom_kills=oom_kills() - kills), outcome, options, screen.print)
     report = _among_nodes(report, command, options, screen)
     put(folder / REPORT, report.as_dict(language))
     if report.status or not quiet:

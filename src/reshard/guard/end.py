@@ -5,7 +5,7 @@ Exit status: that of the command; 1 if the guard ended it, or if the folder of `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -213,6 +213,7 @@ class _End:
     ran: Ran
     outcome: Outcome
     options: Options
+    note: Callable[[str], None]
     where: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -268,6 +269,7 @@ class _End:
 
         if saved.weights is None:
             return missing(self.options.final, self.where)
+        self.note(f"converting {saved.weights.path} to {self.options.final}, and checking it")
         origin = Ask(self.options.merge, self.options.base, self.ran.model, self.ran.trust, self.ran.folder)
         return final_of(saved.weights, self.options.final, origin)
 
@@ -283,9 +285,11 @@ class _End:
         return requeue(self.options.requeue)
 
 
-def ended(ran: Ran, outcome: Outcome, options: Options) -> Report:
-    """What a command left behind, and what to do."""
-    return _End(ran, outcome, options).report()
+def ended(
+    ran: Ran, outcome: Outcome, options: Options, note: Callable[[str], None] = lambda text: None
+) -> Report:
+    """What a command left behind, and what to do. `note` prints what takes long."""
+    return _End(ran, outcome, options, note).report()
 
 
 def continuing(ran: Ran, options: Options) -> tuple[str, ...] | None:

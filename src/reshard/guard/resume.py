@@ -140,7 +140,7 @@ def _of_script(started: Started, found: Found, source: Source) -> Resume:
             advice=f"in {source.path}:{call.line}, write "
             f'`{call.name}({OPTION}="{found.path}")`, and start the same command again'
         )
-    return Resume(advice=f"{source.path} has no option to continue: load {found.path} in it")
+    return Resume(advice=f"load {found.path} in {source.path}, which has no option for that")
 
 
 SETTINGS = (".json", ".yaml", ".yml")
