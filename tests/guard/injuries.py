@@ -31,7 +31,8 @@ class Injury:
     """Something that happens to a run. `shows` is a regular expression of what may be on the screen because of it.
 
     `arranged` prepares it around the run in a folder and with a port, and gives variables. `strike` does it once the
-    run has saved its first checkpoint. `words` are added to the command, `guard` to the guard's options.
+    run has saved its first checkpoint. `words` are added to the command, `guard` to the guard's options. `limit` is
+    after how many seconds from the injury the run is ended from outside, `alone` whether it is run without the guard.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Injury:
     arranged: Callable[[Path, int], AbstractContextManager[dict[str, str]]] = nothing
     words: Callable[[Command], tuple[str, ...]] = lambda command: ()
     guard: tuple[str, ...] = ()
+    limit: float = 180.0
+    alone: bool = True
 
 
 def kill_rank(running: Running) -> None:
@@ -101,14 +104,15 @@ NONE = Injury("none", r"(?!)")
 INJURIES = {
     injury.name: injury
     for injury in (
+        Injury("final", r"(?!)", guard=("--final", "final"), limit=300, alone=False),
         Injury("killed", r"SIGKILL|Signal 9\b|exitcode\s*:? *-9|return code = -9", kill_rank),
-        Injury("stopped", r"(?i)stopped|no progress|stands still", stop_rank, guard=("--stall", "20s")),
+        Injury("stopped", r"(?i)stopped|no progress|stands still", stop_rank, limit=45),
         Injury("nan", r"(?i)\bnan\b", words=lambda command: command.diverges),
         Injury(
             "disk", r"No space left|enforce fail|file write failed|[Dd]isk (is )?full", fill_disk, small_disk
         ),
         Injury("terminated", r"SIGTERM|Signal 15\b", terminate),
         Injury("port", r"EADDRINUSE|[Aa]ddress already in use|port \d+ is", arranged=port_taken),
-        Injury("import", r"(?i)no progress|rank 1", arranged=stuck_import, guard=("--startup", "60s")),
+        Injury("import", r"(?i)no progress|rank 1", arranged=stuck_import, limit=120),
     )
 }

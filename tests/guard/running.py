@@ -23,8 +23,8 @@ import psutil
 from tests.guard.commands import STEPS, Command, free_port
 from tests.guard.injuries import NONE, Injury
 
-LIMIT = 120.0
-"""Seconds after which a run is ended from outside."""
+START = 180.0
+"""Seconds until the first checkpoint, after which a run is ended from outside."""
 LONG = 2000
 """Steps of a run that is struck in the middle."""
 SOURCE = Path(__file__).parents[2] / "src"
@@ -119,7 +119,6 @@ def run(
     folder: Path,
     injury: Injury = NONE,
     guard: tuple[str, ...] | None = None,
-    limit: float = LIMIT,
 ) -> Outcome:
     """Run a command in a folder that was prepared. `guard` are options of the guard, None runs it alone."""
     for left in ("out", "reshard-guard"):
@@ -127,13 +126,14 @@ def run(
     port, mark = free_port(), uuid.uuid4().hex
     words = (*command.filled(port, LONG if injury.strike else STEPS), *injury.words(command))
     before = () if guard is None else (*GUARD, *guard, *injury.guard, "--")
+    surroundings = {**command.surroundings(port), MARK: mark}
     with injury.arranged(folder, port) as variables:
         terminal, end = pty.openpty()
         began = time.monotonic()
         process = subprocess.Popen(
             [*before, *words],
             cwd=folder,
-            env={**command.surroundings(port), MARK: mark, **variables},
+            env={**surroundings, **variables},
             stdin=end,
             stdout=end,
             stderr=end,
@@ -144,10 +144,10 @@ def run(
         reader = threading.Thread(target=running.read, args=(terminal,))
         reader.start()
         try:
-            if injury.strike and _has_saved(running, limit):
+            if injury.strike and _has_saved(running):
                 running.struck = time.monotonic()
                 injury.strike(running)
-            status = _waited(process, began + limit)
+            status = _waited(process, running.struck + injury.limit)
             ended = time.monotonic()
         finally:
             running.kill()
@@ -164,11 +164,11 @@ def run(
     )
 
 
-def _has_saved(running: Running, limit: float) -> bool:
+def _has_saved(running: Running) -> bool:
     """Wait for the first checkpoint and a little longer; returns whether the run is still alive then."""
     first = running.folder / running.command.saves.format(step=10)
     while not first.exists():
-        if running.process.poll() is not None or time.monotonic() > running.began + limit:
+        if running.process.poll() is not None or time.monotonic() > running.began + START:
             return False
         time.sleep(0.05)
     time.sleep(1)

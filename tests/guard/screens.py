@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.guard.commands import COMMANDS, Command, prepare
 from tests.guard.injuries import INJURIES, NONE, Injury, can_mount
 from tests.guard.running import Outcome, run
 
+ALL = {NONE.name: NONE, **INJURIES}
 LINES = 30
 KINDS = {"alone": None, "guard": ()}
 """Options of the guard; None is a run without it."""
@@ -27,23 +29,25 @@ KINDS = {"alone": None, "guard": ()}
 
 def main(folder: Path, names: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for command in COMMANDS.values():
-        for injury in (NONE, *INJURIES.values()):
-            if _is_asked(command, injury, names):
-                _compare(command, injury, folder)
-                (folder / "screens.md").write_text(markdown(folder))
+    for name in names or COMMANDS:
+        for command, injury in _asked(name):
+            _compare(command, injury, folder)
+            (folder / "screens.md").write_text(markdown(folder))
 
 
-def _is_asked(command: Command, injury: Injury, names: list[str]) -> bool:
-    asked = not names or {command.name, f"{command.name}:{injury.name}"} & {*names}
-    makes_sense = injury is NONE or not command.fails
-    return bool(asked) and makes_sense and (injury.name != "disk" or can_mount())
+def _asked(name: str) -> Iterator[tuple[Command, Injury]]:
+    """What COMMAND or COMMAND:INJURY names and can be run: a command that fails by itself has no injuries."""
+    command, _, only = name.partition(":")
+    for injury in ALL.values() if not only else [ALL[only]]:
+        makes_sense = injury is NONE or not COMMANDS[command].fails
+        if makes_sense and (injury.name != "disk" or can_mount()):
+            yield COMMANDS[command], injury
 
 
 def _compare(command: Command, injury: Injury, folder: Path) -> None:
     for kind, options in KINDS.items():
         file = folder / f"{command.name}.{injury.name}.{kind}.json"
-        if not file.exists():
+        if (injury.alone or options is not None) and not file.exists():
             with tempfile.TemporaryDirectory() as place:
                 outcome = run(command, prepare(Path(place)), injury, options)
             screen = _last_lines(neutral(outcome.screen, Path(place)))
@@ -62,7 +66,7 @@ def markdown(folder: Path) -> str:
     heads = "| command | injury | alone: status | visible | end | guard: status | visible | end |"
     rows, screens = [heads, "|---" * 8 + "|"], []
     for command in COMMANDS.values():
-        for injury in (NONE, *INJURIES.values()):
+        for injury in ALL.values():
             both = {kind: _outcome(folder / f"{command.name}.{injury.name}.{kind}.json") for kind in KINDS}
             cells = [cell for outcome in both.values() for cell in _cells(outcome, injury)]
             if any(both.values()):
