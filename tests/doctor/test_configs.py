@@ -201,6 +201,12 @@ def test_a_config_with_a_mistake_is_one_error_with_its_line(tmp_path: Path, name
     assert shown.code == 2 and shown.err.count("error:") == 1 and f"{name}:{line}" in shown.err
 
 
+def test_what_llamafactory_declares_beside_transformers(tmp_path: Path) -> None:
+    """Its own arguments have what transformers 5 has removed (hparams/training_args.py)."""
+    path = written(tmp_path, SFT + "overwrite_output_dir: true\n")
+    assert configs.diagnose_config(str(path), {"llamafactory": "0.9.5", "transformers": "5.6.0"}) == []
+
+
 def test_accelerate_refuses_what_is_said_to_be_refused() -> None:
     """The rules about options of FSDP 1 and 2, compared with accelerate itself."""
     accelerate = pytest.importorskip("accelerate")

@@ -16,7 +16,8 @@ from reshard.diagnosis.history.versions import Versions
 class Schema:
     """The classes of a package that read a program's config, by patterns of modules and names.
 
-    `words` adds the words of its modules, `trains` also the arguments of transformers.
+    `words` adds the words of its modules, `trains` also the arguments of transformers, and `own` keys of a class that no
+    table has, because its base is a variable.
     """
 
     program: str
@@ -25,13 +26,18 @@ class Schema:
     classes: str = r".*"
     words: bool = False
     trains: bool = False
+    own: tuple[str, ...] = ()
 
 
 SCHEMAS = {
     "trl": Schema("TRL", "trl", r"trl\.(?:trainer|scripts)\b.*", r"\w*(?:Config|Arguments)"),
     "accelerate": Schema("accelerate", "accelerate", r"accelerate\.commands\.config\..*", words=True),
     "deepspeed": Schema("DeepSpeed", "deepspeed", r"deepspeed\..*", r"\w*(?:Config|Params)\w*", words=True),
-    "llamafactory": Schema("LLaMA-Factory", "llamafactory", r"llamafactory\.hparams\..*", trains=True),
+    "llamafactory": Schema(
+        *("LLaMA-Factory", "llamafactory", r"llamafactory\.hparams\..*"),
+        trains=True,
+        own=("overwrite_output_dir",),  # TrainingArguments in hparams/training_args.py, 0.9.5
+    ),
     "axolotl": Schema("Axolotl", "axolotl", r"axolotl\.utils\.(?:schemas|config\.models)\b.*"),
     "ms-swift": Schema("ms-swift", "ms-swift", r"swift\..*", r"\w*(?:Arguments?|Args|Mixin)", trains=True),
 }
@@ -62,7 +68,7 @@ class Keys:
 
     def _known(self) -> set[str]:
         assert self.table is not None
-        found = {name for each in self.functions for name in self._taken(*each)}
+        found = {name for each in self.functions for name in self._taken(*each)} | {*self.schema.own}
         if (
             self.schema.trains
             and self.versions.of(self.schema.package) is None
