@@ -7,6 +7,7 @@ the run: steps, seconds (of a step), save (every so many steps), fail (how), at 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
+from reshard.guard.complete import note_files
 from reshard.training import engines, signals, trl, worker
 from reshard.training.collective import highest, join
 from reshard.training.engine import Monitor, Trained
@@ -62,6 +64,8 @@ def _step(run: Run, monitor: Monitor, step: int, options: dict[str, Any]) -> Pat
     if (number or step % options["save"] == 0) and dist.get_rank() == 0:
         checkpoint.mkdir()
         (checkpoint / "weights").write_text(str(step))
+        (checkpoint / "run.json").write_text(json.dumps(run.as_dict()))
+        note_files(checkpoint)
         monitor.saved(checkpoint)
     dist.barrier()
     if number:

@@ -145,7 +145,7 @@ def test_a_run_that_diverges_fails_and_names_the_checkpoint_to_go_on_from(
     result = reshard("train", "sft", *words, *steps)
     assert result.code == 1, result.err
     assert "training diverged" in result.err and "step 2:" in result.err
-    assert f"the last checkpoint is complete: {tmp_path / 'out/checkpoint-1'}" in result.err
+    assert f"the last complete checkpoint: {tmp_path / 'out/checkpoint-1'}" in result.err
     assert not (tmp_path / "out/final").exists() and not (tmp_path / "out/final.unchecked").exists()
 
 

@@ -22,7 +22,7 @@ from reshard.cli.train import command as train
 from reshard.guard.failure import failure_in
 from reshard.training.data.mix import Mix, Source
 from reshard.training.launching import launch
-from reshard.training.launching.failure import print_exception, print_failure, print_interruption
+from reshard.training.launching.ending import Screen, failure_of_rank, failure_of_ranks, print_end
 from reshard.training.launching.places import Place
 from reshard.training.launching.provenance import words_of
 from reshard.training.request import run_of
@@ -36,7 +36,7 @@ PLAIN = Run("sft", Path("/m"), Path("/d"), Path("/o"))
 
 def failed(run: Run, language: str = "en") -> str:
     console = Console(file=StringIO(), width=300)
-    assert launch.launch(run, console=console, language=language) == 1
+    assert launch.launch(run, screen=Screen(console, language=language)) == 1
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -47,7 +47,7 @@ def test_the_rank_that_failed_first_is_told_and_its_cause_stands_last(make_run: 
     assert "rank 1 failed first" in text
     assert "tests/train/ranks.py" in told and "torch/distributed/elastic" not in told
     assert "got mixed torch.Tensor and DTensor" in told and "Connection closed by peer" not in told
-    assert f"the last checkpoint is complete: {run.output / 'checkpoint-1'}" in told
+    assert f"the last complete checkpoint: {run.output / 'checkpoint-1'}" in told
     assert "--resume" in told
     order = ["RuntimeError: aten", "train.log", "checkpoint-1", "error: ", "why ", "cure "]
     assert [told.index(word) for word in order] == sorted(told.index(word) for word in order)
@@ -60,7 +60,7 @@ def test_the_rank_that_failed_first_is_told_and_its_cause_stands_last(make_run: 
 def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Run]) -> None:
     text = failed(make_run(fail="kill", rank=1, at=1), "zh")
     assert "rank 1 failed first" in text and "killed by SIGKILL" in text
-    assert "no checkpoint was saved" in text
+    assert "没有找到完整的检查点" in text
     assert "进程被外部信号终止" in text
 
 
@@ -113,8 +113,8 @@ def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[.
         Run("sft", Path("/m"), Path("/d"), Path("/o"), parallel="tp", layout=Layout(2), options={"seed": -1}),
     ],
 )
-def test_the_command_that_goes_on_asks_for_the_same_run(run: Run) -> None:
-    words = shlex.split(shlex.join(words_of(run, resume=True)))
+def test_the_command_of_a_run_asks_for_the_same_run(run: Run) -> None:
+    words = shlex.split(shlex.join(words_of(replace(run, resume=True))))
     assert words[:3] == ["reshard", "train", run.method]
     subcommand = train.commands[run.method]
     context = subcommand.make_context(run.method, words[3:], resilient_parsing=False)
@@ -156,29 +156,27 @@ def test_what_a_rank_raises_forges_no_line_and_commands_no_terminal(tmp_path: Pa
     run = Run("sft", tmp_path, tmp_path, tmp_path)
     console = Console(file=StringIO(), width=300)
     error = ValueError("no good\x1b[2J\x9b31m\nerror: forged\n  cure forged")
-    print_exception(run, Place("srun", 0, 2, 0, "gpu07", 29500), error, console)
+    print_end(run, failure_of_rank(run, 0, error), Screen(console))
     told = console.file.getvalue()
     assert "\x1b" not in told and r"no good\x9b31m" in told and "\n  error: forged\n" in told
 
 
 def test_under_a_foreign_launcher_one_rank_tells(tmp_path: Path) -> None:
     run = Run("sft", tmp_path, tmp_path, tmp_path)
-    texts = []
-    for rank, error in ((1, ValueError("no good")), (0, RuntimeError("Connection closed by peer"))):
-        console = Console(file=StringIO(), width=300)
-        told = print_exception(run, Place("srun", rank, 2, rank, "gpu07", 29500), error, console)
-        texts.append((told, console.file.getvalue()))  # type: ignore[attr-defined]
-    assert texts[0][0] and "rank 1 failed first" in texts[0][1] and "ValueError: no good" in texts[0][1]
-    assert not texts[1][0] and texts[1][1].startswith("rank 0 ended as well")
+    told = failure_of_rank(run, 1, ValueError("no good"))
+    assert told and told.who == "rank 1" and told.shown[-1] == "ValueError: no good"
+    assert failure_of_rank(run, 0, RuntimeError("Connection closed by peer")) is None
 
 
 def test_under_a_foreign_launcher_the_way_on_names_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
-    append(tmp_path, {"event": "saved", "checkpoint": str(tmp_path / "checkpoint-2")})
-    console = Console(file=StringIO(), width=300)
     run = Run("sft", tmp_path, tmp_path, tmp_path)
-    print_interruption(run, console, "interrupted by SIGTERM", Place("srun", 0, 2, 0, "gpu07", 29500))
-    assert "continue from it: srun … reshard train sft" in console.file.getvalue()  # type: ignore[attr-defined]
+    for name in ("run.json", "saved.json"):
+        (tmp_path / "checkpoint-2" / name).write_text("{}")
+    console = Console(file=StringIO(), width=300)
+    print_end(run, None, Screen(console), place=Place("srun", 0, 2, 0, "gpu07", 29500))
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"to continue: srun … reshard train sft --resume -o {tmp_path}" in told
 
 
 def test_a_full_disk_is_told_as_what_it_is(tmp_path: Path) -> None:
@@ -198,9 +196,8 @@ def test_a_full_disk_is_the_cause_and_torchruns_process_no_rank(
     log = LOGS / "full-disk.log"
     assert failure_in("full-disk.log", log.read_text()).who == "a rank"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
-    console = Console(file=StringIO(), width=200)
-    told = print_failure(replace(PLAIN, output=tmp_path), log, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    told = failure_of_ranks(replace(PLAIN, output=tmp_path), log, 1)
+    text = "".join(told.shown)
     assert [finding.code for finding in told.findings] == ["disk-full"]
     assert f"No space left on device: '{tmp_path}'" in text
     assert "JSON" not in text and "14522" not in text

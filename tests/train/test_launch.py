@@ -20,6 +20,7 @@ from rich.console import Console
 from reshard.base.errors import Problem, ReshardError, RunFailedError
 from reshard.guard.lifetime import children
 from reshard.training.launching import launch, meeting
+from reshard.training.launching.ending import Screen, end
 from reshard.training.launching.places import first_host, place_of
 from reshard.training.run import Ranks, Run
 from reshard.training.show.monitor import history_of
@@ -32,7 +33,7 @@ def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_p
     with launch.ahead(run) or nullcontext() as started:
         until(lambda: started is not None and len([*children(started.process.pid)]) == 2)
         assert not run.output.exists()
-        assert launch.launch(run, {"plan": {"world size": 2}}, started=started, console=console) == 0
+        assert launch.launch(run, {"plan": {"world size": 2}}, started=started, screen=Screen(console)) == 0
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "-m torch.distributed.run --nproc-per-node=2" in shown
     assert "step 3/3  loss 0.6667  lr 1.0e-05" in shown
@@ -57,12 +58,12 @@ def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
 ) -> None:
     run, said = make_run(fail="refuse", rank=1, at=at), StringIO()
     with pytest.raises(ReshardError) as caught:
-        launch.launch(run, quiet=True, console=Console(file=said, soft_wrap=True))
+        launch.launch(run, screen=Screen(Console(file=said, soft_wrap=True), quiet=True))
     assert [problem.message for problem in caught.value.problems] == ["the plan does not hold"]
     assert isinstance(caught.value, RunFailedError) is failed  # exit status 1, not 2
     end = history_of(run.output).end
     assert (end["outcome"], end["failure"]["problems"][0]["title"]) == (outcome, "the plan does not hold")
-    assert ("the last checkpoint is complete: " in said.getvalue()) is failed
+    assert ("the last complete checkpoint: " in said.getvalue()) is failed
 
 
 def test_a_rank_that_torchrun_has_started_is_taken(make_run: Callable[..., Run]) -> None:
@@ -350,4 +351,4 @@ def test_importing_the_launcher_imports_no_torch() -> None:
 
 def test_an_end_that_cannot_be_written_down_hides_no_failure(make_run: Callable[..., Run]) -> None:
     run = make_run()
-    launch.end(replace(run, output=run.data.paths[0] / "below a file"), "failed")
+    end(replace(run, output=run.data.paths[0] / "below a file"), "failed")

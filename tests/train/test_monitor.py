@@ -18,7 +18,7 @@ from reshard.base.errors import ReshardError
 from reshard.training.run import Run
 from reshard.training.show import display, report, trackers
 from reshard.training.show.display import Display, clock, evaluated, short, words
-from reshard.training.show.monitor import METRICS, History, Metrics, Tail, append, history_of, last_checkpoint
+from reshard.training.show.monitor import METRICS, History, Metrics, Tail, append, history_of
 from reshard.training.show.watch import Watch
 
 
@@ -187,21 +187,11 @@ def test_each_method_shows_what_tells_how_it_goes(
     assert begin["headline"][0] in measured
 
 
-def test_the_last_checkpoint_is_one_that_was_reported_and_is_there(tmp_path: Path) -> None:
-    for step in (2, 4):
-        append(tmp_path, {"event": "saved", "checkpoint": str(tmp_path / f"checkpoint-{step}")})
-    for step in (2, 6):  # the one of step 6 was being written when the run was killed
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-    assert last_checkpoint(tmp_path / "elsewhere") is None
-
-
 def test_the_checkpoints_of_a_copied_run_are_in_the_copy(tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     (run / "checkpoint-2").mkdir(parents=True)
     append(run, {"event": "saved", "checkpoint": str(run / "checkpoint-2")})
     shutil.copytree(run, copy)
-    assert last_checkpoint(copy) == copy / "checkpoint-2"
     assert report.shown_of(copy).saved == [("checkpoint-2", str(copy / "checkpoint-2"))]
 
 

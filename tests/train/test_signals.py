@@ -20,7 +20,7 @@ from reshard.training import signals
 from reshard.training.launching import launch
 from reshard.training.launching.provenance import words_of
 from reshard.training.request import run_of
-from reshard.training.run import Ranks, Run, read_record
+from reshard.training.run import Ranks, Run
 from reshard.training.show.monitor import history_of
 from tests.train.launches import LAUNCHER, REPOSITORY, TORCHRUN, begin, is_alive, pids, start, until
 
@@ -34,10 +34,10 @@ def assert_saved(run: Run, sent: signal.Signals, shown: str) -> None:
     history = history_of(run.output)
     checkpoint = run.output / f"checkpoint-{history.done}"
     assert f"interrupted by {sent.name} after step {history.done}, which is saved" in shown
-    assert f"the last checkpoint is complete: {checkpoint}" in shown and (checkpoint / "weights").is_file()
-    assert f"reshard train sft --model {run.model}" in shown and "--resume" in shown
+    assert f"the last complete checkpoint: {checkpoint}" in shown and (checkpoint / "weights").is_file()
+    assert f"reshard train sft --resume -o {run.output}" in shown
     assert [path.name for path in run.output.glob("checkpoint-*")] == [checkpoint.name]
-    assert (history.outcome, read_record(run.output / "run.json")["outcome"]) == ("interrupted",) * 2
+    assert history.outcome == "interrupted"
     assert "interrupted by" in history.end["failure"]["who"] and "--resume" in history.end["resume"]
     assert not (run.output / "trained.json").exists()
 
@@ -108,8 +108,8 @@ def test_a_step_that_takes_too_long_is_not_saved(before: tuple[str, ...], make_r
     shown = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + signal.SIGTERM or before
     assert "interrupted by SIGTERM: the step was not finished and saved within 1 seconds" in shown
-    assert "no checkpoint was saved" in shown
-    assert read_record(run.output / "run.json")["outcome"] == "interrupted"
+    assert "no complete checkpoint was found" in shown
+    assert history_of(run.output).outcome == "interrupted"
     until(lambda: not any(is_alive(pid) for pid in started))
 
 

@@ -17,7 +17,7 @@ from reshard import train as train_from_python
 from reshard.base.installing import install_command
 from reshard.guard.lifetime import children
 from reshard.training.launching import slurm
-from reshard.training.run import Run, read_record
+from reshard.training.run import Run
 from reshard.training.show.monitor import history_of
 from tests.commandline import Result, reshard
 from tests.train.launches import until
@@ -161,7 +161,7 @@ def test_a_job_that_is_preempted_goes_on_to_the_same_bits(
     until(lambda: history_of(out).done >= 1)
     (task,) = children(int(told["job"]))
     os.kill(task, signal.SIGUSR1)
-    until(lambda: (out / "run.json").is_file() and read_record(out / "run.json").get("outcome") == "done")
+    until(lambda: history_of(out).outcome == "done")
     until(lambda: "Job completed successfully" in Path(told["log"]).read_text())
     said = Path(told["log"]).read_text()
     assert "interrupted by SIGUSR1 after step" in said and "Requeued job" in said and "continues from" in said

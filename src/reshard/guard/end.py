@@ -86,7 +86,7 @@ class Report:
     """How a command ended, and what is left of it."""
 
     outcome: Outcome
-    log: Path
+    log: Path | None
     where: Path
     failure: Failure | None = None
     saved: Saved | None = None
@@ -109,7 +109,7 @@ class Report:
         return {
             **self.outcome.as_dict(),
             "status": self.status,
-            "log": str(self.log),
+            "log": str(self.log) if self.log else None,
             "failure": self.failure.as_dict(language) if self.failure else None,
             "checkpoint": str(found.path) if found else None,
             "step": found.step if found else None,
@@ -162,7 +162,7 @@ class Report:
             yield words["there"]
         if self.outcome.signal and not self.failure:
             yield words["interrupted"].format(signal_name(self.outcome.signal))
-        if self.outcome.status:
+        if self.outcome.status and self.log:
             yield words["log"].format(shown(str(self.log)))
         if self.saved is not None:
             yield from map(shown, self._of_checkpoints(words))

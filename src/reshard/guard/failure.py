@@ -8,12 +8,13 @@ import re
 import shutil
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from reshard.base.errors import Problem
 from reshard.base.shown import escape, escape_lines
 from reshard.diagnosis.causes import combined
 from reshard.diagnosis.checkpoints import of_recorded
@@ -62,7 +63,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure: the rank that failed first, lines to show, and the doctor's findings, the cause first."""
+    """A failure: the rank that failed first, lines to show, and the cause: the doctor's first finding in a log."""
 
     who: str
     shown: tuple[str, ...]
@@ -74,12 +75,18 @@ class Failure:
     @staticmethod
     def of_notice(notice: Notice) -> Failure:
         """A run that the guard ended."""
-        finding = of_recorded(notice.problem, Path())
-        return Failure("the guard", notice.lines, (finding,), "ended the run")
+        return replace(
+            Failure.of_problems([notice.problem], "the guard", "ended the run"), shown=notice.lines
+        )
+
+    @staticmethod
+    def of_problems(problems: Iterable[Problem], who: str, did: str) -> Failure:
+        """A run that ended because of problems that reshard itself has found."""
+        return Failure(who, (), tuple(of_recorded(each, Path()) for each in problems), did)
 
     def as_dict(self, language: str = "en") -> dict[str, Any]:
-        """For JSON, with the first finding only."""
-        told = [_row(each, language) for each in self.findings[:1]]
+        """For JSON."""
+        told = [_row(each, language) for each in self.findings]
         return {"who": f"{self.who} {self.did}", "shown": list(self.shown), "problems": told}
 
 
@@ -116,7 +123,7 @@ def _folders(seen: Seen, log: Path) -> Iterator[Path]:
 def _of_full_disk(failure: Failure, folder: Path) -> Failure:
     """A failure on a full disk: ranks and torchrun cannot record why they fail, and stumble over empty files."""
     words = f"OSError: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))}"
-    findings = tuple(diagnose_text("the disk", words, Usage({"reshard"})))
+    findings = tuple(diagnose_text("the disk", words, Usage({"reshard"}))[:1])
     shown = failure.shown if failure.who != SOME_RANK else ()
     return Failure(failure.who, (*shown, words), findings)
 
@@ -128,7 +135,7 @@ def failure_in(name: str, content: str, seen: Seen = Seen()) -> Failure:
     number = signal_in(seen.status) if root is None else 0
     if number:  # no launcher reports it
         log = read_log(name, f"{content}\n{SIGNAL.format(number, signal_name(number).split(':')[0])}")
-    findings = _weighed(_explained(_diagnosed(log, content, root, seen), seen), root, seen)
+    findings = _weighed(_explained(_diagnosed(log, content, root, seen), seen), root, seen)[:1]
     if root is None or is_consequence(root):
         if silent := _silent(content, log):
             return Failure(f"rank {silent[0]}", tuple(_last_words(log, *silent)), findings)
@@ -289,7 +296,7 @@ def print_what(failure: Failure, console: Console) -> None:
 def print_why(failure: Failure, console: Console, language: str = "en") -> None:
     """Print the cause and its cure."""
     error, why, cure = LABELS[language]
-    for finding in failure.findings[:1]:
+    for finding in failure.findings:
         title = escape(finding.message.of(language))
         console.print(f"[bold red]{error}[/][bold]{title}[/] {aside(finding).of(language)}")
         for shown in (shown for shown in finding.places if shown.target.endswith(".py")):

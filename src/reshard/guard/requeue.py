@@ -38,7 +38,7 @@ def restarts(environment: Mapping[str, str] = os.environ) -> int:
 
 def is_cured(number: int, failure: Failure | None) -> bool:
     """Whether a new start may cure the signal, or the failure, by which a run ended."""
-    codes = {finding.code for finding in failure.findings[:1]} if failure else set()
+    codes = {finding.code for finding in failure.findings} if failure else set()
     return number in SIGNALS or bool(codes & CURED)
 
 

@@ -18,7 +18,7 @@ RESULTS = ("final", "merged", "final.replaced", "merged.replaced")
 """Folders with what a run has made, to which users may add files of their own."""
 MADE = {
     *(*RESULTS, "*.unchecked", RECORD, "run-node*.json", "trained.json", "problems.json"),
-    *("metrics.jsonl", "report.html", "train*.log", "logs*", "tensorboard", ".failed"),
+    *("metrics.jsonl", "report.html", "train*.log", "logs*", "tensorboard"),
 }
 """Files that a run of any engine writes to its output."""
 

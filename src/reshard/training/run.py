@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import UNUSABLE, ReshardError
-from reshard.base.plain import json_of, put
+from reshard.base.plain import json_of
 from reshard.guard.complete import RECORD
 from reshard.training import signals
 from reshard.training.data.mix import Mix, mix_of
@@ -123,10 +123,3 @@ def read_record(file: Path) -> dict[str, Any]:
             remedy="`reshard convert CHECKPOINT DST --base DIR` needs no record",
         ) from None
     return dict(content)
-
-
-def conclude(output: Path, outcome: str) -> None:
-    """Record how the run in `output` ended. Raises OSError."""
-    file = output / RECORD
-    if file.is_file():
-        put(file, {**read_record(file), "outcome": outcome})

@@ -15,6 +15,7 @@ from reshard.training.run import Run
 
 if TYPE_CHECKING:
     from reshard.guard.final import Finished
+    from reshard.training.launching.ending import Screen
     from reshard.training.launching.slurm import Submitted
     from reshard.training.launching.torchrun import Torchrun
     from reshard.training.outlook import Preflight
@@ -65,6 +66,7 @@ def start(
     """
     from reshard.training.engines import engine_of
     from reshard.training.launching import launch
+    from reshard.training.launching.ending import Screen
     from reshard.training.launching.lock import held
     from reshard.training.launching.places import place_of
     from reshard.training.preconditions import config_problems
@@ -84,21 +86,21 @@ def start(
             raise ReshardError(problems)
         return found
 
-    leads = launch.leads(run)
+    leads, screen = launch.leads(run), Screen(quiet=quiet, language=language)
     if dry_run:  # another node can look at its own machine, too
         here = leads or not place_of(run)
         found = preflight(run, overwrite=overwrite, machine=machine) if here else None
         return Outcome(0, accepted(found) if found else None)
     if not leads:
         launch.wait_for_first(run)
-        return _through(run, None, None, quiet=quiet, language=language)
+        return _through(run, None, None, screen)
     looking = look_first(run, overwrite=overwrite)
     with (None if looking.stops else launch.ahead(run, looking.handed_on())) or nullcontext() as started:
         found = accepted((started and started.looked()) or looking.further())
         with held(run):
             if overwrite and not run.resume:
                 clear(run)
-            return _through(run, found, started, quiet=quiet, language=language)
+            return _through(run, found, started, screen)
 
 
 def submit(
@@ -132,16 +134,14 @@ def submit(
     return Outcome(0, found, submitted=slurm.submit(run, submission, overwrite=overwrite))
 
 
-def _through(
-    run: Run, found: Preflight | None, started: Torchrun | None, *, quiet: bool, language: str
-) -> Outcome:
+def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen: Screen) -> Outcome:
     """Launch and finish; or run as a rank that does neither the preflight nor the finish."""
     from reshard.training.final.finish import finish
     from reshard.training.launching import launch
 
     try:
         record = found.as_dict() if found else {}
-        status = launch.launch(run, record, started=started, quiet=quiet, language=language)
+        status = launch.launch(run, record, started=started, screen=screen)
         if status or not found:
             return Outcome(status, found)
         with signals.raised():

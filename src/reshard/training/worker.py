@@ -25,9 +25,7 @@ from reshard.training.show.monitor import Metrics, monitor_of
 TRAINED = "trained.json"
 """What a finished run writes for `finish.py`: the last checkpoint and the digests of its weights."""
 PROBLEMS = "problems.json"
-"""What the first rank that refuses to continue writes for the launcher: a list of problems."""
-CLAIM = ".failed"
-"""Under a foreign launcher, the first rank that fails makes this file, so that the others do not report it again."""
+"""What the first rank that fails or refuses to continue writes for the others and the launcher: a list of problems."""
 REFUSED = 2
 """The exit status of a rank that refuses to continue."""
 
@@ -53,7 +51,7 @@ def first() -> bool:
 
 
 def claim(output: Path, problems: Sequence[Problem]) -> bool:
-    """Whether this rank is the first to refuse; if so, it writes its problems for the launcher."""
+    """Whether this rank is the first to fail; if so, it writes its problems: none if it does not refuse to continue."""
     partial = output / f".{PROBLEMS}.{os.getpid()}"
     partial.write_text(json.dumps([problem.as_dict() for problem in problems]), encoding="utf-8")
     try:

@@ -16,8 +16,8 @@ from reshard.diagnosis.history.versions import Versions
 class Schema:
     """The classes of a package that read a program's config, by patterns of modules and names.
 
-    `words` adds the words of its modules, `trains` also the arguments of transformers, and `own` keys of a class that no
-    table has, because its base is a variable.
+    `words` adds the words of its modules, `trains` also the arguments of transformers, and `own` keys of a class that
+    no table has, because its base is a variable.
     """
 
     program: str

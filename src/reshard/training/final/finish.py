@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from reshard.formats import huggingface, open_checkpoint
 from reshard.guard import acceptance
 from reshard.guard.acceptance import Check, Origin, checked
 from reshard.guard.complete import RECORD
+from reshard.guard.failure import Failure
 from reshard.guard.final import Finished, named
 from reshard.guard.finite import assert_finite
 from reshard.guard.publish import UNCHECKED
@@ -30,10 +30,8 @@ from reshard.planning import Options
 from reshard.training.engine import Trained
 from reshard.training.engines import engine_of
 from reshard.training.final.dtype import final_dtype
-from reshard.training.launching.failure import refusal
-from reshard.training.run import Run, conclude, read_record
-from reshard.training.show import report
-from reshard.training.show.monitor import append
+from reshard.training.launching.ending import end
+from reshard.training.run import Run, read_record
 from reshard.training.worker import TRAINED
 from reshard.transfer.sources import Sources
 
@@ -55,20 +53,13 @@ def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
     if merged and all(check.right for check in checks):
         checks += _merged(drafts[final], drafts[merged], run, on_bytes)
     finished = named(drafts, final, merged, checks)
-    outcome = "done" if finished.whole else "failed"
-    with suppress(OSError):  # on a full disk, the checks report the problem
-        append(run.output, {"event": "end", "outcome": outcome, **_told(finished)})
-        conclude(run.output, outcome)
-        report.write(run.output)
+    problems = finished.problems
+    failure = (
+        Failure.of_problems(problems, "the final folder", "did not pass its checks") if problems else None
+    )
+    rows = [[check.name, check.found, check.right] for check in finished.checks]
+    end(run, "done" if finished.whole else "failed", failure, checks=rows)
     return finished
-
-
-def _told(finished: Finished) -> dict[str, Any]:
-    """The checks and their problems, for `metrics.jsonl`."""
-    told: dict[str, Any] = {"checks": [[check.name, check.found, check.right] for check in finished.checks]}
-    if finished.problems:
-        told["failure"] = refusal(finished.problems) | {"who": "the final folder did not pass its checks"}
-    return told
 
 
 def read_trained(run: Run) -> Trained:

@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from reshard.base.errors import Problem, ReshardError, RunFailedError
 from reshard.base.plain import put
 from reshard.base.shown import escape
@@ -38,15 +36,16 @@ from reshard.guard.supervision import supervise
 from reshard.guard.watching import Line, Notice
 from reshard.training import signals
 from reshard.training.launching import meeting
+from reshard.training.launching.ending import Screen, end, failure_of_rank, failure_of_ranks, print_end
 from reshard.training.launching.places import Place, forget, place_of
 from reshard.training.launching.provenance import record_of
 from reshard.training.launching.torchrun import Torchrun
 from reshard.training.planning.gpus import gpu_count
-from reshard.training.run import Run, conclude
-from reshard.training.show import report, trackers
-from reshard.training.show.monitor import METRICS, Row, Tail, append, begun, last_checkpoint, monitor_of
+from reshard.training.run import Run
+from reshard.training.show import trackers
+from reshard.training.show.monitor import METRICS, Row, Tail, begun, monitor_of
 from reshard.training.show.watch import Watch
-from reshard.training.worker import CLAIM, PROBLEMS, REFUSED, TRAINED, claim, claimed, work
+from reshard.training.worker import PROBLEMS, REFUSED, TRAINED, claim, claimed, work
 
 LOG = "train.log"
 WORKER = "reshard.training.worker"
@@ -161,23 +160,12 @@ def _defaults(run: Run, *, one_node: bool) -> dict[str, str]:
     return defaults
 
 
-@dataclass(frozen=True)
-class Screen:
-    """The output of a launch. `language` is that of causes and remedies, "en" or "zh"."""
-
-    console: Console
-    quiet: bool = False
-    language: str = "en"
-
-
 def launch(
     run: Run,
     record: Mapping[str, Any] | None = None,
     *,
     started: Torchrun | None = None,
-    quiet: bool = False,
-    language: str = "en",
-    console: Console | None = None,
+    screen: Screen | None = None,
 ) -> int:
     """Train on all ranks. Returns the exit status.
 
@@ -185,14 +173,14 @@ def launch(
     `record` is added to run.json, and `started` is the result of `ahead`. Raises ReshardError if ranks refuse to
     continue.
     """
-    screen = Screen(console or Console(stderr=True, soft_wrap=True, highlight=False), quiet, language)
     trackers.check(run)
+    screen = screen or Screen()
     place = place_of(run)
     if place:
         return _take(place, run, record or {}, screen)
     words = command(run)
     _prepare(run, record or {})
-    if not quiet:
+    if not screen.quiet:
         screen.console.print(f"[dim]$ {escape(shlex.join(words))}[/]")
     if started is None or started.process.poll() is not None:
         started = Torchrun.start(words, environment(run), run.output)
@@ -208,7 +196,7 @@ def _prepare(run: Run, record: Mapping[str, Any]) -> None:
         older = len(list(run.output.glob(f"{log.stem}-before-*{log.suffix}")))
         log.rename(log.with_name(f"{log.stem}-before-{older + 1}{log.suffix}"))
     if run.ranks.node_rank == 0:
-        for name in (PROBLEMS, TRAINED, CLAIM, *(() if run.resume else (METRICS,))):
+        for name in (PROBLEMS, TRAINED, *(() if run.resume else (METRICS,))):
             (run.output / name).unlink(missing_ok=True)
     put(run.output / of_node(run, RECORD), record_of(run, record))
 
@@ -315,13 +303,9 @@ def _follow(torchrun: Torchrun, run: Run, screen: Screen) -> _Ranks:
 
 def _told(run: Run, status: int, ranks: _Ranks, screen: Screen) -> int:
     """Report how the ranks ended. Returns the exit status of the command."""
-    from reshard.training.launching import failure  # with the doctor
-
+    log = run.output / of_node(run, LOG)
     if ranks.first:
-        how = ranks.told()
-        end(run, "interrupted", failure.interruption(how))
-        with suppress(OSError):  # a closed terminal cannot be written to
-            failure.print_interruption(run, screen.console, how)
+        _interrupted(run, ranks.told(), screen, log)
         return 128 + ranks.first
     problems = claimed(run.output)
     if problems:
@@ -329,54 +313,38 @@ def _told(run: Run, status: int, ranks: _Ranks, screen: Screen) -> int:
     if status == 0 and (run.ranks.node_rank > 0 or (run.output / TRAINED).is_file()):
         end(run, "trained")
         return 0
-    log = run.output / of_node(run, LOG)
-    if status < 0:
-        told = failure.print_killed(run, log, -status, screen.console)
-    else:
-        told = failure.print_failure(run, log, screen.console, screen.language).as_dict(screen.language)
-    end(run, "failed", told)
+    failure = failure_of_ranks(run, log, status)
+    end(run, "failed", failure, screen.language)
+    print_end(run, failure, screen, log)
     return FAILED
 
 
 def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | None = None) -> ReshardError:
     """The error if ranks refuse to continue. Before the first step it is not a failure, and nothing was left behind."""
-    from reshard.training.launching import failure  # with the doctor
+    from reshard.guard.failure import Failure  # with the doctor
 
-    told = failure.refusal(problems)
+    failure = Failure.of_problems(problems, "the run", "was stopped")
     if not begun(run.output):
-        end(run, "refused", told)
+        end(run, "refused", failure, place=place)
         return ReshardError(problems)
-    end(run, "failed", told, place)
-    failure.print_way_on(run, screen.console, place)
+    end(run, "failed", failure, place=place)
+    print_end(run, None, screen, place=place)
     return RunFailedError(problems)
 
 
-def end(run: Run, outcome: str, told: Mapping[str, Any] | None = None, place: Place | None = None) -> None:
-    """Record how a run ended, in its metrics, its record and its report; on the first node only.
+def _interrupted(
+    run: Run, how: str, screen: Screen, log: Path | None = None, place: Place | None = None
+) -> None:
+    from reshard.guard.failure import Failure  # with the doctor
 
-    `told` is why it failed.
-    """
-    from reshard.training.launching import failure  # with the doctor
-
-    if run.ranks.node_rank == 0:
-        with suppress(OSError):  # on a full disk, the ranks' failure reports it
-            row: Row = {"event": "end", "outcome": outcome, **({"failure": told} if told else {})}
-            if outcome in ("failed", "interrupted") and last_checkpoint(run.output):
-                row["resume"] = failure.resuming(run, place)
-            append(run.output, row)
-            conclude(run.output, outcome)
-            report.write(run.output)
+    failure = Failure("the run", (), (), f"was {how}")
+    end(run, "interrupted", failure, place=place)
+    print_end(run, failure, screen, log, place)
 
 
 def interrupted(run: Run, stop: signals.Stopped) -> None:
     """Report what is left of a run that a signal ended while no rank was running, or by this one rank."""
-    from reshard.training.launching import failure  # with the doctor
-
-    place = place_of(run)
-    end(run, "interrupted", failure.interruption(str(stop)), place)
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    with suppress(OSError):
-        failure.print_interruption(run, console, str(stop), place)
+    _interrupted(run, str(stop), Screen(), place=place_of(run))
 
 
 def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> int:
@@ -408,11 +376,11 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
             interrupted(run, stop)
         return stop.status
     except Exception as error:
-        from reshard.training.launching import failure
-
-        told = failure.print_exception(run, place, error, screen.console, screen.language)
-        if told:
-            end(run, "failed", told.as_dict(screen.language), place)
+        if failure := failure_of_rank(run, place.rank, error):
+            end(run, "failed", failure, screen.language, place)
+            print_end(run, failure, screen, place=place)
+        else:
+            screen.console.print(f"rank {place.rank} ended as well: {type(error).__name__}", markup=False)
         return FAILED
     if first:
         end(run, "trained")

@@ -39,7 +39,7 @@ def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
     return {**told, "versions": versions(run), **digest, **more}
 
 
-def words_of(run: Run, *, resume: bool = False) -> list[str]:
+def words_of(run: Run) -> list[str]:
     """The command that starts a run: the inverse of `request.run_of`."""
     words = ["reshard", "train", run.method, "--model", url_of(run.model)]
     words += [word for each in run.data.words for word in ("--data", each)]
@@ -68,7 +68,7 @@ def words_of(run: Run, *, resume: bool = False) -> list[str]:
     if run.save_on_signal != SECONDS:
         words += ["--save-on-signal", str(run.save_on_signal)]
     words += [] if run.merge else ["--no-merge"]
-    words += ["--resume"] if resume or run.resume else []
+    words += ["--resume"] if run.resume else []
     return [*words, *(word for name, value in run.options.items() for word in _typed(name, value))]
 
 

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.plain import json_of
-from reshard.guard.complete import lacking
 from reshard.training.methods import headline
 from reshard.training.run import Run
 from reshard.training.signals import Stopped
@@ -355,9 +354,3 @@ def begun(output: Path) -> bool:
     events = [row["event"] for row in Tail(output / METRICS).rows()]
     since = max((at for at, event in enumerate(events) if event in ("begin", "end")), default=0)
     return not {"step", "first"}.isdisjoint(events[since:])
-
-
-def last_checkpoint(output: Path) -> Path | None:
-    """The last checkpoint of the run in `output` that is still complete."""
-    found = (output / name for name in reversed(history_of(output).saved))
-    return next((each for each in found if not lacking(each)), None)

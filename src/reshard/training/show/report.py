@@ -175,7 +175,7 @@ _TITLES = {
     "versions": "Versions",
     "plan": "The plan",
 }
-_OWN = ("outcome", "output", "eval_data_digest", "resume", "files", "command", "memory.available")
+_OWN = ("output", "eval_data_digest", "resume", "files", "command", "memory.available")
 """Left out of the comparison: differs between any two runs, or is shown elsewhere."""
 
 
