@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reshard import adapters
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.commands.conversion import How, convert
-from reshard.folders.companions import find_companions
+from reshard.commands.conversion import Conversion, How, convert
+from reshard.folders.companions import CONFIG, find_companions
 from reshard.folders.provenance import BASE, find_hints
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
@@ -99,7 +99,7 @@ def missing(place: Path, where: Path) -> Finished:
 
 
 def _checks(found: Found, draft: Path, ask: Ask) -> Iterator[Check]:
-    """Convert and check; if the folder cannot be made, nothing is checked."""
+    """Convert and check; if the checkpoint cannot be opened, nothing else is done."""
     opened = checked("opened", lambda: open_checkpoint(found.path).format)
     if not opened.right:
         yield opened
@@ -107,11 +107,40 @@ def _checks(found: Found, draft: Path, ask: Ask) -> Iterator[Check]:
     checkpoint = open_checkpoint(found.path)
     is_adapter = adapters.kind_of(checkpoint) is Kind.ADAPTER
     base = _base_of(checkpoint, ask, is_adapter=is_adapter)
-    made = checked("converted", lambda: _made(checkpoint, found.path, draft, base, ask.merge, is_adapter))
-    yield made
-    if made.right:
-        look = acceptance.of_adapter if is_adapter and not ask.merge else acceptance.of_model
-        yield from look(draft, Origin(base, ask.trust))
+
+    def make() -> Conversion:
+        options = options_for(checkpoint, base, merge=ask.merge, is_adapter=is_adapter)
+        return convert(found.path, draft, options, How())
+
+    yield from made(make, found.path, draft, Origin(base, ask.trust), is_adapter=is_adapter and not ask.merge)
+
+
+def made(
+    make: Callable[[], Conversion],
+    source: Path,
+    draft: Path,
+    origin: Origin,
+    *,
+    is_adapter: bool,
+    bits: Callable[[], str] | None = None,
+    of: str = "",
+) -> Iterator[Check]:
+    """Make a folder and check it; if it cannot be made, nothing is checked. `of` is a prefix of the checks' names."""
+    converted = checked(f"{of}converted", lambda: _converted(make(), source, draft, origin.base))
+    yield converted
+    if not converted.right:
+        return
+    if bits:
+        yield checked("bits", bits)
+    yield from (
+        acceptance.of_adapter(draft, origin) if is_adapter else acceptance.of_model(draft, origin, of=of)
+    )
+
+
+def _converted(made: Conversion, source: Path, draft: Path, base: Path | None) -> str:
+    assert_finite(made, draft, base)
+    plan, name = made.plan, source.name.removesuffix(UNCHECKED)
+    return f"{plan.tensors} tensors, {plan.parameters:,} parameters, from {name}"
 
 
 def _base_of(checkpoint: Checkpoint, ask: Ask, *, is_adapter: bool) -> Path | None:
@@ -129,30 +158,31 @@ def _folder(working: Path, name: str) -> Path | None:
     return cached(name) if may_have(name) else None
 
 
-def _made(
-    checkpoint: Checkpoint, path: Path, draft: Path, base: Path | None, merge: bool, is_adapter: bool
-) -> str:
-    """Convert the checkpoint. The base is only named if it is needed: for an adapter, a config or a tokenizer."""
+def options_for(checkpoint: Checkpoint, base: Path | None, *, merge: bool, is_adapter: bool) -> Options:
+    """How to convert a checkpoint to a folder that loads. Raises ReshardError if there is no adapter to merge.
+
+    The base is only named if it is needed: for an adapter, a config or a tokenizer. PEFT ignores the config of the base
+    next to an adapter.
+    """
     if merge and not is_adapter:
         raise ReshardError(
             "final-adapter-missing",
             "no adapter to merge",
-            file=str(path),
+            file=str(checkpoint.path),
             found="a checkpoint with all weights",
             remedy="leave out --merge",
         )
-    to = "peft" if is_adapter and not merge else "huggingface"
     own = find_companions(checkpoint.sources, *checkpoint.folders)
     theirs = find_companions(checkpoint.sources, base) if base else own
     is_whole = own.config is not None and own.has_tokenizer and not is_adapter
-    files = theirs.files if to == "peft" and not own.has_tokenizer else {}
-    options = Options(
-        to=to,
+    beside = {} if own.has_tokenizer else theirs.files
+    beside = {CONFIG: theirs.files[CONFIG], **beside} if CONFIG in theirs.files else beside
+    return Options(
+        to="peft" if is_adapter and not merge else "huggingface",
         base=None if is_whole else base,
         merge=merge,
         tokenizer=own.has_tokenizer or theirs.has_tokenizer,
-        beside={name: file for name, file in files.items() if file.suffix != ".py" and name != GENERATION},
+        beside={name: file for name, file in beside.items() if file.suffix != ".py" and name != GENERATION}
+        if is_adapter and not merge
+        else {},
     )
-    made = convert(path, draft, options, How())
-    assert_finite(made, draft, base)
-    return f"{made.plan.tensors} tensors, {made.plan.parameters:,} parameters, from {path.name}"
