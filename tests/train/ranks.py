@@ -22,11 +22,12 @@ from reshard.base.errors import ReshardError
 from reshard.guard.complete import note_files
 from reshard.training import engines, signals, trl, worker
 from reshard.training.collective import highest, join
-from reshard.training.engine import Monitor, Trained
+from reshard.training.engine import Trained
 from reshard.training.run import Run
+from reshard.training.show.monitor import Metrics
 
 
-def train(run: Run, monitor: Monitor) -> Trained:
+def train(run: Run, monitor: Metrics) -> Trained:
     import torch.distributed as dist
 
     options: dict[str, Any] = {"steps": 3, "seconds": 0.0, "save": 1, "rank": 0, "at": 2, **run.options}
@@ -51,7 +52,7 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _step(run: Run, monitor: Monitor, step: int, options: dict[str, Any]) -> Path:
+def _step(run: Run, monitor: Metrics, step: int, options: dict[str, Any]) -> Path:
     import torch
     import torch.distributed as dist
 

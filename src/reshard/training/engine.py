@@ -5,10 +5,10 @@ All other code uses the `Engine` of a run, and does not depend on its name. `eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from reshard.checks.environment import Environment
     from reshard.training.data.tokens import Lengths
     from reshard.training.planning.speed import Work
+    from reshard.training.show.monitor import Metrics
 
 
 @dataclass(frozen=True)
@@ -77,31 +78,6 @@ class Trained:
                     remedy=f"convert it again (reshard convert {self.checkpoint} DST), and look at the disk if it "
                     "differs again",
                 )
-
-
-class Monitor(Protocol):
-    """Receives an engine's reports; only those of rank 0 are written."""
-
-    def begin(self, steps: int, done: int = 0) -> None:
-        """Training starts after step `done`, and ends with step `steps`."""
-
-    def step(self, step: int, **metrics: float) -> None:
-        """Values of a step: loss, learning_rate, grad_norm, tokens (of all ranks in this step), memory (bytes)."""
-
-    def unlogged(self, step: int) -> None:
-        """The first step of an attempt is done, and nothing of it is logged."""
-
-    def evaluated(self, step: int, **metrics: float) -> None:
-        """Values of an evaluation after a step: eval_loss, eval_… of others, and its duration in `seconds`."""
-
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Answers of the model in a step: prompt, completion, and numbers by their names. Some are kept."""
-
-    def saved(self, checkpoint: Path) -> None:
-        """A checkpoint is complete on disk."""
-
-    def note(self, text: str) -> None:
-        """A note for the user."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +221,7 @@ class Engine:
     plan: Callable[[Run, int], list[str]]
     estimates: Estimates
     checkpoints: Checkpoints
-    train: Callable[[Run, Monitor], Trained]
+    train: Callable[[Run, Metrics], Trained]
     check: Callable[[Run, Trained, Path], list[Problem]]
     warm: Callable[[Run], bool] = lambda run: False
     indexed: Callable[[Run], Lengths] | None = None

@@ -22,7 +22,6 @@ from reshard.training.engine import (
     Engine,
     Estimates,
     Looks,
-    Monitor,
     Reading,
     Trained,
     sizes_in_words,
@@ -31,6 +30,7 @@ from reshard.training.megatron import looks, memory, speed
 from reshard.training.megatron.batches import batches, precision
 from reshard.training.megatron.options import known_options, read
 from reshard.training.run import Run
+from reshard.training.show.monitor import Metrics
 
 _CHATTER: tuple[dict[str, Any], ...] = (
     {"module": r"megatron\.core"},
@@ -83,7 +83,7 @@ def _warm(run: Run) -> bool:
     return True
 
 
-def _train(run: Run, monitor: Monitor) -> Trained:
+def _train(run: Run, monitor: Metrics) -> Trained:
     for chatter in _CHATTER:
         warnings.filterwarnings("ignore", **chatter)
     from reshard.training.megatron import loop

@@ -12,7 +12,7 @@ from reshard.folders import iterations
 from reshard.training import signals
 from reshard.training.data.indexed import are_indexed
 from reshard.training.divergence import Divergence, assert_finite, diverged
-from reshard.training.engine import Monitor, Trained
+from reshard.training.engine import Trained
 from reshard.training.evaluation import evaluated
 from reshard.training.megatron import indexed, proof, rows, store
 from reshard.training.megatron.batches import Steps, steps_of, uses_transformer_engine
@@ -22,12 +22,13 @@ from reshard.training.megatron.options import Options, read
 from reshard.training.megatron.setup import Trainee, open_weights, prepare, start
 from reshard.training.megatron.step import Measured, records, run_step
 from reshard.training.run import Run
+from reshard.training.show.monitor import Metrics
 
 SHOWN = ("loss", "learning_rate", "grad_norm", "tokens", "memory")
 """Values of a step that the monitor receives."""
 
 
-def train(run: Run, monitor: Monitor) -> Trained:
+def train(run: Run, monitor: Metrics) -> Trained:
     """Load, assert the plan, train, save. Called on each rank, with the launcher's environment set."""
     import torch
 
@@ -60,7 +61,7 @@ def train(run: Run, monitor: Monitor) -> Trained:
     return Trained(run.output / iterations.name_of(last), last, found)
 
 
-def _data(run: Run, options: Options, vocab: int, monitor: Monitor) -> tuple[rows.Rows | IndexedRows, Steps]:
+def _data(run: Run, options: Options, vocab: int, monitor: Metrics) -> tuple[rows.Rows | IndexedRows, Steps]:
     """The training data of a run, and its steps."""
     import torch
 
@@ -72,7 +73,7 @@ def _data(run: Run, options: Options, vocab: int, monitor: Monitor) -> tuple[row
     return indexed.open_rows(run, options, steps.total * steps.sequences, vocab), steps
 
 
-def _held_out(run: Run, options: Options, vocab: int, monitor: Monitor) -> rows.Rows | IndexedRows:
+def _held_out(run: Run, options: Options, vocab: int, monitor: Metrics) -> rows.Rows | IndexedRows:
     """The evaluation data of a run."""
     as_trained = evaluated(run)
     if not are_indexed(as_trained.data.paths):
@@ -81,7 +82,7 @@ def _held_out(run: Run, options: Options, vocab: int, monitor: Monitor) -> rows.
     return indexed.open_rows(as_trained, options, sequences, vocab)
 
 
-def _rows(run: Run, options: Options, vocab: int, monitor: Monitor, which: str = "") -> rows.Rows:
+def _rows(run: Run, options: Options, vocab: int, monitor: Metrics, which: str = "") -> rows.Rows:
     """The rows of the data: rank 0 writes them, and all others map the file. `which` precedes notes about them."""
     import torch
 
@@ -106,7 +107,7 @@ def _train(
     data: rows.Rows | IndexedRows,
     evaluations: Evaluations | None,
     done: int,
-    monitor: Monitor,
+    monitor: Metrics,
 ) -> int:
     """Train the steps after `done`. Returns the step of the last checkpoint. Raises Stopped after a signal."""
     options, total = trainee.options, trainee.steps.total
@@ -148,7 +149,7 @@ def _train(
     return max(done, total)
 
 
-def _saved(trainee: Trainee, step: int, applied: int, monitor: Monitor) -> Path:
+def _saved(trainee: Trainee, step: int, applied: int, monitor: Metrics) -> Path:
     """Save the checkpoint of a step."""
     if not applied:
         raise _nothing_applied(step)

@@ -68,7 +68,7 @@ class Metrics:
         )
 
     def step(self, step: int, **metrics: float) -> None:
-        """Record what a step measured."""
+        """Record what a step measured: loss, learning_rate, grad_norm, tokens (of all ranks), memory (bytes)."""
         self._write({"event": "step", "step": step, **metrics})
 
     def unlogged(self, step: int) -> None:
@@ -76,11 +76,11 @@ class Metrics:
         self._write({"event": "first", "step": step})
 
     def evaluated(self, step: int, **metrics: float) -> None:
-        """Record what an evaluation after a step measured."""
+        """Record what an evaluation after a step measured: eval_loss, other eval_…, and its duration in `seconds`."""
         self._write({"event": "eval", "step": step, **metrics})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Record answers of the model in a step: the first few, with long texts cut."""
+        """Record answers of the model in a step: the first few, with long texts cut. Numbers have names."""
         shown = [{name: _cut(value) for name, value in each.items()} for each in samples[:SAMPLES]]
         self._write({"event": "samples", "step": step, "samples": shown})
 

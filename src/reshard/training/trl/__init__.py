@@ -18,13 +18,13 @@ from reshard.training.engine import (
     Engine,
     Estimates,
     Looks,
-    Monitor,
     Reading,
     Trained,
     sizes_in_words,
 )
 from reshard.training.methods import generates
 from reshard.training.run import Run
+from reshard.training.show.monitor import Metrics
 from reshard.training.trl import looks, memory, quantized, speed, vllm
 from reshard.training.trl.arithmetic import batches_of, evaluation_of, precision_of
 from reshard.training.trl.config_fields import known, options_of
@@ -97,7 +97,7 @@ def _warm(run: Run) -> bool:
     return not run.parallel.startswith("zero") and bool(WAYS[run.method].trainer_class())
 
 
-def _train(run: Run, monitor: Monitor) -> Trained:
+def _train(run: Run, monitor: Metrics) -> Trained:
     from reshard.training.trl.training import train_here
 
     return train_here(run, monitor)

@@ -8,9 +8,9 @@ from numbers import Real
 from typing import Any
 
 from reshard.training import signals
-from reshard.training.engine import Monitor
 from reshard.training.methods import generates
 from reshard.training.run import Run
+from reshard.training.show.monitor import Metrics
 from reshard.training.trl.assertions import Motion, assert_plan
 
 COUNTED = ("epoch", "num_tokens", "total_flos")
@@ -21,7 +21,7 @@ OFTEN = 1.1
 """Growth of the step number after which answers are kept again, so that long runs do not keep too many."""
 
 
-def callback_of(run: Run, monitor: Monitor) -> Any:
+def callback_of(run: Run, monitor: Metrics) -> Any:
     """A TrainerCallback for a run; pass it the trainer with `watch`."""
     from transformers import TrainerCallback
 

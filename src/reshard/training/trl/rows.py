@@ -19,8 +19,8 @@ from reshard.training.data import load_dataset
 from reshard.training.data.mix import Mix
 from reshard.training.data.store import SUFFIX, folder_of, tokenize
 from reshard.training.data.tokens import Learning
-from reshard.training.engine import Monitor
 from reshard.training.run import Run
+from reshard.training.show.monitor import Metrics
 from reshard.training.trl import devices, vision
 
 FOLDER = ".data"
@@ -42,7 +42,7 @@ def learning_of(options: Mapping[str, Any]) -> Learning:
 
 
 @contextmanager
-def rows_of(run: Run, options: Mapping[str, Any], tokenizer: Any, monitor: Monitor) -> Iterator[Data]:
+def rows_of(run: Run, options: Mapping[str, Any], tokenizer: Any, monitor: Metrics) -> Iterator[Data]:
     """The data of a run, mapped from files, next to which TRL caches its own.
 
     Otherwise each rank would keep and process all of it. Raises ReshardError for faulty records.
@@ -65,7 +65,7 @@ def rows_of(run: Run, options: Mapping[str, Any], tokenizer: Any, monitor: Monit
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(run: Run, options: Mapping[str, Any], tokenizer: Any, folder: Path, monitor: Monitor) -> None:
+def _write(run: Run, options: Mapping[str, Any], tokenizer: Any, folder: Path, monitor: Metrics) -> None:
     if run.method != "sft":
         load_dataset(run.data, run.method, **run.reading).save_to_disk(str(folder))
         return
@@ -78,7 +78,7 @@ def _write(run: Run, options: Mapping[str, Any], tokenizer: Any, folder: Path, m
         monitor.note(found.in_words(kept))
 
 
-def _write_images(run: Run, options: Any, tokenizer: Any, folder: Path, monitor: Monitor) -> None:
+def _write_images(run: Run, options: Any, tokenizer: Any, folder: Path, monitor: Metrics) -> None:
     """Write records with images as they are: pixels take much more room than files."""
     folder.mkdir(parents=True)
     for number, path in enumerate(run.data.paths):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from reshard.training import signals
 from reshard.training.collective import highest
 from reshard.training.divergence import Divergence, assert_finite, beginnings, diverged, few
-from reshard.training.engine import Monitor
 from reshard.training.methods import is_rewarded
 from reshard.training.run import Run
+from reshard.training.show.monitor import Metrics
 
 if TYPE_CHECKING:
     Base = Any
@@ -23,7 +23,7 @@ class Stopping(Base):  # type: ignore[misc]
     """A mixin for TRL's trainers that checks each step, however seldom it logs."""
 
     asked: Run
-    monitor: Monitor
+    monitor: Metrics
     _losses: Any = 0.0
     """The sum of this rank's losses since the last optimizer step."""
     _last: Any = ()

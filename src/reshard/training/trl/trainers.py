@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import ReshardError
-from reshard.training.engine import Monitor
 from reshard.training.methods import is_rewarded
 from reshard.training.reading import reading
 from reshard.training.run import Run
+from reshard.training.show.monitor import Metrics
 from reshard.training.trl import devices, loading, reward, saving
 from reshard.training.trl.evaluating import Evaluating
 from reshard.training.trl.methods import WAYS
@@ -33,7 +33,7 @@ class Saving(Base):  # type: ignore[misc]
     """
 
     asked: Run
-    monitor: Monitor
+    monitor: Metrics
     loraplus: float | None = None
     """The factor between the learning rates of lora_B and lora_A."""
     last_saved: Path | None = None
@@ -112,7 +112,7 @@ class Saving(Base):  # type: ignore[misc]
         """Nothing: the weights were already loaded from there."""
 
 
-def trainer_class(run: Run, monitor: Monitor, loraplus: float | None = None) -> Any:
+def trainer_class(run: Run, monitor: Metrics, loraplus: float | None = None) -> Any:
     """TRL's trainer of a method, extended by our mixins."""
     base = WAYS[run.method].trainer_class()
     own = {"asked": run, "monitor": monitor, "loraplus": loraplus}
@@ -121,7 +121,7 @@ def trainer_class(run: Run, monitor: Monitor, loraplus: float | None = None) -> 
 
 def trainer_of(
     run: Run,
-    monitor: Monitor,
+    monitor: Metrics,
     arguments: Any,
     options: dict[str, Any],
     model: Any,

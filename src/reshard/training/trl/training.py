@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.training.engine import Monitor, Trained
+from reshard.training.engine import Trained
 from reshard.training.engines import engine_of
 from reshard.training.final.dtype import final_dtype
 from reshard.training.reading import reading
 from reshard.training.run import Run
+from reshard.training.show.monitor import Metrics
 from reshard.training.trl import arithmetic, cpu, devices, environment, loading, saving, vision, weights
 from reshard.training.trl.arguments import arguments_of
 from reshard.training.trl.callback import callback_of
@@ -19,7 +20,7 @@ from reshard.training.trl.rows import Data, rows_of
 from reshard.training.trl.trainers import trainer_of
 
 
-def train_here(run: Run, monitor: Monitor) -> Trained:
+def train_here(run: Run, monitor: Metrics) -> Trained:
     """Train on this rank. Raises ReshardError if a check fails, and whatever the frameworks raise."""
     options = options_of(run)
     if wrong := list(environment.contradictions(run, options)):
@@ -43,7 +44,7 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
         return _finish(run, trainer, checkpoint)
 
 
-def _checkpoint(run: Run, monitor: Monitor) -> Path | None:
+def _checkpoint(run: Run, monitor: Metrics) -> Path | None:
     """The checkpoint from which to continue, with `--resume`."""
     if not run.resume:
         return None
@@ -58,7 +59,7 @@ def _checkpoint(run: Run, monitor: Monitor) -> Path | None:
 
 def _trainer(
     run: Run,
-    monitor: Monitor,
+    monitor: Metrics,
     arguments: Any,
     options: dict[str, Any],
     tokenizer: Any,
