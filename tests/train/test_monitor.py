@@ -17,9 +17,9 @@ from rich.console import Console
 from reshard.base.errors import ReshardError
 from reshard.training.run import Run
 from reshard.training.show import display, report, trackers
-from reshard.training.show.display import Display, clock, evaluated, short, words
+from reshard.training.show.display import Display, evaluated, words
 from reshard.training.show.monitor import METRICS, History, Metrics, Tail, append, history_of
-from reshard.training.show.watch import Watch
+from reshard.training.show.report import clock, short
 
 
 def run_in(folder: Path, **fields: Any) -> Run:
@@ -195,57 +195,58 @@ def test_the_checkpoints_of_a_copied_run_are_in_the_copy(tmp_path: Path) -> None
     assert report.shown_of(copy).saved == [("checkpoint-2", str(copy / "checkpoint-2"))]
 
 
-def shown(terminal: bool, quiet: bool = False) -> str:
+def shown(folder: Path, terminal: bool, quiet: bool = False) -> str:
     console = Console(file=StringIO(), force_terminal=terminal, width=120)
-    history = told({"event": "begin", "steps": 3, "done": 0, "time": 0.0})
-    with Display(console, quiet=quiet) as line:
-        line.show(History())
-        for row in steps(1, 2, 3, loss=1.5):
-            history.add(row)
-            line.show(history)
-        line.say("saved checkpoint-3")
+    with Display(run_in(folder), console, quiet=quiet) as display:
+        for row in ({"event": "begin", "steps": 3, "time": 0.0}, *steps(1, 2, 3, loss=1.5)):
+            display.add(row)
+        display.add({"event": "saved", "checkpoint": "checkpoint-3"})
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_a_log_gets_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown(terminal=False).splitlines() == [
-        "step 1/3  loss 1.5000  0:00:04 left",
+def test_a_log_gets_lines_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(tmp_path, terminal=False).splitlines() == [
+        "step 0/3",
         "step 3/3  loss 1.5000",
         "saved checkpoint-3",
     ]
     monkeypatch.setattr(display, "PLAIN_EVERY", 0.0)
-    assert len(shown(terminal=False).splitlines()) == 4
+    assert len(shown(tmp_path, terminal=False).splitlines()) == 5
 
 
-def test_a_terminal_has_one_line_that_is_redrawn() -> None:
-    text = shown(terminal=True)
+def test_a_terminal_has_one_line_that_is_redrawn(tmp_path: Path) -> None:
+    text = shown(tmp_path, terminal=True)
     assert "step 3/3" in text and "━" in text and "\x1b[2K" in text
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120])
-def test_the_line_is_no_wider_than_the_terminal(width: int) -> None:
+def test_the_line_is_no_wider_than_the_terminal(width: int, tmp_path: Path) -> None:
     row = steps(1, loss=1.25, learning_rate=1e-5, tokens=3000, memory=61e9)
-    history = told({"event": "begin", "steps": 100000, "done": 0, "time": 0.0}, *row)
     console = Console(file=StringIO(), force_terminal=True, color_system=None, width=width)
-    (line,) = console.render_lines(Display(console)._line(history), pad=False)
+    display = Display(run_in(tmp_path), console)
+    display.history = told({"event": "begin", "steps": 100000, "done": 0, "time": 0.0}, *row)
+    (line,) = console.render_lines(display._line(), pad=False)
     text = "".join(segment.text for segment in line)
     assert len(text) <= width
     assert text.endswith("left") == (width >= 80) and ("╌" in text) == (width == 120)
 
 
-def test_colours_are_left_out_where_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_are_left_out_where_nobody_wants_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[36m" not in shown(terminal=True) and "step 3/3" in shown(terminal=True)
+    text = shown(tmp_path, terminal=True)
+    assert "\x1b[36m" not in text and "step 3/3" in text
 
 
-def test_nothing_is_shown_where_it_is_quiet() -> None:
-    assert shown(terminal=False, quiet=True) == shown(terminal=True, quiet=True) == ""
+def test_nothing_is_shown_where_it_is_quiet(tmp_path: Path) -> None:
+    assert shown(tmp_path, terminal=False, quiet=True) == shown(tmp_path, terminal=True, quiet=True) == ""
 
 
 def test_a_report_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     console = Console(file=StringIO())
-    with Watch(run_in(tmp_path / "gone"), console) as watch:
-        watch.add({"event": "begin", "steps": 2, "done": 0, "time": 1.0})
+    with Display(run_in(tmp_path / "gone"), console) as display:
+        display.add({"event": "begin", "steps": 2, "done": 0, "time": 1.0})
     assert console.file.getvalue() == "step 0/2\n"  # type: ignore[attr-defined]
 
 

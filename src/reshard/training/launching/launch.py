@@ -43,8 +43,8 @@ from reshard.training.launching.torchrun import Torchrun
 from reshard.training.planning.gpus import gpu_count
 from reshard.training.run import Run
 from reshard.training.show import trackers
+from reshard.training.show.display import Display
 from reshard.training.show.monitor import METRICS, Row, Tail, begun, monitor_of
-from reshard.training.show.watch import Watch
 from reshard.training.worker import PROBLEMS, REFUSED, TRAINED, claim, claimed, work
 
 LOG = "train.log"
@@ -206,7 +206,7 @@ class _Ranks:
     """The ranks while they run: a Watcher of their metrics, and what to do about signals."""
 
     run: Run
-    watch: Watch
+    display: Display
     tail: Tail
     progress: Progress = field(default_factory=lambda: Progress(nan_steps=0))
     """Of their metrics; that their losses are finite, they check themselves."""
@@ -230,9 +230,9 @@ class _Ranks:
     def tick(self, now: float, processes: Processes) -> Iterable[Notice]:
         """Show new rows of the metrics."""
         for row in self.tail.rows():
-            self.watch.add(row)
+            self.display.add(row)
             self._read(row, now)
-        self.watch.look()
+        self.display.look()
         return ()
 
     def _read(self, row: Row, now: float) -> None:
@@ -240,7 +240,7 @@ class _Ranks:
         if row["event"] == "stop":
             self.first, self.stop = self.first or int(row["signal"]), str(row["why"])
         elif "step" in row:
-            list(self.progress.line(Line(now, "metrics", f"step {row['step']}/{self.watch.history.total}")))
+            list(self.progress.line(Line(now, "metrics", f"step {row['step']}/{self.display.history.total}")))
 
     def ask_to_end(self, number: int, process: subprocess.Popen[bytes]) -> float:
         """Make the ranks finish and save their step, or end if there is none. Returns the seconds that they get.
@@ -278,12 +278,12 @@ class _Ranks:
 
 def _follow(torchrun: Torchrun, run: Run, screen: Screen) -> _Ranks:
     """Follow the ranks until they end."""
-    watch = Watch(run, screen.console, quiet=screen.quiet)
-    ranks = _Ranks(run, watch, Tail(run.output / METRICS))
+    display = Display(run, screen.console, quiet=screen.quiet)
+    ranks = _Ranks(run, display, Tail(run.output / METRICS))
     for row in ranks.tail.rows():  # rows of earlier attempts
-        watch.history.add(row)
+        display.history.add(row)
     stall = Stall(ranks.progress, partial(read_stack, folder=torchrun.folder), SILENCE)
-    with torchrun, watch:
+    with torchrun, display:
         relay = Relay.kept(run.output / of_node(run, LOG), torchrun.output)
         torchrun.go()
         outcome = supervise(
@@ -361,10 +361,10 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
         _prepare(run, record)
         if not screen.quiet:
             screen.console.print(f"in the place that {place.launcher} gave: rank 0 of {place.world_size}")
-    watch = Watch(run, screen.console, quiet=screen.quiet or not first)
+    display = Display(run, screen.console, quiet=screen.quiet or not first)
     try:
-        with watch, signals.listening(run.save_on_signal, partial(interrupted, run) if first else None):
-            work(run, monitor_of(run, [watch.add, *trackers.listeners(run)] if first else []))
+        with display, signals.listening(run.save_on_signal, partial(interrupted, run) if first else None):
+            work(run, monitor_of(run, [display.add, *trackers.listeners(run)] if first else []))
             if number := signals.heard():
                 raise signals.Stopped(number, why="all steps are done, and the final folder is not made")
     except ReshardError as error:

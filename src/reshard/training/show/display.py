@@ -1,68 +1,86 @@
-"""The progress line of a run: redrawn on a terminal, otherwise printed every few seconds."""
+"""Shows a run while it goes: a line of progress, redrawn on a terminal or else printed now and then; and the report."""
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
+from contextlib import suppress
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from reshard.base.errors import memory_size
+from reshard.base.shown import escape
 from reshard.training.methods import headline
+from reshard.training.run import Run
+from reshard.training.show import report
 from reshard.training.show.monitor import History, Row, number
+from reshard.training.show.report import clock, short
 
 PLAIN_EVERY = 5.0
 """Seconds between two lines in a log."""
 BAR, LEAST = 20, 5
 """Columns of the bar, and the fewest with which it is drawn."""
+REFRESH = 5.0
+"""Minimum seconds between two reports; more if drawing one takes long."""
+SHARE = 20
+"""Drawing reports takes at most one part in this many of the time."""
 
 
 class Display:
-    """A context that shows a run on `console`, or nothing if it is `quiet`."""
+    """A context that shows the rows of a run as they come; on other nodes than the first, only that it waits."""
 
-    def __init__(self, console: Console, *, quiet: bool = False, waiting: str = "starting") -> None:
-        self._console, self._quiet, self._waiting = console, quiet, waiting
-        self._live = Live(console=console, transient=True, refresh_per_second=4)
+    def __init__(self, run: Run, console: Console, *, quiet: bool = False) -> None:
+        self.history = History()
+        self._run, self._console, self._quiet = run, console, quiet
+        self._leads = run.ranks.node_rank == 0
         self._redraws = console.is_terminal and not quiet
-        self._begin = self._printed = time.monotonic()
-        self._shown, self._told = -1, ""
+        self._begin = time.monotonic()
+        self._live = Live(console=console, transient=True, refresh_per_second=4, get_renderable=self._line)
+        self._shown, self._printed = -1, -PLAIN_EVERY
+        self._new, self._due = True, 0.0
 
     def __enter__(self) -> Display:
         if self._redraws:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._redraws:
             self._live.stop()
-            if self._told:
-                self._console.print(self._told, markup=False)
+            self._print_line()
 
-    def show(self, history: History) -> None:
-        """Update the line. Without a terminal, print one every few seconds, and for the last step."""
-        if self._redraws:
-            self._told = words(history) if history.total else ""
-            self._live.update(self._line(history))
-            return
-        if self._quiet or not history.total or history.done == self._shown:
-            return
-        is_last = history.done == history.total
-        if is_last or self._shown < 0 or time.monotonic() - self._printed >= PLAIN_EVERY:
-            self._printed, self._shown = time.monotonic(), history.done
-            self._console.print(words(history), markup=False)
-
-    def say(self, text: str) -> None:
-        """Print a separate line above the progress line."""
-        if not self._quiet:
+    def add(self, row: Row) -> None:
+        """Add a row, and show it."""
+        self.history.add(row)
+        self._new = True
+        if self._leads and not self._quiet and (text := _told(row, self.history.method)):
             self._console.print(text)
+        self.look()
 
-    def _line(self, history: History) -> Text:
-        if not history.total:
-            return Text(f"{self._waiting} … {clock(time.monotonic() - self._begin)}", no_wrap=True)
+    def look(self) -> None:
+        """Print a line if it is due and not redrawn, and draw the report if that is due."""
+        now, history = time.monotonic(), self.history
+        is_due = now - self._printed >= PLAIN_EVERY or history.done == history.total
+        if is_due and history.done != self._shown and not self._quiet and not self._redraws:
+            self._print_line()
+        if self._new and self._leads and now >= self._due:
+            with suppress(OSError):  # a run does not end because its report cannot be written
+                report.write(self._run.output, history)
+            self._new = False
+            self._due = time.monotonic() + max(REFRESH, SHARE * (time.monotonic() - now))
+
+    def _print_line(self) -> None:
+        if self._leads and self.history.total:
+            self._printed, self._shown = time.monotonic(), self.history.done
+            self._console.print(words(self.history), markup=False)
+
+    def _line(self) -> Text:
+        """The line that is redrawn."""
+        history, ranks = self.history, self._run.ranks
+        if not self._leads or not history.total:
+            waiting = "loading" if self._leads else f"node {ranks.node_rank} of {ranks.nnodes}"
+            return Text(f"{waiting} … {clock(time.monotonic() - self._begin)}", no_wrap=True)
         told = words(history)
         columns = min(BAR, self._console.width - len(told) - 3)
         if columns < LEAST:
@@ -74,12 +92,8 @@ class Display:
 
 def words(history: History) -> str:
     """The text of the line: step 12/100  reward 0.7500  lr 1.0e-05  12.3k tok/s  3.9 GiB  0:03:12 left."""
-    rate, speed, memory, left = (
-        history.latest("learning_rate"),
-        history.speed,
-        history.latest("memory"),
-        history.left,
-    )
+    rate, memory = history.latest("learning_rate"), history.latest("memory")
+    speed, left = history.speed, history.left
     measured = ((each.words, history.latest(each.name)) for each in headline(history.method))
     parts = [
         f"step {history.done}/{history.total}",
@@ -92,24 +106,17 @@ def words(history: History) -> str:
     return "  ".join(part for part in parts if part)
 
 
+def _told(row: Row, method: str | None) -> str:
+    """What a row says besides the line; "" if nothing."""
+    if row["event"] == "saved":
+        return f"saved {escape(row['checkpoint'])}"
+    if row["event"] == "note":
+        return f"[bold]note:[/] {escape(row['text'])}"
+    return f"[bold]evaluated[/] {escape(evaluated(row, method))}" if row["event"] == "eval" else ""
+
+
 def evaluated(row: Row, method: str | None = None) -> str:
     """The text about an evaluation: after step 12  reward 0.5000."""
     measured = ((each.words, number(row, f"eval_{each.name}")) for each in headline(method))
     told = [f"{name} {value:.4f}" for name, value in measured if value is not None]
     return "  ".join([f"after step {row['step']}", *told])
-
-
-def short(value: float) -> str:
-    """A count with three or four digits: 512, 12.3k, 4.1M, 8.33e+29."""
-    for unit in ("", "k", "M"):
-        if value < 1000:
-            return f"{value:.0f}" if not unit else f"{value:.1f}{unit}"
-        value /= 1000
-    return f"{value:.1f}G" if value < 1000 else f"{value * 1e9:.3g}"
-
-
-def clock(seconds: float) -> str:
-    """A duration as h:mm:ss, preceded by days if there are any."""
-    days, rest = divmod(round(seconds), 86400)
-    text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
-    return f"{days}d {text}" if days else text

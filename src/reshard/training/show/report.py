@@ -19,7 +19,6 @@ from reshard.base.errors import GIB, memory_size
 from reshard.guard.complete import RECORD
 from reshard.pages.writing import GENERATOR, charts_script, replace_page
 from reshard.training.methods import LOSS, Measure, headline, words_for
-from reshard.training.show.display import clock, short
 from reshard.training.show.monitor import History, Sample, history_of
 from reshard.training.show.series import Point, Series, chart
 from reshard.version import __version__
@@ -306,3 +305,19 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return json.dumps(value, ensure_ascii=False, default=str)
     return "–" if value is None else str(value)
+
+
+def short(value: float) -> str:
+    """A count with three or four digits: 512, 12.3k, 4.1M, 8.33e+29."""
+    for unit in ("", "k", "M"):
+        if value < 1000:
+            return f"{value:.0f}" if not unit else f"{value:.1f}{unit}"
+        value /= 1000
+    return f"{value:.1f}G" if value < 1000 else f"{value * 1e9:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """A duration as h:mm:ss, preceded by days if there are any."""
+    days, rest = divmod(round(seconds), 86400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}d {text}" if days else text
