@@ -192,7 +192,7 @@ def test_the_checkpoints_of_a_copied_run_are_in_the_copy(tmp_path: Path) -> None
     (run / "checkpoint-2").mkdir(parents=True)
     append(run, {"event": "saved", "checkpoint": str(run / "checkpoint-2")})
     shutil.copytree(run, copy)
-    assert report.shown_of(copy).saved == [("checkpoint-2", str(copy / "checkpoint-2"))]
+    assert f"<li>{copy / 'checkpoint-2'}</li>" in report.write(copy).read_text()
 
 
 def shown(folder: Path, terminal: bool, quiet: bool = False) -> str:

@@ -346,6 +346,13 @@ def test_what_is_no_run_is_named_and_nothing_else_is_replaced(runs: list[Path], 
     assert unwritable.code == 2 and "cannot be written" in unwritable.err
 
 
+def test_a_run_that_has_only_begun_is_drawn(runs: list[Path]) -> None:
+    (runs[0] / "metrics.jsonl").unlink()
+    record = json.loads((runs[0] / "run.json").read_text())
+    (runs[0] / "run.json").write_text(json.dumps({**record, "output": str(runs[0])}))
+    assert reshard("report", runs[0]).code == 0
+
+
 def test_a_checkpoint_is_not_its_run(runs: list[Path]) -> None:
     final = runs[0] / "final"
     final.mkdir()

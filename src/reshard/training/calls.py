@@ -340,6 +340,6 @@ def report(*runs: StrPath, output: StrPath | None = None) -> Path:
     if not runs:
         given.path("run", None)
     given.settle()
-    from reshard.training.show.comparison import draw
+    from reshard.training.show.report import draw
 
     return draw([Path(run) for run in runs], None if output is None else Path(output))[0]

@@ -10,16 +10,17 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.base.errors import GIB, memory_size
+from reshard.base.errors import GIB, Problem, ReshardError, memory_size
 from reshard.guard.complete import RECORD
-from reshard.pages.writing import GENERATOR, charts_script, replace_page
+from reshard.pages.writing import GENERATOR, charts_script, in_the_way, replace_page, write_page
+from reshard.stores import realpath
 from reshard.training.methods import LOSS, Measure, headline, words_for
-from reshard.training.show.monitor import History, Sample, history_of
+from reshard.training.show.monitor import METRICS, History, Sample, history_of
 from reshard.training.show.series import Point, Series, chart
 from reshard.version import __version__
 
@@ -27,18 +28,12 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from markupsafe import Markup
 
-REPORT = "report.html"
+REPORT, SEVERAL = "report.html", "runs.html"
+"""The page of a run in its output, and that of several runs in the working folder."""
 RELOAD = 5
 """Seconds after which the page of an unfinished run reloads itself."""
-STATES = {
-    None: "running",
-    "trained": "trained; the final folder is made",
-    "done": "done",
-    "failed": "failed",
-    "refused": "refused",
-    "interrupted": "interrupted",
-}
-GOING_ON = (None, "trained")
+GOING_ON = ("running", "trained")
+"""States of a run that is not finished: of a trained one, the final folder is made."""
 PAIRS = ("learning_rate", "grad_norm", "speed", "memory")
 """Small charts, side by side."""
 SMOOTH = ("learning_rate", "memory")
@@ -73,50 +68,9 @@ class Shown:
         return self.history.outcome or "running"
 
     @property
-    def words(self) -> str:
-        """The state in words for people."""
-        return STATES.get(self.history.outcome, self.state)
-
-    @property
-    def plan(self) -> str | None:
-        """How the model is sharded."""
-        plan = self.record.get("plan")
-        return plan if isinstance(plan, str) else None
-
-    @property
-    def last(self) -> int:
-        """The time of the last row, in seconds since 1970."""
-        return int(self.history.last or 0)
-
-    @property
     def when(self) -> str:
-        """That time as a date."""
-        return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.last)) if self.history.last else ""
-
-    @property
-    def failure(self) -> Mapping[str, Any] | None:
-        """Why the run failed or was interrupted."""
-        return self.history.end.get("failure")
-
-    @property
-    def resume(self) -> str | None:
-        """The command that continues the run."""
-        return self.history.end.get("resume")
-
-    @property
-    def checks(self) -> list[tuple[str, str, bool]]:
-        """The checks of the final folder: name, what was found, whether it passed."""
-        return [(name, found, right) for name, found, right in self.history.end.get("checks", [])]
-
-    @property
-    def saved(self) -> list[tuple[str, str]]:
-        """Names and paths of the checkpoints."""
-        return [(name, str(self.folder / name)) for name in self.history.saved]
-
-    @property
-    def notes(self) -> list[tuple[str, str]]:
-        """Notes of the engine, numbered."""
-        return [(str(number), note) for number, note in enumerate(self.history.notes, 1)]
+        """The time of the last row as a date."""
+        return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.history.last))
 
     @property
     def samples(self) -> list[tuple[int, list[Sample]]]:
@@ -191,10 +145,47 @@ def shown_of(output: Path, history: History | None = None) -> Shown:
     return Shown(output.name or str(output), record, history or history_of(output), output)
 
 
+def draw(outputs: Sequence[Path], path: Path | None = None) -> tuple[Path, list[Shown]]:
+    """Draw the runs with these outputs on one page. Returns its path, and the runs.
+
+    Raises ReshardError if an output is not that of a run, or if the path is taken by something else.
+    """
+    outputs = list(dict.fromkeys(outputs))
+    where = path or (outputs[0] / REPORT if len(outputs) == 1 else Path(SEVERAL))
+    problems = [*_no_runs(outputs)]
+    if path or not problems:  # the default path lies in the folder of a run
+        problems += in_the_way(where, "--output")
+    if problems:
+        raise ReshardError(problems)
+    names = [realpath(output).name for output in outputs]
+    shown = [
+        replace(shown_of(output), name=name if names.count(name) == 1 else str(output))
+        for output, name in zip(outputs, names, strict=True)
+    ]
+    return write_page(where, page(shown), "--output"), shown
+
+
+def _no_runs(outputs: Sequence[Path]) -> Iterator[Problem]:
+    """Problems of folders without metrics, except of a run that has only written its record yet."""
+    for output in outputs:
+        record = shown_of(output, History()).record
+        run = Path(record.get("output", output))
+        if (output / METRICS).is_file() or (record and realpath(run) == realpath(output)):
+            continue
+        yield Problem(
+            "report-no-run",
+            "not the output of a training run",
+            file=str(output),
+            expected=f"a folder with {METRICS}, written by `reshard train … -o`",
+            found=f"a part of the run in {run}" if record else "no such file in it",
+            remedy=f"pass {run if record else 'the folder of the -o of the run'}",
+        )
+
+
 def page(runs: Sequence[Shown]) -> str:
     """The complete page."""
     large, small, other = _charts(runs)
-    goes_on = any(run.history.outcome in GOING_ON for run in runs)
+    goes_on = any(run.state in GOING_ON for run in runs)
     return _template().render(
         title=_title(runs),
         generator=f"{GENERATOR} {__version__}",
