@@ -99,7 +99,7 @@ def test_a_job_names_its_node_and_the_first(
         monkeypatch.setenv(name, value)
     run = slurm.replace(run, ranks=slurm.replace(run.ranks, nnodes=2))
     said = " ".join(slurm.Job(run).words(saved=True))
-    assert "--nnodes 2 --rendezvous gpu07:24217 --node-rank 1" in said and "--resume" not in said
+    assert "--nnodes 2 --node-rank 1 --rendezvous gpu07:24217" in said and "--resume" not in said
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # after a preemption that Slurm itself has answered
     assert slurm.Job(run).words(saved=True)[-1] == "--resume"
     assert slurm.Job(run).words(saved=False)[-1] == "--overwrite", "no step was saved"

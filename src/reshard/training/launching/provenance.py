@@ -6,18 +6,24 @@ import json
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reshard.stores.hub import url_of
 from reshard.training import data
 from reshard.training.engines import engine_of
-from reshard.training.run import Run
-from reshard.training.signals import SECONDS
+from reshard.training.run import SIZES, Ranks, Run
 from reshard.version import __version__
 
-FLAGS = ("nproc", "nnodes", "rendezvous")
+DEFAULTS = {
+    **dict.fromkeys(SIZES, 1),
+    **{each.name: each.default for each in (*fields(Ranks), *fields(Run))},
+}
+for _name in ("method", "model", "output", "layout", "ranks", "options"):
+    del DEFAULTS[_name]
+IMPLIED = {"parallel": "tp"}
+"""By --tp."""
 
 
 def versions(run: Run) -> dict[str, str]:
@@ -40,36 +46,22 @@ def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_of(run: Run) -> list[str]:
-    """The command that starts a run: the inverse of `request.run_of`."""
-    words = ["reshard", "train", run.method, "--model", url_of(run.model)]
-    words += [word for each in run.data.words for word in ("--data", each)]
-    words += [
-        word for each in (run.eval_data.words if run.eval_data else []) for word in ("--eval-data", each)
-    ]
-    words += ["--data-shape", run.data_shape] if run.data_shape else []
-    words += ["--system", run.system] if run.system else []
-    words += [] if run.token_cache else ["--no-token-cache"]
-    words += ["-o", str(run.output)]
-    words += ["--engine", run.engine] if run.engine != Run.engine else []
-    words += ["--lora"] if run.lora else []
-    words += ["--parallel", run.parallel] if run.parallel not in ("ddp", "tp") else []
-    for name in ("tp", "pp", "vpp", "ep", "cp"):
-        size = getattr(run.layout, name)
-        words += [f"--{name}", str(size)] if size > 1 else []
-    for name in FLAGS:
-        value = getattr(run.ranks, name)
-        words += (
-            [f"--{name}", str(value)] if value not in (0, 1, None) or (name, value) == ("nproc", 1) else []
-        )
-    words += ["--max-restarts", str(run.ranks.max_restarts)] if run.ranks.max_restarts else []
-    words += ["--node-rank", str(run.ranks.node_rank)] if run.ranks.nnodes > 1 else []
-    words += [word for each in run.reward for word in ("--reward", each)]
-    words += ["--nan-steps", str(run.nan_steps)] if run.nan_steps > 1 else []
-    if run.save_on_signal != SECONDS:
-        words += ["--save-on-signal", str(run.save_on_signal)]
-    words += [] if run.merge else ["--no-merge"]
-    words += ["--resume"] if run.resume else []
+    """The command that starts a run, without options that have their default: the inverse of `request.run_of`."""
+    given = {**vars(run), **vars(run.ranks), **{name: getattr(run.layout, name) for name in SIZES}}
+    given |= {"data": run.data.words, "eval_data": run.eval_data.words if run.eval_data else None}
+    words = ["reshard", "train", run.method, "--model", url_of(run.model), "-o", str(run.output)]
+    for name, default in DEFAULTS.items():
+        if given[name] not in (default, IMPLIED.get(name)):
+            words += _flag(name.replace("_", "-"), given[name])
     return [*words, *(word for name, value in run.options.items() for word in _typed(name, value))]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """An option of reshard on the command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    several = value if isinstance(value, (list, tuple)) else [value]
+    return [word for each in several for word in (f"--{name}", str(each))]
 
 
 def _typed(name: str, value: Any) -> list[str]:

@@ -21,10 +21,10 @@ import json
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -131,24 +131,18 @@ def append(output: Path, row: Row) -> Row:
 def drop_repeated(output: Path, done: int) -> None:
     """Remove rows of steps after `done` from the metrics, and all but the last row of the others."""
     path = output / METRICS
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return
-    kept: list[bytes] = []
-    seen = set()
-    for line in reversed(lines):
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept: dict[Any, bytes] = {}
+    for number, line in enumerate(lines):
         row = _row_of(line)
-        if row is None or row["event"] not in OF_STEPS:
-            kept += [line] * (row is not None)
-            continue
-        key = row["event"], int(row["step"])
-        if key[1] <= done and key not in seen:
-            kept.append(line)
-        seen.add(key)
+        step = int(row["step"]) if row and row["event"] in OF_STEPS else 0
+        key = (row["event"], step) if row and step else number
+        kept.pop(key, None)
+        if row and step <= done:
+            kept[key] = line
     if len(kept) < len(lines):
         partial = path.with_name(f".{METRICS}.{os.getpid()}")
-        partial.write_bytes(b"".join(reversed(kept)))
+        partial.write_bytes(b"".join(kept.values()))
         partial.replace(path)
 
 
@@ -225,9 +219,11 @@ class History:
     """The row about the end of the run; empty while it runs."""
     began: float | None = None
     last: float | None = None
-    _begins: dict[int, float] = field(default_factory=dict)
-    """When each attempt began, keyed by the last step completed before it."""
-    _recent: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))
+    took: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By step: seconds and steps since the row before, without evaluations."""
+    _since: float = 0.0
+    _attempt: int = 0
+    """The last step completed before this attempt."""
 
     def add(self, row: Row) -> None:
         """Add a row."""
@@ -258,25 +254,22 @@ class History:
     def _begin(self, row: Row, when: float) -> None:
         self.total, self.done = int(row["steps"]), int(row.get("done", 0))
         self.method, self.end = row.get("method"), {}
-        behind: tuple[dict[int, Any], ...] = (self.steps, self.evaluations, self.samples)
+        behind: tuple[dict[int, Any], ...] = (self.steps, self.evaluations, self.samples, self.took)
         for rows in behind:
             for step in [step for step in rows if step > self.done]:
                 del rows[step]
-        self._begins[self.done] = when
-        self._recent.clear()
-        self._recent.append((when, self.done, None))
+        self._since, self._attempt = when, self.done
 
     def _step(self, row: Row, when: float) -> None:
-        self.done = int(row["step"])
-        self.steps[self.done] = row
-        self._recent.append((when, self.done, number(row, "tokens")))
+        step = int(row["step"])
+        self.took[step] = (when - self._since, step - self.done)
+        self.steps[step] = row
+        self.done, self._since = step, when
 
     def _evaluated(self, row: Row) -> None:
-        """Record an evaluation, and shift the times of earlier steps by its duration, in which nothing is trained."""
+        """Record an evaluation, in which nothing is trained."""
         self.evaluations[int(row["step"])] = row
-        spent = number(row, "seconds") or 0.0
-        for index, (when, *rest) in enumerate(self._recent):
-            self._recent[index] = (when + spent, *rest)  # type: ignore[assignment]
+        self._since += number(row, "seconds") or 0.0
 
     def latest(self, name: str) -> float | None:
         """The value in the last completed step; None if it has none."""
@@ -298,38 +291,28 @@ class History:
 
     def speeds(self) -> list[tuple[int, float]]:
         """Tokens per second of each step, over all ranks: since the previous row, without the time of evaluations."""
-        found: list[tuple[int, float]] = []
-        before: float | None = None
-        for step, row in sorted(self.steps.items()):
-            when, tokens = float(row.get("time", 0)), number(row, "tokens")
-            begins = [begin for done, begin in self._begins.items() if done < step]
-            since = max([*begins, *([] if before is None else [before])], default=when)
-            if tokens and when > since:
-                found.append((step, tokens / (when - since)))
-            before = when + self._evaluating(step)
-        return found
-
-    def _evaluating(self, step: int) -> float:
-        """Seconds of the evaluation after a step; 0 if there was none."""
-        return number(self.evaluations.get(step, {}), "seconds") or 0.0
+        tokens = {step: number(row, "tokens") for step, row in sorted(self.steps.items())}
+        spent = {step: seconds for step, (seconds, _) in self.took.items() if seconds > 0}
+        return [(step, count / spent[step]) for step, count in tokens.items() if count and step in spent]
 
     @property
     def speed(self) -> float | None:
         """Tokens per second of all ranks over the last steps."""
-        seconds, tokens = self._spent(), [count for _, _, count in list(self._recent)[1:]]
-        known = [count for count in tokens if count is not None]
-        return sum(known) / seconds if seconds and known and len(known) == len(tokens) else None
+        seconds, steps = self._recent()
+        tokens = [count for step in steps if (count := number(self.steps[step], "tokens")) is not None]
+        return sum(tokens) / seconds if seconds and tokens and len(tokens) == len(steps) else None
 
     @property
     def left(self) -> float | None:
         """Estimated seconds until the last step, at the speed of the last steps."""
-        seconds = self._spent()
-        if not seconds:
-            return None
-        return (self.total - self.done) * seconds / max(self._recent[-1][1] - self._recent[0][1], 1)
+        seconds, steps = self._recent()
+        done = sum(self.took[step][1] for step in steps)
+        return (self.total - self.done) * seconds / max(done, 1) if seconds else None
 
-    def _spent(self) -> float:
-        return self._recent[-1][0] - self._recent[0][0] if len(self._recent) > 1 else 0.0
+    def _recent(self) -> tuple[float, list[int]]:
+        """The last steps of this attempt, and how many seconds they took."""
+        steps = [step for step in islice(reversed(self.took), WINDOW) if step > self._attempt]
+        return sum(self.took[step][0] for step in steps), steps
 
 
 def number(row: Mapping[str, Any], name: str) -> float | None:

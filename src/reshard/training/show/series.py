@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 Point = tuple[int, float]
 
 COLUMNS = 400
@@ -80,11 +82,8 @@ def means(points: Sequence[Point]) -> list[Point]:
     """Moving average over a fiftieth of all points, but at least five; values that are not finite are left out."""
     finite = [point for point in points if math.isfinite(point[1])]
     window = max(len(finite) // 50, 5)
-    total, result = 0.0, []
-    for index, (step, value) in enumerate(finite):
-        if index % window:
-            total += value - (finite[index - window][1] if index >= window else 0.0)
-        else:  # summed anew, because one huge value costs the others their digits
-            total = math.fsum(each for _, each in finite[max(index - window + 1, 0) : index + 1])
-        result.append((step, total / min(index + 1, window)))
-    return result
+    sums = np.convolve([0.0, *(value for _, value in finite)], np.ones(window))[1:]
+    counts = (min(number, window) for number in range(1, len(finite) + 1))
+    return [
+        (step, float(total) / count) for (step, _), total, count in zip(finite, sums, counts, strict=False)
+    ]
