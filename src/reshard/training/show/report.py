@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,29 +105,12 @@ class Shown:
             points = [(step, value / GIB) for step, value in points]
         return Series(points, self.history.series(f"eval_{name}"))
 
-    @cached_property
-    def configuration(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """The settings in run.json: the flat ones, and each nested part as a table."""
-        nested = {name for name, value in self.record.items() if isinstance(value, Mapping)} - {*_INLINE}
-        flat = [(name, _text(value)) for name, value in self.record.items() if name not in nested]
-        tables = [
-            (_TITLES.get(name, name), [(str(key), _text(value)) for key, value in self.record[name].items()])
-            for name in self.record
-            if name in nested
-        ]
-        return [("What was run", flat), *tables] if flat else tables
+    @property
+    def configuration(self) -> list[tuple[str, str]]:
+        """The settings in run.json, by their names there."""
+        return list(_flat(self.record))
 
 
-_INLINE = ("layout", "ranks")
-_TITLES = {
-    "options": "Options of the engine",
-    "lengths": "The data, in records and tokens",
-    "evaluation": "What it is evaluated on",
-    "batches": "One step",
-    "memory": "Memory of a rank, estimated in bytes",
-    "versions": "Versions",
-    "plan": "The plan",
-}
 _OWN = ("output", "eval_data_digest", "resume", "files", "command", "memory.available")
 """Left out of the comparison: differs between any two runs, or is shown elsewhere."""
 
@@ -254,25 +237,15 @@ def _drawn(measures: Sequence[Measure], runs: Sequence[Shown]) -> Iterator[dict[
     """The charts of values that any run measured."""
     for measure in measures:
         series = [run.series(measure.name) for run in runs]
-        if not any(each.points or each.beside for each in series):
-            continue
-        yield chart(measure.words, series, noisy=measure.name not in SMOOTH, beside=_beside(series))
-
-
-def _beside(series: Sequence[Series]) -> str:
-    """The text about the dots."""
-    if len(series) > 1:
-        return "on evaluation data" if any(each.beside for each in series) else ""
-    if not series[0].beside:
-        return ""
-    step, value = series[0].beside[-1]
-    return f"on evaluation data: {value:.4f} after step {step}"
+        beside = "on evaluation data" if any(each.beside for each in series) else ""
+        if beside or any(each.points for each in series):
+            yield chart(measure.words, series, noisy=measure.name not in SMOOTH, beside=beside)
 
 
 def _differing(runs: Sequence[Shown]) -> Iterator[tuple[str, list[str]]]:
     """Settings that differ between runs, by their names in run.json."""
-    flat = [dict(_flat(run.record)) for run in runs]
-    for name in dict.fromkeys(name for each in flat for name in each):
+    flat = [dict(run.configuration) for run in runs]
+    for name in dict.fromkeys(name for each in flat for name in each if not name.startswith(_OWN)):
         values = [each.get(name, "–") for each in flat]
         if len({*values}) > 1:
             yield name, values
@@ -280,22 +253,12 @@ def _differing(runs: Sequence[Shown]) -> Iterator[tuple[str, list[str]]]:
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in record.items():
-        if f"{prefix}{name}" in _OWN:
-            continue
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, str) or value is None:
+            yield f"{prefix}{name}", value or "–"
         else:
-            yield f"{prefix}{name}", _text(value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
-        return " ".join(value) or "–"
-    if isinstance(value, Mapping):
-        return " · ".join(f"{key} {_text(each)}" for key, each in value.items())
-    if isinstance(value, (list, tuple)):
-        return json.dumps(value, ensure_ascii=False, default=str)
-    return "–" if value is None else str(value)
+            yield f"{prefix}{name}", json.dumps(value, ensure_ascii=False, default=str)
 
 
 def short(value: float) -> str:

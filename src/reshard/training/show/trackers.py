@@ -40,7 +40,7 @@ def check(run: Run) -> None:
             remedy=f"pip install {name}, or leave out --report_to",
         )
         for name in names
-        if name in MODULES and not any(map(_is_here, MODULES[name]))
+        if name in MODULES and not any(map(find_spec, MODULES[name]))
     ]
     if not engine_of(run).tracks:
         problems += [
@@ -56,10 +56,6 @@ def check(run: Run) -> None:
         ]
     if problems:
         raise ReshardError(problems)
-
-
-def _is_here(module: str) -> bool:
-    return find_spec(module) is not None
 
 
 def listeners(run: Run) -> list[Callable[[Row], None]]:
