@@ -18,6 +18,7 @@ import pytest
 
 from reshard.training import signals
 from reshard.training.launching import launch
+from reshard.training.launching.ending import Screen
 from reshard.training.launching.provenance import words_of
 from reshard.training.request import run_of
 from reshard.training.run import Ranks, Run
@@ -176,7 +177,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(make_run: Make) -> None:
 
 def test_torchrun_starts_failed_ranks_again_from_the_last_checkpoint(make_run: Make) -> None:
     run = make_run(ranks=Ranks(nproc=2, max_restarts=1), steps=4, fail="raise", at=3, times=1)
-    assert launch.launch(run, quiet=True) == 0
+    assert launch.launch(run, screen=Screen(quiet=True)) == 0
     rows = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     assert [row["done"] for row in rows if row["event"] == "begin"] == [0, 2]
     assert [row["step"] for row in rows if row["event"] == "step"] == [1, 2, 3, 4]
@@ -187,7 +188,7 @@ def test_torchrun_starts_failed_ranks_again_from_the_last_checkpoint(make_run: M
 def test_what_ranks_refuse_they_are_not_asked_again(make_run: Make) -> None:
     run = make_run(ranks=Ranks(nproc=2, max_restarts=2), fail="refuse", at=1)
     with pytest.raises(Exception, match="the plan does not hold"):
-        launch.launch(run, quiet=True)
+        launch.launch(run, screen=Screen(quiet=True))
     assert (run.output / "train.log").read_text().count("rank 0 of 2 is there") == 1
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from reshard.guard.lifetime import children
 from reshard.training.launching import launch
+from reshard.training.launching.ending import Screen
 from reshard.training.run import Ranks, Run
 from tests.train.launches import REPOSITORY, is_alive, until
 
@@ -79,7 +80,7 @@ def test_a_torchrun_that_has_ended_meanwhile_is_started_again(make_run: Make) ->
     with started:
         started.process.kill()
         started.process.wait()
-        assert launch.launch(run, started=started, quiet=True) == 0
+        assert launch.launch(run, started=started, screen=Screen(quiet=True)) == 0
 
 
 def test_ranks_are_started_ahead_only_where_they_can_wait(make_run: Make, tmp_path: Path) -> None:

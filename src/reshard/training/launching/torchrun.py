@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import shutil
 import signal
 import subprocess
@@ -126,7 +125,7 @@ def wait() -> None:
     folder = os.environ.pop(GATE, None)
     if folder is None:
         return  # a user typed torchrun's command
-    if folder and not _is_left():
+    if folder:
         _use(Path(folder))
     if not os.read(0, 1):
         os._exit(0)
@@ -146,13 +145,6 @@ def _use(folder: Path) -> None:
         partial = folder / f".{LOOKED}"
         partial.write_bytes(pickle.dumps(found))
         partial.replace(folder / LOOKED)
-
-
-def _is_left() -> bool:
-    """Whether the launcher, which could call `go`, has ended."""
-    poll = select.poll()
-    poll.register(0, select.POLLHUP)
-    return any(event & select.POLLHUP and not event & select.POLLIN for _, event in poll.poll(0))
 
 
 def main(folder: Path, words: Sequence[str]) -> None:
