@@ -26,8 +26,8 @@ from reshard.guard.final import Finished
 from reshard.oracle.transformers import transformers_logits
 from reshard.training import outputs
 from reshard.training.final.finish import export, finish
+from reshard.training.outputs import clear
 from reshard.training.run import Run
-from reshard.training.start import clear
 from tests.environments import python
 from tests.judges import TOKENS, tensors_of
 from tests.train.conftest import spoil

@@ -14,8 +14,8 @@ from reshard.base.errors import ReshardError
 from reshard.training import outputs
 from reshard.training.launching import launch
 from reshard.training.launching.lock import held
+from reshard.training.outputs import clear
 from reshard.training.run import Ranks, Run
-from reshard.training.start import clear
 
 
 def two_nodes(tmp_path: Path) -> list[Run]:

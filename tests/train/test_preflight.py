@@ -16,10 +16,10 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.guard.complete import RECORD, note_files
 from reshard.training.data.mix import mix_of, read_mix
+from reshard.training.outputs import clear
 from reshard.training.preconditions import config_problems
 from reshard.training.preflight import preflight
 from reshard.training.run import Ranks, Run
-from reshard.training.start import clear
 from tests.train.conftest import chats, preferences, write_lines
 from tests.train.preflights import NOWHERE, gpus, messages, the
 

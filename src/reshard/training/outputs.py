@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.base.errors import Problem, listed
+from reshard.base.errors import Problem, ReshardError, listed
 from reshard.folders.companions import RECORD as WRITTEN
 from reshard.guard.complete import RECORD
 from reshard.training.engines import MODULES, engine_named
@@ -71,6 +72,14 @@ def made(run: Run) -> list[Path]:
     """Files that an earlier run left in the output."""
     mine = set(there(run))
     return [path for pattern in patterns() for path in run.output.glob(pattern) if path in mine]
+
+
+def clear(run: Run) -> None:
+    """Remove the files of an earlier run. Raises ReshardError if the output is not a run's, or this run reads it."""
+    if problems := list(cleared(run)):
+        raise ReshardError(problems)
+    for path in made(run):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def cleared(run: Run) -> Iterator[Problem]:

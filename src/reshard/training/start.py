@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.base.errors import ReshardError
-from reshard.training import signals
+from reshard.base.errors import Problem, ReshardError
+from reshard.training import outputs, signals
 from reshard.training.run import Run
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ def start(
     from reshard.training.launching.ending import Screen
     from reshard.training.launching.lock import held
     from reshard.training.launching.places import place_of
-    from reshard.training.preconditions import config_problems
     from reshard.training.preflight import look_first, preflight
     from reshard.training.worker import restarted
 
@@ -79,7 +77,7 @@ def start(
 
     def accepted(found: Preflight) -> Preflight:
         on_preflight(found)
-        problems = [*(config_problems(config) if config else []), *found.problems]
+        problems = _problems(found, config)
         if problems and not dry_run:
             launch.refuse(run, problems)
         if problems:
@@ -99,7 +97,7 @@ def start(
         found = accepted((started and started.looked()) or looking.further())
         with held(run):
             if overwrite and not run.resume:
-                clear(run)
+                outputs.clear(run)
             return _through(run, found, started, screen)
 
 
@@ -114,7 +112,6 @@ def submit(
 ) -> Outcome:
     """Check a run, and submit it to Slurm with the settings of `--slurm`. Raises ReshardError for all its problems."""
     from reshard.training.launching import slurm
-    from reshard.training.preconditions import config_problems
     from reshard.training.preflight import OF_THIS_MACHINE, preflight
 
     run, submission = slurm.submission_of(run, settings)
@@ -126,12 +123,17 @@ def submit(
         command=[],
     )
     on_preflight(found)
-    problems = [*(config_problems(config) if config else []), *found.problems]
-    if problems:
+    if problems := _problems(found, config):
         raise ReshardError(problems)
-    if dry_run:
-        return Outcome(0, found)
-    return Outcome(0, found, submitted=slurm.submit(run, submission, overwrite=overwrite))
+    return Outcome(
+        0, found, submitted=None if dry_run else slurm.submit(run, submission, overwrite=overwrite)
+    )
+
+
+def _problems(found: Preflight, config: Path | None) -> list[Problem]:
+    from reshard.training.preconditions import config_problems
+
+    return [*(config_problems(config) if config else []), *found.problems]
 
 
 def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen: Screen) -> Outcome:
@@ -150,14 +152,3 @@ def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen
         launch.interrupted(run, stop)
         return Outcome(stop.status, found)
     return Outcome(0 if finished.whole else 1, found, finished)
-
-
-def clear(run: Run) -> None:
-    """Remove the files of an earlier run. Raises ReshardError if the output is not a run's, or this run reads it."""
-    from reshard.training.outputs import cleared, made
-
-    problems = list(cleared(run))
-    if problems:
-        raise ReshardError(problems)
-    for path in made(run):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
