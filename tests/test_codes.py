@@ -18,7 +18,7 @@ from reshard.diagnosis.words import translations
 from tests.commandline import reshard as command
 
 SOURCE = Path(reshard.__file__).parent
-MAKERS = {"Problem": 0, "ReshardError": 0, "leave_out": 0, "damaged_file": 1, "read_dict": 2}
+MAKERS = {"Problem": 0, "ReshardError": 0, "leave_out": 0, "damaged_file": 1, "when": 1, "read_dict": 2}
 """Functions that make problems, and the position of their code; the message comes next."""
 READERS = (
     *("adapters/", "containers/", "folders/", "formats/", "model/", "records/"),

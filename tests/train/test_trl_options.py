@@ -17,8 +17,7 @@ from reshard.training import trl
 from reshard.training.names import ALIASES
 from reshard.training.planning.gpus import planned_for
 from reshard.training.run import Run
-from reshard.training.trl import config_fields, defaults, environment, refusals, reward
-from reshard.training.trl.config_fields import refused_by_packages
+from reshard.training.trl import checks, config_fields, defaults, refusals, reward
 from reshard.training.trl.methods import WAYS
 
 FOLDER = Path(__file__).parent
@@ -53,7 +52,7 @@ def refused(function: Callable[..., Any], *given: Any) -> list[Problem]:
 def loaded(run: Run) -> dict[str, Any]:
     """The options of a run, after those checks that import packages."""
     options = trl.ENGINE.options(run)
-    problems = list(refused_by_packages(run, options))
+    problems = list(checks.refused_by_packages(run, options))
     if problems:
         raise ReshardError(problems)
     return options
@@ -242,7 +241,7 @@ def test_variables_of_accelerate_that_contradict_the_plan_are_refused(
     kind: str, variables: dict[str, str]
 ) -> None:
     options = {"bf16": False, "fp16": False, "use_cpu": True}
-    (problem,) = environment.contradictions(run_of(layout=Layout(kind)), options, variables)
+    (problem,) = checks.variables(run_of(layout=Layout(kind)), options, variables)
     assert problem.message == "an environment variable contradicts the plan"
     assert str(problem.found).split("=")[0] in variables
 
@@ -250,7 +249,7 @@ def test_variables_of_accelerate_that_contradict_the_plan_are_refused(
 def test_variables_that_say_the_same_as_the_plan_are_fine() -> None:
     options = {"bf16": True, "fp16": False, "use_cpu": False}
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    assert list(environment.contradictions(run_of(parallel="fsdp2"), options, variables)) == []
+    assert list(checks.variables(run_of(parallel="fsdp2"), options, variables)) == []
 
 
 def test_the_arithmetic_of_batches() -> None:

@@ -1,7 +1,7 @@
 """The TRL engine: the methods of `methods.py` on transformers, TRL, accelerate and PEFT.
 
-`config_fields.py`, `arithmetic.py`, `looks.py` and `memory.py` are used before launch, `training.py` runs on each rank.
-Importing this package imports none of the frameworks.
+`config_fields.py`, `arithmetic.py`, `checks.py` and `memory.py` are used before launch, `training.py` runs on each
+rank. Importing this package imports none of the frameworks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reshard.training.engine import (
 from reshard.training.methods import generates
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
-from reshard.training.trl import looks, memory, quantized, speed, vllm
+from reshard.training.trl import checks, memory, quantized, speed, vllm
 from reshard.training.trl.arithmetic import batches_of, evaluation_of, precision_of
 from reshard.training.trl.config_fields import known, options_of
 from reshard.training.trl.methods import WAYS
@@ -131,7 +131,7 @@ ENGINE = Engine(
     requires=_requires,
     known_options=known,
     options=options_of,
-    looks=Looks(looks.asked, looks.machine, looks.model, looks.loaded),
+    looks=Looks(checks.asked, checks.machine, checks.model, checks.loaded),
     reading=_reading,
     batches=_batches,
     precision=lambda run: precision_of(run, options_of(run)),

@@ -22,7 +22,7 @@ from reshard.training.fields import Field, enumeration, fields_of, kind, literal
 from reshard.training.names import ALIASES, nearest
 from reshard.training.option_checks import mistyped
 from reshard.training.run import Run
-from reshard.training.trl import defaults, limits, optimizers, packages, quantized, refusals, reward
+from reshard.training.trl import defaults, quantized, refusals
 from reshard.training.trl.methods import WAYS
 
 LORA = (
@@ -105,23 +105,12 @@ def options_of(run: Run) -> dict[str, Any]:
                 given[name] = _typed(name, value, there[name].hint)
             except ValueError:
                 problems.append(_mistyped(name, value, there[name].hint))
-    problems += limits.wrong_values(given)
     problems += refusals.contradictions(run, given)
     if problems:
         raise ReshardError(problems)
     stated = {name: field.value for name, field in there.items()}
     told = stated | defaults.defaults_of(run, given) | given
     return _renamed(told | defaults.of_evaluation(run, told, given) | given)
-
-
-def refused_by_packages(run: Run, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of a run's options that only its packages know; they are imported for it."""
-    typed = {name: options[name] for name in run.options if name in options}
-    yield from limits.unknown_names(typed)
-    if run.reward:
-        yield from reward.problems(run.reward, typed.get("reward_weights"))
-    lacking = list(packages.lacking(typed, options))
-    yield from lacking or optimizers.refused(typed, options)
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,10 @@ The base is quantized when it is loaded, and frozen. Only the adapter is saved a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from reshard.base.arguments import truth
-from reshard.base.errors import Problem
-from reshard.training.run import Run
 
 LOADED_IN = {"load_in_4bit": 4, "load_in_8bit": 8}
 OPTIONS = (*LOADED_IN, "bnb_4bit_quant_type", "use_bnb_nested_quant")
@@ -50,35 +48,3 @@ def saved(options: Mapping[str, Any], base: int) -> float:
         return 0.0
     scales = 0.0 if found == 8 else NESTED if options.get("use_bnb_nested_quant") else BLOCKS
     return base - (found + scales) / 8
-
-
-def problems(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of options that do not work with a quantized base."""
-    found = bits(typed)
-    if found is None:
-        return
-    option = f"--load_in_{found}bit"
-    if all(typed.get(name) for name in LOADED_IN):
-        yield Problem(
-            "base-quantized-twice",
-            "the base cannot be loaded in both 4 and 8 bits",
-            found="--load_in_4bit and --load_in_8bit",
-            remedy="leave out one of them",
-        )
-    if not run.lora:
-        yield Problem(
-            "quantized-weights-trained",
-            "quantized weights cannot be trained",
-            rule="only adapters have gradients; bitsandbytes never updates the quantized weights",
-            found=f"{option} without --lora",
-            remedy=f"add --lora, or leave out {option}",
-        )
-    if run.parallel != "ddp":
-        yield Problem(
-            "quantized-base-sharded",
-            "a quantized base cannot be sharded here",
-            rule="bitsandbytes quantizes weights in blocks, which sharding would cut; each rank keeps the "
-            "complete base",
-            found=f"{option} with --parallel {run.parallel}",
-            remedy=f"use --parallel ddp, or leave out {option}",
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,17 @@ from reshard.checks.precision import several
 from reshard.families.config import EXPERTS
 from reshard.families.within import language_config
 from reshard.folders.companions import CONFIG, read_object
+from reshard.training import signals
 from reshard.training.findings import of_fact
-from reshard.training.option_checks import not_passed_on, without_evaluation, without_lora, without_model
+from reshard.training.option_checks import (
+    impossible,
+    not_passed_on,
+    when,
+    without_evaluation,
+    without_lora,
+    without_model,
+    wrong_numbers,
+)
 from reshard.training.run import Run
 from reshard.training.trl import quantized
 from reshard.training.trl.arithmetic import plan_instead
@@ -94,50 +104,100 @@ PLATEAUS = ("reduce_lr_on_plateau", "greedy")
 """Schedules that depend on the evaluation loss."""
 
 
-def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """Options that request or need evaluations although there are none."""
-    said = {name: str(typed[name]) for name in typed}
-    asked = [name for name in ("eval_strategy", "eval_steps", "eval_on_start") if typed.get(name)]
-    asked = [name for name in asked if said[name] != "no"]
-    needed = ["save_strategy"] if said.get("save_strategy") == "best" else []
-    needed += ["lr_scheduler_type"] if said.get("lr_scheduler_type") in PLATEAUS else []
-    yield from without_evaluation(run, (*asked, *needed))
-    if run.eval_data is None:
-        return
-    if said.get("eval_strategy") == "no":
-        for name in needed:
-            yield Problem(
-                "option-needs-evaluation",
-                f"--{name} {said[name]} needs evaluations, but there are none",
-                found="--eval_strategy no",
-                remedy="leave out --eval_strategy, or choose epoch or steps",
-            )
-    if "save_strategy" in needed and not typed.get("metric_for_best_model"):
-        yield Problem(
-            "best-checkpoint-undefined",
-            "no metric selects the best checkpoint",
-            found="--save_strategy best without --metric_for_best_model",
-            remedy="add --metric_for_best_model loss, or leave out --save_strategy",
-        )
+def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """Options that contradict each other, or the rest of the run."""
+    yield from _numbers(typed)
+    yield from _combinations(run, typed)
+    yield from _adapters(run, typed)
+    yield from _quantized(run, typed)
+    yield from _divided(run)
+    if teacher := WAYS[run.method].teacher:
+        yield from _teacher(run, teacher, typed.get(teacher))
+    yield from _without_evaluation(run, typed)
+    yield from map(of_fact, several([f"--{name}" for name in ("bf16", "fp16") if typed.get(name)]))
 
 
-HEADS = ("num_attention_heads", "num_key_value_heads")
+_POSITIVE = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"),
+    *("max_length", "max_completion_length", "generation_batch_size", "steps_per_generation"),
+    *("num_iterations", "lora_r", "lora_alpha", "loraplus_lr_ratio"),
+    *("eval_steps", "per_device_eval_batch_size", "eval_accumulation_steps", "num_generations_eval"),
+)
+"""Numbers that must be greater than 0 unless they are None."""
+_NOT_NEGATIVE = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "beta"),
+    *("temperature", "dataloader_num_workers", "save_steps", "save_total_limit"),
+    "eval_delay",
+)
 
 
-def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem because PEFT 0.21 wraps stacked experts in a module that transformers cannot shard."""
-    file = run.model / CONFIG
-    if not (run.lora and run.parallel == "tp" and file.is_file()):
-        return
-    everything = typed.get("lora_target_modules", ["all-linear"]) == ["all-linear"]
-    config = language_config(read_object(file, Sources()))
-    if any(config.get(key) for key in EXPERTS) and (everything or typed.get("lora_target_parameters")):
-        yield Problem(
-            "expert-adapters-tensor-parallel",
-            "adapters of experts cannot be tensor-parallel",
-            found="--lora on a mixture of experts with --parallel tp",
-            remedy=f"{plan_instead(run)}, or adapt attention only: --lora_target_modules q_proj k_proj v_proj o_proj",
-        )
+def _numbers(typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """Numbers of the right type with which no training is possible."""
+    yield from wrong_numbers(
+        typed,
+        positive=_POSITIVE,
+        not_negative=_NOT_NEGATIVE,
+        below_one=("lora_dropout",),
+        unlimited=("max_grad_norm",),
+    )
+    epochs = typed.get("num_train_epochs", 1)
+    if epochs <= 0 and typed.get("max_steps", -1) <= 0:
+        yield impossible("num_train_epochs", epochs, "more than 0, or --max_steps")
+
+
+def _combinations(run: Run, typed: Mapping[str, Any]) -> list[Problem]:
+    """Options that do not work together, or not with the method."""
+    context = typed.get("dataloader_multiprocessing_context")
+    return [
+        *when(
+            context not in (None, *signals.WAYS),
+            "data-workers-unsteady",
+            "data workers would not outlive a signal to all processes",
+            rule="they end with the server that forks them, so the step cannot be finished and saved",
+            expected=" or ".join(signals.WAYS),
+            found=f"--dataloader_multiprocessing_context {context}",
+            remedy="leave it out",
+        ),
+        *when(
+            typed.get("packing") and typed.get("packing_strategy") == "wrapped",
+            "packed-samples-see-each-other",
+            "samples that share a sequence see each other",
+            rule="the strategy `wrapped` cuts a stream of tokens into sequences and ignores sample boundaries",
+            found="--packing_strategy wrapped",
+            remedy="leave it out: bfd keeps samples apart; for long texts use bfd_split",
+        ),
+        *when(
+            typed.get("padding_free")
+            and not typed.get("packing")
+            and typed.get("max_length", True) is not None,
+            "padding-free-with-max-length",
+            "TRL does not cut samples to a maximum length in batches without padding",
+            found="--padding_free with --max_length, which has a default, and without --packing",
+            remedy="add --packing, which is free of padding as well, or --max_length none; or leave it out",
+        ),
+        *when(
+            run.resume and typed.get("sync_ref_model"),
+            "reference-model-not-saved",
+            "checkpoints do not contain a reference model that changes",
+            found="--resume with --sync_ref_model",
+            remedy="leave out --sync_ref_model",
+        ),
+        *when(
+            run.resume and typed.get("save_only_model"),
+            "checkpoints-without-optimizer",
+            "checkpoints without an optimizer cannot be resumed",
+            found="--resume with --save_only_model",
+            remedy="leave out --save_only_model, and train from the beginning",
+        ),
+        *when(
+            WAYS[run.method].classifies and run.lora,
+            "reward-model-adapters",
+            "adapters of a reward model are not supported",
+            rule="its new head needs full training, and reshard cannot merge such an adapter",
+            found=f"--lora with {run.method}",
+            remedy="leave out --lora, and add --parallel fsdp2 if the model does not fit",
+        ),
+    ]
 
 
 _NOT_SPLIT = {
@@ -147,31 +207,78 @@ _NOT_SPLIT = {
 """Variants of LoRA that fail on tensor-parallel ranks (PEFT 0.21), and why."""
 
 
-def _adapted_in_parts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of LoRA variants if each rank has only a shard of a weight."""
+def _adapters(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """Options of adapters without one, and adapters that fail if each rank has only a shard of a weight."""
+    of_adapters = (name for name in typed if name.startswith("lora") or name in ("use_rslora", "use_dora"))
+    yield from without_lora(run, of_adapters)
+    if run.parallel != "tp":
+        return
+    everything = typed.get("lora_target_modules", ["all-linear"]) == ["all-linear"]
+    stacked = run.lora and (everything or typed.get("lora_target_parameters"))
+    yield from when(  # PEFT 0.21 wraps them in a module that transformers cannot shard
+        stacked and any(_language_config(run.model).get(key) for key in EXPERTS),
+        "expert-adapters-tensor-parallel",
+        "adapters of experts cannot be tensor-parallel",
+        found="--lora on a mixture of experts with --parallel tp",
+        remedy=f"{plan_instead(run)}, or adapt attention only: --lora_target_modules q_proj k_proj v_proj o_proj",
+    )
     for name, why in _NOT_SPLIT.items():
-        if run.parallel == "tp" and typed.get(name):
-            yield Problem(
-                "lora-relative-tensor-parallel",
-                f"--{name} cannot be combined with --parallel tp",
-                rule=why,
-                found=f"--{name} {typed[name]} --parallel tp",
-                remedy=f"{plan_instead(run)}, or leave out --{name}",
-            )
+        yield from when(
+            typed.get(name),
+            "lora-relative-tensor-parallel",
+            f"--{name} cannot be combined with --parallel tp",
+            rule=why,
+            found=f"--{name} {typed.get(name)} --parallel tp",
+            remedy=f"{plan_instead(run)}, or leave out --{name}",
+        )
+
+
+def _quantized(run: Run, typed: Mapping[str, Any]) -> list[Problem]:
+    """Options that do not work with a quantized base."""
+    found = quantized.bits(typed)
+    option = f"--load_in_{found}bit"
+    return [
+        *when(
+            all(typed.get(name) for name in quantized.LOADED_IN),
+            "base-quantized-twice",
+            "the base cannot be loaded in both 4 and 8 bits",
+            found="--load_in_4bit and --load_in_8bit",
+            remedy="leave out one of them",
+        ),
+        *when(
+            found and not run.lora,
+            "quantized-weights-trained",
+            "quantized weights cannot be trained",
+            rule="only adapters have gradients; bitsandbytes never updates the quantized weights",
+            found=f"{option} without --lora",
+            remedy=f"add --lora, or leave out {option}",
+        ),
+        *when(
+            found and run.parallel != "ddp",
+            "quantized-base-sharded",
+            "a quantized base cannot be sharded here",
+            rule="bitsandbytes quantizes weights in blocks, which sharding would cut; each rank keeps the "
+            "complete base",
+            found=f"{option} with --parallel {run.parallel}",
+            remedy=f"use --parallel ddp, or leave out {option}",
+        ),
+    ]
+
+
+def _language_config(folder: Path) -> Mapping[str, Any]:
+    """The language model's config of a folder; empty if it cannot be read, which is reported for the folder."""
+    with suppress(OSError, ReshardError):
+        return language_config(read_object(folder / CONFIG, Sources()))
+    return {}
+
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def _divided(run: Run) -> Iterator[Problem]:
     """Problems of sizes that tensor-parallel ranks cannot divide: each computes complete heads and complete experts."""
-    file = run.model / CONFIG
-    if run.parallel != "tp" or not file.is_file():
-        return
-    try:
-        config = read_object(file, Sources())
-    except ReshardError:
-        return  # reported for the model's folder
-    config = language_config(config)
-    shared = [("tp", name) for name in HEADS] + [("ep", name) for name in EXPERTS]
-    for flag, name in shared:
+    config = _language_config(run.model) if run.parallel == "tp" else {}
+    for flag, name in [("tp", name) for name in HEADS] + [("ep", name) for name in EXPERTS]:
         size, ranks = config.get(name), getattr(run.layout, flag)
         if isinstance(size, int) and size and size % ranks:
             fitting = ", ".join(str(each) for each in range(2, size + 1) if size % each == 0)
@@ -186,21 +293,6 @@ def _divided(run: Run) -> Iterator[Problem]:
             )
 
 
-def _of_method(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """Options that a method does not use, although its config accepts them."""
-    way = WAYS[run.method]
-    if way.classifies and run.lora:
-        yield Problem(
-            "reward-model-adapters",
-            "adapters of a reward model are not supported",
-            rule="its new head needs full training, and reshard cannot merge such an adapter",
-            found=f"--lora with {run.method}",
-            remedy="leave out --lora, and add --parallel fsdp2 if the model does not fit",
-        )
-    if way.teacher:
-        yield from _teacher(run, way.teacher, typed.get(way.teacher))
-
-
 def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:
     """Problems of the teacher's folder: it must exist, and have the vocabulary of the model."""
     if not given:
@@ -213,54 +305,40 @@ def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:
         return
     folder = Path(str(given))
     yield from without_model(folder, f"--{name}")
-    if not all((each / CONFIG).is_file() for each in (run.model, folder)):
-        return  # reported for the folder
-    ours, theirs = _vocabulary(run.model), _vocabulary(folder)
-    if ours != theirs:
-        yield Problem(
-            "teacher-vocabulary-differs",
-            "the teacher has another vocabulary",
-            file=str(folder),
-            rule="distillation compares the probabilities of the same tokens",
-            expected=f"vocab_size {ours}, as {run.model.name} has",
-            found=f"vocab_size {theirs}",
-            remedy="use a teacher of the same family",
-        )
+    ours, theirs = _language_config(run.model), _language_config(folder)
+    sizes = ours.get("vocab_size"), theirs.get("vocab_size")
+    yield from when(
+        ours and theirs and sizes[0] != sizes[1],
+        "teacher-vocabulary-differs",
+        "the teacher has another vocabulary",
+        file=str(folder),
+        rule="distillation compares the probabilities of the same tokens",
+        expected=f"vocab_size {sizes[0]}, as {run.model.name} has",
+        found=f"vocab_size {sizes[1]}",
+        remedy="use a teacher of the same family",
+    )
 
 
-def _vocabulary(folder: Path) -> Any:
-    return language_config(read_object(folder / CONFIG, Sources())).get("vocab_size")
-
-
-def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """Options that contradict the rest of the run."""
-    yield from _adapted_experts(run, typed)
-    yield from _adapted_in_parts(run, typed)
-    yield from _divided(run)
-    yield from quantized.problems(run, typed)
-    yield from _of_method(run, typed)
-    of_adapters = (name for name in typed if name.startswith("lora") or name in ("use_rslora", "use_dora"))
-    yield from without_lora(run, of_adapters)
-    yield from _without_evaluation(run, typed)
-    if typed.get("padding_free") and not typed.get("packing") and typed.get("max_length", True) is not None:
+def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """Options that request or need evaluations although there are none."""
+    asked = [name for name in ("eval_strategy", "eval_steps", "eval_on_start") if typed.get(name)]
+    asked = [name for name in asked if typed[name] != "no"]
+    needed = ["save_strategy"] if typed.get("save_strategy") == "best" else []
+    needed += ["lr_scheduler_type"] if typed.get("lr_scheduler_type") in PLATEAUS else []
+    yield from without_evaluation(run, (*asked, *needed))
+    if run.eval_data is None:
+        return
+    for name in needed if typed.get("eval_strategy") == "no" else ():
         yield Problem(
-            "padding-free-with-max-length",
-            "TRL does not cut samples to a maximum length in batches without padding",
-            found="--padding_free with --max_length, which has a default, and without --packing",
-            remedy="add --packing, which is free of padding as well, or --max_length none; or leave it out",
+            "option-needs-evaluation",
+            f"--{name} {typed[name]} needs evaluations, but there are none",
+            found="--eval_strategy no",
+            remedy="leave out --eval_strategy, or choose epoch or steps",
         )
-    yield from map(of_fact, several([f"--{name}" for name in ("bf16", "fp16") if typed.get(name)]))
-    if run.resume and typed.get("sync_ref_model"):
-        yield Problem(
-            "reference-model-not-saved",
-            "checkpoints do not contain a reference model that changes",
-            found="--resume with --sync_ref_model",
-            remedy="leave out --sync_ref_model",
-        )
-    if typed.get("save_only_model") and run.resume:
-        yield Problem(
-            "checkpoints-without-optimizer",
-            "checkpoints without an optimizer cannot be resumed",
-            found="--resume with --save_only_model",
-            remedy="leave out --save_only_model, and train from the beginning",
-        )
+    yield from when(
+        "save_strategy" in needed and not typed.get("metric_for_best_model"),
+        "best-checkpoint-undefined",
+        "no metric selects the best checkpoint",
+        found="--save_strategy best without --metric_for_best_model",
+        remedy="add --metric_for_best_model loss, or leave out --save_strategy",
+    )

@@ -12,7 +12,7 @@ from reshard.training.final.dtype import final_dtype
 from reshard.training.reading import reading
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
-from reshard.training.trl import arithmetic, cpu, devices, environment, loading, saving, vision, weights
+from reshard.training.trl import arithmetic, checks, cpu, devices, loading, saving, vision, weights
 from reshard.training.trl.arguments import arguments_of
 from reshard.training.trl.callback import callback_of
 from reshard.training.trl.config_fields import options_of
@@ -23,7 +23,7 @@ from reshard.training.trl.trainers import trainer_of
 def train_here(run: Run, monitor: Metrics) -> Trained:
     """Train on this rank. Raises ReshardError if a check fails, and whatever the frameworks raise."""
     options = options_of(run)
-    if wrong := list(environment.contradictions(run, options)):
+    if wrong := list(checks.variables(run, options)):
         raise ReshardError(wrong)
     devices.start(options, deepspeed=run.parallel.startswith("zero"))
     if options["use_cpu"]:
