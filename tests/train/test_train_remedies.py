@@ -24,7 +24,7 @@ NOT_HERE = {
         deepspeed-not-installed package-version-unsupported quantized-base-sharded quantized-weights-trained
         transformers-without-tp""",
     "the ranks, which have started": """
-        adapter-targets-nothing chats-without-template checkpoint-not-loadable data-teach-nothing
+        adapter-targets-nothing checkpoint-not-loadable data-teach-nothing
         fsdp2-head-not-averaged lora-rank-not-divisible no-step-changed-weights processes-missing
         parameters-not-as-planned rank-weights-unchanged run-unfinished trainable-parameters-differ
         trained-weight-differs""",

@@ -34,16 +34,16 @@ def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
     path = options.get("chat_template_path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(run.model), trust_remote_code=trusted)
-        if path and Path(path).is_file():
-            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-        elif path:
-            tokenizer.chat_template = AutoTokenizer.from_pretrained(str(path)).chat_template
+        if path:
+            _take_template(tokenizer, Path(path))
     except Exception as error:  # whatever a broken file makes transformers raise
         found = f"{type(error).__name__}: {error}".split("\n")[0]
         where = f"{run.model}, {path}" if path else str(run.model)
         raise ReshardError(
             "tokenizer-unreadable", "the tokenizer cannot be opened", file=where, found=found, remedy=REMEDY
         ) from None
+    if end := options.get("eos_token"):
+        tokenizer.eos_token = end
     if len(tokenizer) < 2 or not tokenizer("a b c")["input_ids"]:
         found = f"{len(tokenizer)} tokens"
         raise ReshardError(
@@ -53,7 +53,7 @@ def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
             found=found,
             remedy=REMEDY,
         )
-    if tokenizer.eos_token is None and not options.get("eos_token"):
+    if tokenizer.eos_token is None:
         raise ReshardError(
             "tokenizer-without-end",
             "the tokenizer has no end token",
@@ -63,3 +63,17 @@ def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
             + (", or give it with --eos_token" if "eos_token" in options else ""),
         )
     return tokenizer
+
+
+def _take_template(tokenizer: Any, path: Path) -> None:
+    """Do what TRL's `clone_chat_template` does to a tokenizer; TRL later adapts the model."""
+    from transformers import AutoTokenizer
+
+    if path.is_file():
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        return
+    source = AutoTokenizer.from_pretrained(str(path))
+    tokenizer.chat_template = source.get_chat_template()
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens([each for each in source.added_tokens_decoder.values() if each.content not in known])
+    tokenizer.eos_token = source.eos_token

@@ -14,8 +14,9 @@ from reshard import guard
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.checks.device_maps import misplaced
 from reshard.guard.in_script import SHOWN
+from reshard.training.collective import anywhere, everyone
 from reshard.training.run import Run
-from reshard.training.trl.devices import agreed, world_size
+from reshard.training.trl.devices import world_size
 
 WRAPPERS = {
     "ddp": "DistributedDataParallel",
@@ -25,7 +26,6 @@ WRAPPERS = {
 }
 PARTS = ("lora_", "modules_to_save", "trainable_tokens")
 """Parts of the names of an adapter's parameters."""
-MOVED = "moved"
 SAMPLE = 256
 """Elements of each trained tensor that are compared to see whether it changed."""
 
@@ -35,16 +35,14 @@ def assert_plan(run: Run, trainer: Any) -> None:
     problems = [
         *_world(trainer),
         *_wrapper(run, trainer),
-        *_parameters(run, trainer),
+        *_spread(run, trainer.model, "the model"),
         *_trainable(run, trainer),
         *_head(run, trainer),
-    ]
-    problems += [
         *_misplaced(trainer, trainer.model, "the model"),
         *_frozen(run, trainer),
         *_guarded(run, trainer),
     ]
-    if found := agreed(problems):
+    if found := dict.fromkeys(problem for _, those in everyone(problems) for problem in those):
         raise ReshardError(found)
 
 
@@ -97,10 +95,6 @@ def _split(model: Any) -> tuple[list[str], list[str]]:
     for name, parameter in model.named_parameters():
         (sharded if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") else plain).append(name)
     return sharded, plain
-
-
-def _parameters(run: Run, trainer: Any) -> Iterator[Problem]:
-    yield from _spread(run, trainer.model, "the model")
 
 
 def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
@@ -217,7 +211,7 @@ class Motion:
 
         after = self._sample()
         moved = any(not torch.equal(old, new) for old, new in zip(self._before, after, strict=True))
-        if MOVED in agreed([MOVED] if moved else []):
+        if anywhere(moved):
             return
         raise ReshardError(
             "weights-unchanged",

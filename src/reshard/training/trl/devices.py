@@ -6,7 +6,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from reshard.training.collective import join
+from reshard.training.collective import join, place
 
 
 def start(options: dict[str, Any], *, deepspeed: bool = False) -> None:
@@ -52,32 +52,9 @@ def be_alone() -> None:
 
 def world_size() -> int:
     """The number of ranks."""
-    import torch.distributed as dist
-
-    return int(dist.get_world_size()) if dist.is_initialized() else 1
+    return place()[1]
 
 
 def rank() -> int:
     """The index of this rank."""
-    import torch.distributed as dist
-
-    return int(dist.get_rank()) if dist.is_initialized() else 0
-
-
-def agreed(problems: list[Any]) -> list[Any]:
-    """The problems of all ranks without duplicates, so that every rank stops with the same message."""
-    import torch.distributed as dist
-
-    if world_size() == 1:
-        return problems
-    everyone: list[list[Any]] = [[] for _ in range(world_size())]
-    dist.all_gather_object(everyone, problems)
-    return list(dict.fromkeys(problem for those in everyone for problem in those))
-
-
-def barrier() -> None:
-    """Wait for the other ranks."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
+    return place()[0]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import ReshardError
 from reshard.folders.companions import CONFIG, read_object
+from reshard.training import tokenizer as tokenizers
 from reshard.training.run import Run
 from reshard.training.trl.arguments import model_arguments
 from reshard.training.trl.methods import WAYS
@@ -18,75 +19,22 @@ from reshard.transfer.sources import Sources
 
 
 def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
-    """The tokenizer of a model, with a padding token and the options' template and EOS token. Raises ReshardError."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=bool(options["trust_remote_code"]))
-    if problems := [*_unfit(run, tokenizer)]:
-        raise ReshardError(problems)
-    if path := options.get("chat_template_path"):
-        _take_template(tokenizer, Path(path))
-    if end := options.get("eos_token"):
-        tokenizer.eos_token = end
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _take_template(tokenizer: Any, path: Path) -> None:
-    """Do what TRL's `clone_chat_template` does to a tokenizer; TRL later adapts the model."""
-    from transformers import AutoTokenizer
-
-    if path.is_file():
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-        return
-    source = AutoTokenizer.from_pretrained(str(path))
-    tokenizer.chat_template = source.get_chat_template()
-    known = tokenizer.get_vocab()
-    tokenizer.add_tokens([each for each in source.added_tokens_decoder.values() if each.content not in known])
-    tokenizer.eos_token = source.eos_token
-
-
-def check_template(run: Run, tokenizer: Any) -> None:
-    """Raise ReshardError if the tokenizer has no chat template."""
-    if not tokenizer.chat_template:
-        raise ReshardError(
-            "chats-without-template",
-            "the data are chats, and the tokenizer has no chat template",
-            file=str(run.model),
-            remedy="pass --chat_template_path, or put a chat_template.jinja next to the tokenizer",
-        )
-
-
-def _unfit(run: Run, tokenizer: Any) -> Iterator[Problem]:
-    """Problems of a tokenizer for training this model."""
-    file = str(run.model)
-    if len(tokenizer) <= 1:
-        yield Problem(
-            "tokenizer-missing",
-            "the model has no tokenizer",
-            file=file,
-            rule="without one, transformers 5 creates a tokenizer that encodes every text to nothing",
-            remedy="copy tokenizer.json and tokenizer_config.json of the base model into the folder",
-        )
+    """The tokenizer of a model, with a padding token. Raises ReshardError if it has more tokens than the model."""
+    tokenizer = tokenizers.tokenizer_of(run, options)
     rows = read_object(run.model / CONFIG, Sources()).get("vocab_size")
     highest = max(tokenizer.get_vocab().values(), default=0)
     if isinstance(rows, int) and highest >= rows:
-        yield Problem(
+        raise ReshardError(
             "tokenizer-exceeds-embedding",
             "the tokenizer has more tokens than the model",
-            file=file,
+            file=str(run.model),
             expected=f"token ids below {rows}, the vocab_size of config.json",
             found=str(highest),
             remedy="use the tokenizer that belongs to the model",
         )
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        yield Problem(
-            "tokenizer-without-padding",
-            "the tokenizer has neither a padding nor an end token",
-            file=file,
-            remedy="set pad_token in tokenizer_config.json",
-        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> Any:

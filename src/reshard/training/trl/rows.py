@@ -15,13 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reshard.training.collective import meet
 from reshard.training.data import load_dataset
 from reshard.training.data.mix import Mix
 from reshard.training.data.store import SUFFIX, folder_of, tokenize
 from reshard.training.data.tokens import Learning
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
-from reshard.training.trl import devices, vision
+from reshard.training.trl import vision
 
 FOLDER = ".data"
 """Prefix of the folders in the output with Arrow files while ranks train, one folder for each node."""
@@ -56,10 +57,10 @@ def rows_of(run: Run, options: Mapping[str, Any], tokenizer: Any, monitor: Metri
         for name, mix in mixes.items():
             if mix:
                 write(replace(run, data=mix), options, tokenizer, folder / name, monitor)
-    devices.barrier()
+    meet()
     try:
         yield Data(*(mix and _mapped(run, mix, folder / name) for name, mix in mixes.items()))
-        devices.barrier()
+        meet()
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)

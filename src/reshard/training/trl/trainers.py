@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import ReshardError
+from reshard.training.collective import meet
 from reshard.training.methods import is_rewarded
 from reshard.training.reading import reading
 from reshard.training.run import Run
@@ -66,12 +67,12 @@ class Saving(Base):  # type: ignore[misc]
         super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
         self.last_saved = self.asked.output / f"checkpoint-{self.state.global_step}"
-        devices.barrier()
+        meet()
         if devices.rank() == 0:
             saving.complete(self.asked, self.last_saved)
             saving.rotate(self.asked.output, limit, self.state.best_global_step)
             self.monitor.saved(self.last_saved)
-        devices.barrier()
+        meet()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         import torch

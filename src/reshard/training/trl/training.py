@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
+from reshard.training.collective import meet
 from reshard.training.engine import Trained
 from reshard.training.engines import engine_of
 from reshard.training.final.dtype import final_dtype
@@ -66,10 +67,6 @@ def _trainer(
     data: Data,
     checkpoint: Path | None,
 ) -> Any:
-    from trl import is_conversational
-
-    if is_conversational(data.train[0]):
-        loading.check_template(run, tokenizer)
     model = loading.model_of(run, options, checkpoint)
     callback = callback_of(run, monitor)
     trainer = trainer_of(run, monitor, arguments, options, model, tokenizer, data, callback)
@@ -85,5 +82,5 @@ def _finish(run: Run, trainer: Any, checkpoint: Path | None) -> Trained:
     if last not in (trainer.last_saved, checkpoint):
         trainer._save_checkpoint(trainer.model_wrapped, None)
     digests = weights.digests_of(trainer.model, final_dtype(run))
-    devices.barrier()
+    meet()
     return Trained(last, step, digests)
