@@ -79,7 +79,7 @@ def test_compressed_lines_and_parquet_hold_the_same_records(tmp_path: Path) -> N
 def test_a_json_file_without_records_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
     (problem,) = problems_of(tmp_path)
-    assert (problem.code, problem.found) == ("data-no-records", repr(json.loads(content)))
+    assert (problem.code, problem.found) == ("record-not-an-object", repr(json.loads(content)))
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz"])

@@ -10,15 +10,15 @@ import gzip
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain import json_of
-from reshard.training.data.faults import Template, faults, show
+from reshard.training.data.faults import Template, faults
 from reshard.training.data.images import located
 from reshard.training.data.indexed import INDEX
 from reshard.training.data.mix import Mix
@@ -65,7 +65,7 @@ def files_of(path: Path) -> list[Path]:
             file=str(path),
             expected=f"files that end in {', '.join(SUFFIXES)}",
             found=", ".join(names[:8]) + " …" * (len(names) > 8) if names else "an empty folder",
-            remedy="write the data as JSONL: one JSON object on each line",
+            remedy=_AS_LINES,
         )
     return found
 
@@ -176,122 +176,89 @@ def _mixed(kind: str, where: str, first: tuple[str, str]) -> Problem:
 def _rows(path: Path) -> Iterator[tuple[Path, str, Any]]:
     """Each record with the folder of its file and its place; a Problem if it cannot be read."""
     for file in files_of(path):
-        rows = _READERS[file.suffix.lower()](file) if file.suffix.lower() != ".gz" else _lines(file)
+        rows = _parquet(file) if file.suffix.lower() == ".parquet" else _json(file)
         yield from ((file.parent, where, row) for where, row in rows)
 
 
-def _open(file: Path) -> IO[bytes]:
-    return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")  # type: ignore[return-value]
+_AGAIN = "copy or download it again"
+_AS_LINES = "write the data as JSONL: one JSON object on each line"
 
 
-def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """JSON Lines, or one JSON array, which some tools write with the same suffix."""
+def _json(file: Path) -> Iterator[tuple[str, Any]]:
+    """JSON Lines, or one JSON array, whatever the suffix is; an object over several lines is rejected."""
+    opened = gzip.open if file.suffix.lower() == ".gz" else open
     try:
-        with _open(file) as lines:
-            for number, line in enumerate(lines, 1):
-                text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if number == 1 and text.lstrip().startswith(b"["):
-                    yield from _array(file, text + lines.read())
-                    return
-                if text.strip():
-                    yield f"{file}:{number}", _parse(text, f"{file}:{number}")
+        with opened(file, "rb") as source:
+            lines = ((number, line) for number, line in enumerate(_decoded(source), 1) if line.strip())
+            begin, first = next(lines, (1, b""))
+            if first.lstrip().startswith(b"[") or first.strip() == b"{":
+                yield from _whole(file, first + source.read())
+                return
+            for number, line in chain([(begin, first)] if first else [], lines):
+                yield f"{file}:{number}", _parse(line, f"{file}:{number}")
     except (OSError, EOFError, zlib.error) as error:
+        where, found = str(file), str(error)
         yield (
-            str(file),
+            where,
             Problem(
-                "data-file-unreadable",
-                "the file cannot be read",
-                file=str(file),
-                found=str(error),
-                remedy=_AGAIN,
+                "data-file-unreadable", "the file cannot be read", file=where, found=found, remedy=_AGAIN
             ),
         )
 
 
-_AGAIN = "copy or download it again"
+def _decoded(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a file without a byte-order mark."""
+    for number, line in enumerate(lines):
+        yield line if number else line.removeprefix(b"\xef\xbb\xbf")
 
 
 def _parse(text: bytes, where: str) -> Any:
+    """The value of a line, or its problem."""
     try:
         return json_of(text)
+    except UnicodeDecodeError as error:
+        cure = "save the file as UTF-8"
+        return Problem("line-not-utf8", "a line is not UTF-8", file=where, found=str(error), remedy=cure)
     except ValueError as error:
-        if isinstance(error, UnicodeDecodeError):
-            return Problem(
-                "line-not-utf8",
-                "a line is not UTF-8",
-                file=where,
-                found=str(error),
-                remedy="save the file as UTF-8",
-            )
         if not text.endswith(b"\n"):
+            end = "… " + text.decode("utf-8", "replace")[-40:]
             return Problem(
-                "last-line-truncated",
-                "the last line is cut off",
-                file=where,
-                found=_end_of(text),
-                remedy=_AGAIN,
+                "last-line-truncated", "the last line is cut off", file=where, found=end, remedy=_AGAIN
             )
-        expected = "one JSON object on each line"
         return Problem(
             "line-not-json",
             "a line is not JSON",
             file=where,
-            expected=expected,
+            expected="one JSON object on each line",
             found=str(error),
             remedy="fix it",
         )
 
 
-def _end_of(text: bytes) -> str:
-    return "… " + text.decode("utf-8", "replace")[-40:]
-
-
-def _array(file: Path, text: bytes) -> Iterator[tuple[str, Any]]:
+def _whole(file: Path, text: bytes) -> Iterator[tuple[str, Any]]:
+    """The records of a file that is one JSON value."""
+    where = str(file)
     try:
         content = json_of(text)
     except ValueError as error:
         yield (
-            str(file),
-            Problem("data-not-json", "not a JSON file", file=str(file), found=str(error), remedy="fix it"),
+            where,
+            Problem("data-not-json", "not a JSON file", file=where, found=str(error), remedy=_AS_LINES),
         )
         return
-    if not isinstance(content, list):
-        problem = Problem(
-            "data-no-records",
-            "the file contains no records",
-            file=str(file),
-            expected="an array of records, or one record on each line",
-            found=show(content),
-            remedy="write the data as JSONL: one JSON object on each line",
-        )
-        yield str(file), problem
+    if isinstance(content, list):
+        yield from ((f"{file}: record {number}", row) for number, row in enumerate(content, 1))
         return
-    for number, row in enumerate(content, 1):
-        yield f"{file}: record {number}", row
-
-
-def _json(file: Path) -> Iterator[tuple[str, Any]]:
-    """A `.json` file: an array, an object on each line, or a single object over several lines, which is rejected."""
-    with _open(file) as lines:
-        first = lines.readline().removeprefix(b"\xef\xbb\xbf").strip()
-    if first not in (b"", b"{"):
-        yield from _lines(file)
-        return
-    with _open(file) as whole:
-        text = whole.read().removeprefix(b"\xef\xbb\xbf")
-    if text.lstrip().startswith(b"{"):
-        expected = "an array of records, or one record on each line"
-        remedy = "keep the list of records that is inside, or move the file out of the folder"
-        problem = Problem(
+    yield (
+        where,
+        Problem(
             "data-one-json-object",
             "the file is one JSON object",
-            file=str(file),
-            expected=expected,
-            remedy=remedy,
-        )
-        yield str(file), problem
-    elif text.strip():
-        yield from _array(file, text)
+            file=where,
+            expected="an array of records, or one record on each line",
+            remedy="keep the list of records that is inside, or move the file out of the folder",
+        ),
+    )
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
@@ -305,25 +272,13 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
             file=str(file),
             remedy="pip install pyarrow, or write the data as JSONL",
         ) from None
-    number = 0
     try:
-        for batch in parquet.ParquetFile(file).iter_batches(PARQUET):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{file}: row {number}", row
+        batches = parquet.ParquetFile(file).iter_batches(PARQUET)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            yield f"{file}: row {number}", row
     except (arrow.ArrowException, ArithmeticError, ValueError, OSError) as error:
-        found = str(error).split("\n")[0]
-        yield (
-            str(file),
-            Problem("data-not-parquet", "not a Parquet file", file=str(file), found=found, remedy=_AGAIN),
-        )
-
-
-_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
-    ".jsonl": _lines,
-    ".json": _json,
-    ".parquet": _parquet,
-}
+        where, found = str(file), str(error).split("\n")[0]
+        yield where, Problem("data-not-parquet", "not a Parquet file", file=where, found=found, remedy=_AGAIN)
 
 
 def load_dataset(mix: Mix, method: str, **more: Any) -> Any:
