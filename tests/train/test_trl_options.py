@@ -13,11 +13,11 @@ import pytest
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
-from reshard.training import trl
+from reshard.training import rewards, trl
 from reshard.training.names import ALIASES
 from reshard.training.planning.gpus import planned_for
 from reshard.training.run import Run
-from reshard.training.trl import checks, config_fields, defaults, refusals, reward
+from reshard.training.trl import checks, config_fields, defaults, refusals
 from reshard.training.trl.methods import WAYS
 
 FOLDER = Path(__file__).parent
@@ -327,7 +327,7 @@ def test_groups_that_do_not_come_out_are_refused_in_the_words_of_the_doctor(
 def test_a_reward_that_cannot_be_had_is_named(name: str, message: str) -> None:
     (problem,) = refused(loaded, replace(run_of("grpo"), reward=(name,)))
     assert problem.message == message
-    assert reward.load("rewards:variety")([[{"content": "aab"}]]) == [2.0]
+    assert rewards.load("rewards:variety")([[{"content": "aab"}]]) == [2.0]
 
 
 def test_what_a_parameter_weighs() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from reshard.training import rewards
 from reshard.training.methods import is_rewarded
 from reshard.training.run import Run
-from reshard.training.trl import parallelism, quantized, reward
+from reshard.training.trl import parallelism, quantized
 from reshard.training.trl.config_fields import ADDED, LORA, MODEL
 from reshard.training.trl.methods import WAYS
 
@@ -22,7 +23,7 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
     stated.pop("assistant_only_loss", None)  # TRL gets labels
     if is_rewarded(run.method) and stated.get("generation_batch_size"):
         stated["generation_batch_size"] = int(stated["generation_batch_size"]) * run.layout.tp
-    if run.reward and (weights := reward.weights(run.reward)):
+    if run.reward and (weights := rewards.weights(run.reward)):
         stated["reward_weights"] = weights
     arguments = WAYS[run.method].config_class()(
         **stated,

@@ -21,10 +21,11 @@ from reshard.checks.environment import Environment
 from reshard.checks.machine import facts_of, old_gpus
 from reshard.diagnosis.finding import Text
 from reshard.folders.companions import CONFIG, read_object
+from reshard.training import rewards
 from reshard.training.findings import in_short, of_fact, version_of
 from reshard.training.option_checks import mistyped, without_package
 from reshard.training.run import Run
-from reshard.training.trl import reward, vllm
+from reshard.training.trl import vllm
 from reshard.training.trl.arithmetic import alien_parallelism, plan_instead
 from reshard.training.trl.config_fields import options_of
 from reshard.training.trl.methods import WAYS
@@ -162,7 +163,7 @@ def refused_by_packages(run: Run, options: Mapping[str, Any]) -> Iterator[Proble
     typed = {name: options[name] for name in run.options if name in options}
     yield from _unknown_names(typed)
     if run.reward:
-        yield from reward.problems(run.reward, typed.get("reward_weights"))
+        yield from rewards.problems(run.reward, typed.get("reward_weights"))
     for name, (asked, install) in _PACKAGES.items():
         if typed.get(name) and not _is_there(asked):
             yield without_package(f"--{name}", install)

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import ReshardError
+from reshard.training import rewards
 from reshard.training.collective import meet
 from reshard.training.methods import is_rewarded
 from reshard.training.reading import reading
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
-from reshard.training.trl import devices, loading, reward, saving
+from reshard.training.trl import devices, loading, saving
 from reshard.training.trl.evaluating import Evaluating
 from reshard.training.trl.methods import WAYS
 from reshard.training.trl.rows import Data
@@ -136,7 +137,7 @@ def trainer_of(
     if option := next((name for name in ("packing", "padding_free") if options.get(name)), None):
         check_packing(run, model, option)
     way, rewarded = WAYS[run.method], is_rewarded(run.method)
-    more: dict[str, Any] = {"reward_funcs": [reward.load(each) for each in run.reward]} if rewarded else {}
+    more: dict[str, Any] = {"reward_funcs": [rewards.load(each) for each in run.reward]} if rewarded else {}
     shared = run.lora or bool(options.get("precompute_ref_log_probs"))
     if way.reference(options) and not rewarded and run.parallel == "fsdp2" and not shared:
         more["ref_model"] = loading.reference_of(run, options)
