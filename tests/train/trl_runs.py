@@ -146,9 +146,9 @@ def _work(output: Path, before: str) -> None:
 
 def without_cpu_adaptation() -> None:
     """Unpatched accelerate: on a CPU it silently ignores FSDP."""
-    from reshard.training.trl import cpu
+    from reshard.training.trl import devices
 
-    cpu.prepare = lambda: None
+    devices.allow_cpu = lambda: None
 
 
 def started_as_one_rank() -> None:

@@ -19,8 +19,7 @@ from reshard.guard.outputs import unwritable
 from reshard.stores.hub import url_of
 from reshard.training import data, outputs
 from reshard.training.data.images import has_processor
-from reshard.training.data.indexed import are_indexed
-from reshard.training.data.mix import Mix
+from reshard.training.data.mix import Mix, are_indexed
 from reshard.training.engines import engine_of
 from reshard.training.findings import in_short, in_training, lacking, of_fact
 from reshard.training.run import Run, read_record

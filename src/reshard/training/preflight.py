@@ -15,8 +15,7 @@ from reshard.training import data, evaluation, memory, preconditions
 from reshard.training.data.drawn import Drawn, drawn_of, first_of, lengths_of, unheard, unlike
 from reshard.training.data.faults import Template
 from reshard.training.data.images import Viewer, unsupported
-from reshard.training.data.indexed import are_indexed
-from reshard.training.data.mix import Mix
+from reshard.training.data.mix import Mix, are_indexed
 from reshard.training.data.records import seen
 from reshard.training.data.tokens import LOOKED_AT, LOOKED_AT_IMAGES, Lengths, probe, samples
 from reshard.training.engine import Batches, Reading

@@ -20,8 +20,7 @@ from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain import json_of
 from reshard.training.data.faults import Template, faults
 from reshard.training.data.images import located
-from reshard.training.data.indexed import INDEX
-from reshard.training.data.mix import Mix
+from reshard.training.data.mix import INDEX, Mix
 from reshard.training.data.records import Row, kind_of, shapes_of, standard
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")

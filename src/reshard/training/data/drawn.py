@@ -12,8 +12,7 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError
 from reshard.training.data import read_records
 from reshard.training.data.faults import Template
-from reshard.training.data.indexed import are_indexed
-from reshard.training.data.mix import Mix, Source
+from reshard.training.data.mix import Mix, Source, are_indexed
 from reshard.training.data.records import Row, kind_of, seen
 from reshard.training.data.tokens import Lengths, Sample, draw, lengths
 

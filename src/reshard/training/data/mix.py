@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.training.data.indexed import index_of
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+INDEX, TOKENS = ".idx", ".bin"
+"""Files of Megatron's indexed datasets: tokens, and where sequences start. The path of a dataset is that of its index."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,23 @@ def absolute(word: str) -> Path:
     """The absolute path of an argument; for the prefix of a Megatron dataset, the path of its index."""
     path = Path(word).expanduser().absolute()
     return path if path.is_dir() else index_of(path) or path
+
+
+def index_of(path: Path) -> Path | None:
+    """The index of a dataset given by its prefix, as in Megatron, or by one of its files; None if it does not exist."""
+    prefix = prefix_of(path) if path.suffix in (INDEX, TOKENS) else path
+    index = prefix.with_name(prefix.name + INDEX)
+    return index if index.is_file() else None
+
+
+def prefix_of(index: Path) -> Path:
+    """The prefix of a dataset, by the path of one of its files."""
+    return index.with_suffix("")
+
+
+def are_indexed(paths: Iterable[Path]) -> bool:
+    """Whether any of the paths is an indexed dataset."""
+    return any(path.suffix == INDEX for path in paths)
 
 
 def read_mix(option: str, words: Any, local: Callable[[str], Path] = absolute) -> Mix:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
-from reshard.training.data.indexed import are_indexed
+from reshard.training.data.mix import are_indexed
 from reshard.training.engine import Batches, Precision
 from reshard.training.megatron.options import Options, read
 from reshard.training.planning.gpus import has_gpu

@@ -17,8 +17,7 @@ import numpy as np
 from reshard.base.errors import Problem, ReshardError
 from reshard.families.within import language_config
 from reshard.folders.companions import CONFIG, read_object
-from reshard.training.data.indexed import INDEX, TOKENS, are_indexed, prefix_of
-from reshard.training.data.mix import Mix
+from reshard.training.data.mix import INDEX, TOKENS, Mix, are_indexed, prefix_of
 from reshard.training.data.tokens import Lengths
 from reshard.training.megatron.options import Options
 from reshard.training.megatron.rows import FOLDER, Order, Rows

@@ -10,7 +10,7 @@ from typing import Any
 from reshard.base.errors import ReshardError
 from reshard.folders import iterations
 from reshard.training import signals
-from reshard.training.data.indexed import are_indexed
+from reshard.training.data.mix import are_indexed
 from reshard.training.divergence import Divergence, assert_finite, diverged
 from reshard.training.engine import Trained
 from reshard.training.evaluation import evaluated

@@ -13,7 +13,7 @@ from reshard.training.final.dtype import final_dtype
 from reshard.training.reading import reading
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
-from reshard.training.trl import arithmetic, checks, cpu, devices, loading, saving, vision, weights
+from reshard.training.trl import arithmetic, checks, devices, loading, saving, vision, weights
 from reshard.training.trl.arguments import arguments_of
 from reshard.training.trl.callback import callback_of
 from reshard.training.trl.config_fields import options_of
@@ -28,7 +28,7 @@ def train_here(run: Run, monitor: Metrics) -> Trained:
         raise ReshardError(wrong)
     devices.start(options, deepspeed=run.parallel.startswith("zero"))
     if options["use_cpu"]:
-        cpu.prepare()
+        devices.allow_cpu()
     checkpoint = _checkpoint(run, monitor)
     arguments = arguments_of(run, options)  # before any model: ZeRO-3 partitions what is loaded after it
     if checkpoint:  # the run that saved it has evaluated before its first step
