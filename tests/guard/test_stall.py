@@ -155,7 +155,7 @@ def test_ranks_that_wait_for_ever(tmp_path: Path) -> None:
         partial(gloo, "step:5000", folder=tmp_path, until=1, act=stop),
     )
     assert importing.codes == ["run-stands-still"]
-    assert "since no step; rank 0 waits for rank 1" in importing.text
+    assert "since the start; rank 0 waits for rank 1" in importing.text
     assert re.search(r"rank 1: idle at \S+gloo.py:\d+ <module>", importing.text)
     assert deadlock.codes == ["run-stands-still"]
     assert "all ranks wait" in deadlock.text
@@ -189,4 +189,4 @@ def test_without_a_collective() -> None:
     assert 3.5 < idle.notices[0][0] < 6.5
     assert loop.codes == start.codes == ["run-stands-still"]
     assert loop.notices[0][0] > 5 and "rank 0: busy at " in loop.text
-    assert start.notices[0][0] > 4 and "since no step" in start.text
+    assert start.notices[0][0] > 4 and "since the start" in start.text

@@ -107,7 +107,7 @@ class Progress:
     nan_steps: int = 1
     started: bool = False
     """Whether a step of training was seen."""
-    at: str = "no step"
+    at: str = "the start"
     """The last step, such as "step 10 of 100"."""
     loss: float | None = None
     alive: float = 0.0
