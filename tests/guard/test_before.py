@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import Problem
+from reshard.guard import resources
 from reshard.guard.before import Checked, check
 from reshard.guard.command import read_command
 from tests.environments import python
+from tests.guard.commands import FILES
 
 FIELD_REPORT = """\
 import torch
@@ -231,6 +234,15 @@ def test_the_output(folder: Path) -> None:
     assert checked("python train.py --resume_from_checkpoint true", folder).problems == []
     (folder / "a-file").touch()
     assert the("output-below-a-file", checked("python train.py --output_dir a-file/x", folder))
+
+
+@pytest.mark.parametrize("script", ["sft.py", "lora_auto.py", "trainer.py"])
+def test_the_model_of_a_script(script: str, folder: Path) -> None:
+    shutil.copy(FILES / script, folder / "train.py")
+    command = read_command(("torchrun", "train.py"), {}, folder)
+    assert resources.models_of(command) == ["model"]
+    (folder / "train.py").write_text("from trl import SFTTrainer\nSFTTrainer(model=model)\n")
+    assert resources.models_of(read_command(("torchrun", "train.py"), {}, folder)) == []
 
 
 def test_memory_and_disk_are_warnings(folder: Path) -> None:

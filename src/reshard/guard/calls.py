@@ -20,7 +20,7 @@ from reshard.guard.nodes import Meeting, first_to_fail, place_named
 from reshard.guard.options import Options
 from reshard.guard.progress import Progress
 from reshard.guard.relay import Relay
-from reshard.guard.resources import MODELS
+from reshard.guard.resources import models_of
 from reshard.guard.screen import Screen
 from reshard.guard.stacks import read_stack
 from reshard.guard.stall import Limits, Stall
@@ -73,12 +73,13 @@ def _checked(command: Command, screen: Screen) -> Checked:
 def _ran(command: Command, checked: Checked, options: Options, log: Path) -> Ran:
     """What the report has to know of a command."""
     versions = checked.environment.versions if checked.environment else None
+    models = models_of(command)
     return Ran(
         Started(command.words, command.script, command.module, versions),
         log,
         command.folder,
         options.output or command.output,
-        model=str(command.setting(*MODELS) or ""),
+        model=models[0] if len(models) == 1 else "",
         trust=str(command.setting("trust_remote_code")).lower() == "true",
         ranks=command.processes * command.nodes,
         tools=checked.tools,

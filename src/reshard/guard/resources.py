@@ -78,9 +78,7 @@ def _is_taken(number: int) -> bool:
 
 def weights_of(command: Command) -> int:
     """Bytes of the model's weights, if it is a local folder; else 0."""
-    named = command.setting(*MODELS)
-    names = [named] if isinstance(named, str) else list(_loaded(command))
-    for name in names:
+    for name in models_of(command):
         folder = command.folder / name
         sizes = [[path.stat().st_size for path in folder.glob(pattern)] for pattern in WEIGHTS]
         if total := next((sum(each) for each in sizes if each), 0):
@@ -88,11 +86,19 @@ def weights_of(command: Command) -> int:
     return 0
 
 
+def models_of(command: Command) -> list[str]:
+    """The model that the settings name, or else those that the script names in plain texts."""
+    named = command.setting(*MODELS)
+    return [named] if isinstance(named, str) else list(dict.fromkeys(_loaded(command)))
+
+
 def _loaded(command: Command) -> Iterator[str]:
-    """The folders that a script passes to from_pretrained as plain texts."""
+    """What a script passes to from_pretrained, or to a trainer as `model`."""
     source = plain_source(command.script)
-    for call in source.find("from_pretrained") if source else ():
-        value = call.node.args[0].value if call.node.args and hasattr(call.node.args[0], "value") else None
+    for call in source.calls if source else ():
+        value = call.constant("model") if call.last.endswith("Trainer") else None
+        if call.last == "from_pretrained" and call.node.args:
+            value = getattr(call.node.args[0], "value", None)
         if isinstance(value, str):
             yield value
 
