@@ -278,7 +278,7 @@ def test_a_method_that_the_engine_lacks_is_all_that_is_wrong(run: Run, data: dic
 def test_a_tracker_that_is_not_installed_is_said_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from reshard.training.show import trackers
 
-    monkeypatch.setattr(trackers, "_is_here", lambda module: False)
+    monkeypatch.setattr(trackers, "find_spec", lambda module: None)
     found = preflight(replace(run, options={"report_to": "wandb"}), environment=NOWHERE)
     assert messages(found.problems) == ["wandb is not installed, but report_to needs it"]
 
