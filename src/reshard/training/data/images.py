@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.folders.companions import find_companions
-from reshard.transfer.sources import Sources
 
 Row = dict[str, Any]
 
@@ -33,6 +31,9 @@ ROTATED = 5
 
 def has_processor(folder: Path) -> bool:
     """Whether a model's folder has the config of a processor, and so the model sees images."""
+    from reshard.folders.companions import find_companions  # which imports numpy, and --help needs none
+    from reshard.transfer.sources import Sources
+
     return any(name.endswith("processor_config.json") for name in find_companions(Sources(), folder).files)
 
 
