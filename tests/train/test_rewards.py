@@ -16,7 +16,7 @@ from reshard.training.request import run_of as asked
 from reshard.training.rewards import named
 from reshard.training.run import Run
 from reshard.training.trl.arguments import arguments_of
-from tests.train.test_trl_options import FOLDER, run_of
+from tests.train.test_trl_options import FOLDER, loaded, run_of
 from tests.train.trl_plans import run_of as run_on
 from tests.train.trl_runs import train
 
@@ -57,7 +57,7 @@ def test_rewards_that_contradict_each_other_are_refused(
     names: tuple[str, ...], options: dict[str, str], code: str
 ) -> None:
     with pytest.raises(ReshardError) as refused:
-        trl.ENGINE.options(replace(run_of("grpo", **options), reward=names))
+        loaded(replace(run_of("grpo", **options), reward=names))
     assert [problem.code for problem in refused.value.problems] == [code]
 
 
