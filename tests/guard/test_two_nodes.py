@@ -19,34 +19,35 @@ from torch import ones
 
 dist.init_process_group("gloo")
 for step in range(3):
-    if (dist.get_rank(), step) == (2, 1):
+    if (dist.get_rank(), step) == (int(sys.argv[2]), 1):
         os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "kill" else ones(3) @ ones(4, 2)
     dist.all_reduce(ones(1))
 """
 
 
 @pytest.mark.parametrize(
-    ("how", "shown", "in_folder"),
+    ("how", "ranks", "shown", "in_folder"),
     [
-        ("raise", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 4x2)", False),
-        ("kill", "killed by SIGKILL: by the out-of-memory killer, a scheduler or a person", True),
+        ("raise", 1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 4x2)", False),
+        ("kill", 2, "killed by SIGKILL: by the out-of-memory killer, a scheduler or a person", True),
     ],
 )
 def test_both_nodes_name_the_rank_that_failed_first(
-    how: str, shown: str, in_folder: bool, tmp_path: Path
+    how: str, ranks: int, shown: str, in_folder: bool, tmp_path: Path
 ) -> None:
+    """It is the first of `ranks` on the second node."""
     (tmp_path / "train.py").write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     meet = ["--meet", str(tmp_path / "shared")] if in_folder else []
     guards = []
     for node in ("0", "1"):
-        torchrun = [str(HERE / "torchrun"), "--nnodes=2", "--node-rank", node, "--nproc-per-node=2"]
+        torchrun = [str(HERE / "torchrun"), "--nnodes=2", "--node-rank", node, f"--nproc-per-node={ranks}"]
         address = ["--master-addr=127.0.0.1", "--master-port", port, "--local-addr=127.0.0.1"]
         guard = [str(HERE / "reshard"), "guard", "--log", f"log-{node}", *meet, "--"]
         guards.append(
             subprocess.Popen(
-                [*guard, *torchrun, *address, "train.py", how],
+                [*guard, *torchrun, *address, "train.py", how, str(ranks)],
                 cwd=tmp_path,
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "LC_ALL": "C"},
                 stderr=subprocess.PIPE,
@@ -60,8 +61,9 @@ def test_both_nodes_name_the_rank_that_failed_first(
         for guard in guards:
             guard.poll() is None and os.killpg(guard.pid, signal.SIGKILL)
     assert [guard.returncode for guard in guards] == [1, 1]
-    assert f"rank 2 on node 1 failed first: {shown}" in first
+    assert f"rank {ranks} on node 1 failed first: {shown}" in first
     assert (
-        "the guard of that node says why" in first and "error: " not in first.partition("rank 2 on node 1")[2]
+        "the guard of that node says why" in first
+        and "error: " not in first.partition(f"rank {ranks} on node 1")[2]
     )
-    assert "rank 2 failed first\n" in second and shown in second and "error: " in second
+    assert f"rank {ranks} failed first\n" in second and shown in second and "error: " in second

@@ -140,7 +140,7 @@ def failure_in(name: str, content: str, seen: Seen = Seen()) -> Failure:
         if silent := _silent(content, log):
             return Failure(f"rank {silent[0]}", tuple(_last_words(log, *silent)), findings)
         if rank := _missing(content, log, seen):
-            return Failure(f"rank {rank}", tuple(_last_words(log, rank, None)), findings)
+            return Failure(f"rank {rank}", tuple(_last_words(log, rank, None)), findings, follows=True)
     if root is None or root.exception == EXIT:
         shown = [*_last(log.lines)[:-1], f"killed by {signal_name(number)}"] if number else _last(log.lines)
         return _of_rank("", shown, findings, seen, follows=root is None and not number)
