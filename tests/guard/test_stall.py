@@ -41,15 +41,29 @@ def plain(*actions: str, before: Sequence[str | Path] = (sys.executable,), **giv
     return run((*before, SCRIPTS / "plain.py", *actions), **given)
 
 
-def gloo(*actions: str, folder: Path, environment: Mapping[str, str] | None = None, **given: Any) -> Watched:
-    """A run of two ranks under torchrun."""
+def meeting() -> dict[str, str]:
+    """Where ranks meet that no torchrun has started."""
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(each.getsockname()[1])}
+
+
+def gloo(
+    *actions: str,
+    folder: Path,
+    before: Sequence[str | Path] = TORCHRUN,
+    environment: Mapping[str, str] | None = None,
+    **given: Any,
+) -> Watched:
+    """A run of two ranks, under torchrun or another launcher."""
     variables = {
         "SCRATCH": str(folder),
         "RESHARD_GUARD": str(folder),
         "ANNOUNCED": "1",
+        **({} if before is TORCHRUN else meeting()),
         **(environment or {}),
     }
-    return run((*TORCHRUN, SCRIPTS / "gloo.py", *actions), folder, environment=variables, **given)
+    return run((*before, SCRIPTS / "gloo.py", *actions), folder, environment=variables, **given)
 
 
 def at_once(*runs: Callable[[], Watched]) -> list[Watched]:
@@ -150,9 +164,9 @@ def test_ranks_that_wait_for_ever(tmp_path: Path) -> None:
 
     importing, deadlock, loading, stopping = at_once(
         partial(gloo, "step:20", folder=tmp_path, until=1, environment={"NEVER_IMPORTS": "1"}),
-        partial(gloo, "step:20", "deadlock", folder=tmp_path, until=1),
-        partial(gloo, "step:20", "loader", folder=tmp_path, until=1),
-        partial(gloo, "step:5000", folder=tmp_path, until=1, act=stop),
+        partial(gloo, "step:20", "deadlock", before=LAUNCH, folder=tmp_path, until=1),
+        partial(gloo, "step:20", "loader", before=LAUNCH, folder=tmp_path, until=1),
+        partial(gloo, "step:5000", before=LAUNCH, folder=tmp_path, until=1, act=stop),
     )
     assert importing.codes == ["run-stands-still"]
     assert "since the start; rank 0 waits for rank 1" in importing.text
@@ -168,10 +182,7 @@ def test_ranks_that_wait_for_ever(tmp_path: Path) -> None:
 
 def test_a_rank_that_has_ended() -> None:
     """The other one waits for it to join."""
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(each.getsockname()[1])}
-    seen = plain("meet", before=LAUNCH, environment={"ENDS_EARLY": "1", **where}, until=1)
+    seen = plain("meet", before=LAUNCH, environment={"ENDS_EARLY": "1", **meeting()}, until=1)
     assert seen.codes == ["run-stands-still"]
     assert "rank 0 waits for rank 1" in seen.text and "rank 1: ended" in seen.text
 
