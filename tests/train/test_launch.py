@@ -52,11 +52,13 @@ def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_p
     assert not list(tmp_path.rglob(".reshard-train-*"))
 
 
-@pytest.mark.parametrize(("at", "failed", "outcome"), [(1, False, "refused"), (2, True, "failed")])
+@pytest.mark.parametrize(
+    ("ranks", "at", "failed", "outcome"), [(2, 1, False, "refused"), (1, 2, True, "failed")]
+)
 def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
-    make_run: Callable[..., Run], at: int, failed: bool, outcome: str
+    make_run: Callable[..., Run], ranks: int, at: int, failed: bool, outcome: str
 ) -> None:
-    run, said = make_run(fail="refuse", rank=1, at=at), StringIO()
+    run, said = make_run(ranks=Ranks(nproc=ranks), fail="refuse", rank=ranks - 1, at=at), StringIO()
     with pytest.raises(ReshardError) as caught:
         launch.launch(run, screen=Screen(Console(file=said, soft_wrap=True), quiet=True))
     assert [problem.message for problem in caught.value.problems] == ["the plan does not hold"]
@@ -66,6 +68,7 @@ def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
     assert ("the last complete checkpoint: " in said.getvalue()) is failed
 
 
+@pytest.mark.slow  # test_signals has such ranks, which are stopped
 def test_a_rank_that_torchrun_has_started_is_taken(make_run: Callable[..., Run]) -> None:
     run = make_run()
     run.output.mkdir()

@@ -82,6 +82,8 @@ def test_a_signal_to_torchrun_saves_the_step(make_run: Make) -> None:
     shown = process.communicate(timeout=60)[1]
     assert process.returncode
     assert_saved(run, signal.SIGTERM, shown)
+    assert shown.count("in the place that torchrun gave: rank 0 of 2") == 1
+    assert "torch.distributed.run --" not in shown
 
 
 @pytest.mark.slow
