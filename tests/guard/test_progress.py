@@ -172,6 +172,8 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
     for text in ("{'loss': nan, 'grad_norm': nan, 'epoch': 0.1}", "{'loss': 'inf', 'epoch': '0.1'}"):
         _, (notice,) = told("  9%|▉  | 9/100 [00:05<02:35, 1.6s/it]", text)
         assert notice.stop
+    _, (notice,) = told("step 1 loss 2", "{'loss': '0', 'grad_norm': 'nan', 'epoch': '0.1'}")
+    assert notice.problem.found == "after step 1: loss nan, gradient norm nan"
     _, (notice,) = told(
         " iteration  10/ 100 | number of skipped iterations: 0 | number of nan iterations:   1 |"
     )

@@ -174,9 +174,9 @@ class Progress:
         step = seen.at or f"after {self.at}"
         if not seen.at or step not in bad[-1:]:
             bad.append(step)
-            yield from self._diverged(rank, bad, seen.loss)
+            yield from self._diverged(rank, bad, seen)
 
-    def _diverged(self, rank: int | None, bad: list[str], loss: float) -> Iterator[Notice]:
+    def _diverged(self, rank: int | None, bad: list[str], seen: Reading) -> Iterator[Notice]:
         stops = 0 < self.nan_steps <= len(bad)
         if not stops and (self.nan_steps or not self._is_new("loss")):
             return
@@ -185,7 +185,8 @@ class Progress:
             Problem(
                 "loss-not-finite",
                 "the loss is NaN or infinite",
-                found=f"{bad[0]}{where}: loss {loss}"
+                found=f"{bad[0]}{where}: loss {seen.loss}"
+                + (f", gradient norm {seen.norm}" if seen.norm is not None else "")
                 + (f", {len(bad)} steps in a row" if len(bad) > 1 else ""),
                 remedy="lower the learning rate or warm up longer, look for damaged records, and resume from the "
                 "last checkpoint",
