@@ -174,6 +174,14 @@ def test_a_loss_that_is_not_finite_ends_the_run() -> None:
         assert notice.stop
     _, (notice,) = told("step 1 loss 2", "{'loss': '0', 'grad_norm': 'nan', 'epoch': '0.1'}")
     assert notice.problem.found == "after step 1: loss nan, gradient norm nan"
+    overflow = (
+        "{'loss': '0', 'grad_norm': 'inf', 'learning_rate': '9.5e+29', 'entropy': '%s', 'epoch': '0.1'}"
+    )
+    _, (notice,) = told("step 1 loss 2", overflow % "nan")  # DeepSpeed
+    assert notice.stop
+    _, (notice,) = told("step 1 loss 2", "{'loss': 0.0, 'grad_norm': inf, 'entropy': nan}")
+    assert notice.stop
+    assert told("step 1 loss 2", overflow % "0.5")[1] == [], "the loss scale is lowered"
     _, (notice,) = told(
         " iteration  10/ 100 | number of skipped iterations: 0 | number of nan iterations:   1 |"
     )

@@ -50,6 +50,7 @@ _NORM = re.compile(
 )
 _NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*[1-9]")
 """Megatron-LM leaves the loss out of the average when it is NaN."""
+_ENTROPY_NAN = re.compile(r"\bentropy['\"]?\s*[:=]\s*['\"]?nan\b", re.IGNORECASE)
 _OTHER_NAN = re.compile(r"(?P<name>eval\w*[_/]loss)['\"]?\s*[:=]\s*['\"]?nan", re.IGNORECASE)
 _SUMMARY = "train_runtime"
 """In the last record of transformers, whose loss is an average, while the model is still to be saved."""
@@ -85,7 +86,7 @@ def read(text: str) -> Reading:
     found = next((match for pattern in _COUNTERS if (match := pattern.search(text))), None)
     tells = (found is not None or _RECORD.search(text) is not None) and _SUMMARY not in text
     loss, norm = (_value(pattern, text) if tells else None for pattern in (_LOSS, _NORM))
-    if _NAN_ITERATIONS.search(text) or (loss == 0 and norm is not None and math.isnan(norm)):
+    if _NAN_ITERATIONS.search(text) or (loss == 0 and _of_nan(norm, text)):
         loss = math.nan  # transformers prints 0 for it, unless logging_nan_inf_filter is false
     if found is None:
         return Reading(loss=loss, norm=norm)
@@ -93,6 +94,12 @@ def read(text: str) -> Reading:
     name = (groups.get("name") or "").strip()
     in_training = loss is not None or _TRAINING.fullmatch(name) is not None
     return Reading((name, groups.get("total") or ""), groups["n"], in_training, loss, norm)
+
+
+def _of_nan(norm: float | None, text: str) -> bool:
+    """Whether a gradient norm is that of a NaN loss. DeepSpeed calls it infinite, as it does when it lowers the loss
+    scale; then the entropy that TRL prints tells."""
+    return norm is not None and (math.isnan(norm) or (math.isinf(norm) and bool(_ENTROPY_NAN.search(text))))
 
 
 def _value(pattern: re.Pattern[str], text: str) -> float | None:
