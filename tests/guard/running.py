@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 import uuid
@@ -25,6 +26,8 @@ from tests.guard.injuries import NONE, Injury
 
 START = 180.0
 """Seconds until the first checkpoint, after which a run is ended from outside."""
+WINDOW = (40, 120)
+"""Lines and columns of the terminal. Without them, progress bars are not drawn."""
 LONG = 2000
 """Steps of a run that is struck in the middle."""
 SOURCE = Path(__file__).parents[2] / "src"
@@ -129,6 +132,7 @@ def run(
     surroundings = {**command.surroundings(port), MARK: mark}
     with injury.arranged(folder, port) as variables:
         terminal, end = pty.openpty()
+        termios.tcsetwinsize(end, WINDOW)
         began = time.monotonic()
         process = subprocess.Popen(
             [*before, *words],
