@@ -26,6 +26,7 @@ from reshard.base.shown import escape
 from reshard.guard.complete import RECORD
 from reshard.guard.lifetime import children
 from reshard.guard.memory import Memory
+from reshard.guard.nodes import place_named
 from reshard.guard.processes import Processes
 from reshard.guard.progress import Progress
 from reshard.guard.relay import Relay
@@ -92,9 +93,9 @@ def command(run: Run) -> list[str]:
 
 def _rendezvous(run: Run) -> tuple[str, int]:
     ranks = run.ranks
-    host, _, port = (ranks.rendezvous or "").rpartition(":")
-    if host and port.isdecimal() and ranks.node_rank < ranks.nnodes:
-        return host.strip("[]"), int(port)
+    place = place_named(ranks.rendezvous or "")
+    if isinstance(place, tuple) and ranks.node_rank < ranks.nnodes:
+        return place
     raise ReshardError(
         "rendezvous-local",
         "the nodes cannot find each other",

@@ -82,87 +82,64 @@ def forget(environment: MutableMapping[str, str]) -> None:
 
 def _torchrun(given: Environment) -> Place | None:
     """A single rank that torchrun did not start is ignored: a script has left the variables behind."""
-    if not all(given.get(name) for name in RANK):
+    started = "TORCHELASTIC_RUN_ID" in given
+    if not all(given.get(name) for name in RANK) or (given["WORLD_SIZE"] == "1" and not started):
         return None
     rank, world_size, local_rank = (int(given[name]) for name in RANK[:3])
-    if world_size == 1 and "TORCHELASTIC_RUN_ID" not in given:
-        return None
-    name = "torchrun" if "TORCHELASTIC_RUN_ID" in given else "the launcher"
-    return Place(
-        name,
-        rank,
-        world_size,
-        local_rank,
-        given["MASTER_ADDR"],
-        int(given["MASTER_PORT"]),
-        _number(given, "LOCAL_WORLD_SIZE"),
-    )
+    address, port = given["MASTER_ADDR"], int(given["MASTER_PORT"])
+    here = _number(given, "LOCAL_WORLD_SIZE")
+    return Place("torchrun" if started else "the launcher", rank, world_size, local_rank, address, port, here)
 
 
 def _slurm(run: Run, given: Environment) -> Place | None:
     """A task of `srun`. A single task, or one on each node with --nnodes, starts its ranks by torchrun instead."""
-    step, rank = _number(given, "SLURM_STEP_ID"), _number(given, "SLURM_PROCID")
+    step, rank = _step(given), _number(given, "SLURM_PROCID")
     tasks = _number(given, "SLURM_STEP_NUM_TASKS") or _number(given, "SLURM_NTASKS") or 1
-    if step is None or step >= LAST_STEP or rank is None or tasks == 1 or run.ranks.nnodes > 1:
+    if step is None or rank is None or tasks == 1 or run.ranks.nnodes > 1:
         return None
     nodes = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_NODELIST", "")
-    job = _number(given, "SLURM_JOB_ID") or 0
-    sizes = list(_repeated(given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE", "")))
-    node = _number(given, "SLURM_NODEID") or 0
-    return Place(
-        "srun",
-        rank,
-        tasks,
-        _number(given, "SLURM_LOCALID") or 0,
-        given.get("MASTER_ADDR") or first_host(nodes),
-        _number(given, "MASTER_PORT") or port_of(job * 31 + step),
-        sizes[node] if node < len(sizes) else None,
-    )
+    address = given.get("MASTER_ADDR") or first_host(nodes)
+    port = _number(given, "MASTER_PORT") or port_of((_number(given, "SLURM_JOB_ID") or 0) * 31 + step)
+    sizes = _repeated(given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE", ""))
+    here = dict(enumerate(sizes)).get(_number(given, "SLURM_NODEID") or 0)
+    return Place("srun", rank, tasks, _number(given, "SLURM_LOCALID") or 0, address, port, here)
 
 
-_MPI = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
+def _step(given: Environment) -> int | None:
+    """The number of the step that `srun` has started."""
+    step = _number(given, "SLURM_STEP_ID")
+    return None if step is None or step >= LAST_STEP else step
+
+
+_OPENMPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def _mpi(given: Environment) -> Place | None:
     """A process of `mpirun`. On one node, the ranks meet at a port derived from their parent process."""
-    for names in _MPI:
-        rank, world_size, local_rank, local_size = (_number(given, name) for name in names)
-        if rank is None or world_size is None or world_size == 1:
-            continue
-        address, port = given.get("MASTER_ADDR"), _number(given, "MASTER_PORT")
-        if local_size not in (None, world_size) and not (address and port):
-            raise ReshardError(
-                "rendezvous-missing",
-                "the address of the first node is unknown to the other nodes",
-                rule="MPI does not pass the address of the first node to its processes",
-                found=f"{names[0]}={rank}, {world_size} processes, {local_size} of them here",
-                remedy="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 …, with the host of rank 0",
-            )
-        return Place(
-            "mpirun",
-            rank,
-            world_size,
-            rank if local_rank is None else local_rank,
-            address or "127.0.0.1",
-            port or port_of(os.getppid()),
-            local_size or world_size,
+    names = next((names for names in (_OPENMPI, _MPICH) if names[0] in given), _OPENMPI)
+    rank, world_size, local_rank, here = (_number(given, name) for name in names)
+    if rank is None or world_size is None or world_size == 1:
+        return None
+    address, port = given.get("MASTER_ADDR"), _number(given, "MASTER_PORT")
+    if here not in (None, world_size) and not (address and port):
+        raise ReshardError(
+            "rendezvous-missing",
+            "the address of the first node is unknown to the other nodes",
+            rule="MPI does not pass the address of the first node to its processes",
+            found=f"{names[0]}={rank}, {world_size} processes, {here} of them here",
+            remedy="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 …, with the host of rank 0",
         )
-    return None
+    local_rank = rank if local_rank is None else local_rank
+    address, port = address or "127.0.0.1", port or port_of(os.getppid())
+    return Place("mpirun", rank, world_size, local_rank, address, port, here or world_size)
 
 
 def _accelerate(given: Environment) -> Place | None:
     """`accelerate launch` with one process, for which it sets no ranks."""
-    if "ACCELERATE_MIXED_PRECISION" not in given:
-        return None
-    return Place("accelerate launch", 0, 1, 0, "127.0.0.1", port_of(os.getpid()), 1)
+    port = port_of(os.getpid())
+    is_one = "ACCELERATE_MIXED_PRECISION" in given
+    return Place("accelerate launch", 0, 1, 0, "127.0.0.1", port, 1) if is_one else None
 
 
 def _disagreement(run: Run, place: Place) -> Problem | None:
@@ -193,8 +170,7 @@ def _half_launched(run: Run, given: Environment) -> Problem | None:
             "$MASTER_ADDR:$MASTER_PORT; else unset RANK WORLD_SIZE",
         )
     nodes = _number(given, "SLURM_JOB_NUM_NODES") or 1
-    step = _number(given, "SLURM_STEP_ID")
-    if nodes > 1 and (step is None or step >= LAST_STEP):
+    if nodes > 1 and _step(given) is None:
         return Problem(
             "slurm-nodes-unused",
             "Slurm allocated several nodes, but this command would use only one",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reshard.stores.hub import url_of
 from reshard.training import data
 from reshard.training.engines import engine_of
+from reshard.training.findings import version_of
 from reshard.training.run import SIZES, Ranks, Run
 from reshard.version import __version__
 
@@ -26,15 +25,6 @@ IMPLIED = {"parallel": "tp"}
 """By --tp."""
 
 
-def versions(run: Run) -> dict[str, str]:
-    """Versions of the packages that a run depends on."""
-    found = {"reshard": __version__, "python": platform.python_version()}
-    for package in engine_of(run).packages:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
 def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
     """The content of `run.json`. It is the same on all nodes, so they may all write it to the same file."""
     told = replace(run, ranks=replace(run.ranks, node_rank=0)).as_dict()
@@ -42,7 +32,9 @@ def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
     if run.eval_data:
         digest["eval_data_digest"] = data.digest_of(run.eval_data)
     more = {name: value for name, value in more.items() if name not in ("run", "problems")}
-    return {**told, "versions": versions(run), **digest, **more}
+    versions = {"reshard": __version__, "python": platform.python_version()}
+    versions |= {each: found for each in engine_of(run).packages if (found := version_of(each))}
+    return {**told, "versions": versions, **digest, **more}
 
 
 def words_of(run: Run) -> list[str]:

@@ -39,8 +39,8 @@ PAIRS = ("learning_rate", "grad_norm", "speed", "memory")
 SMOOTH = ("learning_rate", "memory")
 """Values that hardly vary from step to step; they get no means."""
 UNDRAWN = ("tokens", "seconds")
-EARLIER = 3
-"""How many earlier steps have their answers shown."""
+LAST = 3
+"""Of how many of the last steps answers are shown."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,10 @@ class Shown:
 
     @property
     def samples(self) -> list[tuple[int, list[Sample]]]:
-        """Answers of the model: the last step first, then some others, including the first."""
+        """Answers of the model: in the last steps, the last one first, and in the first step."""
         steps = sorted(self.history.samples, reverse=True)
-        earlier = steps[1:]
-        every = max(len(earlier) // EARLIER, 1)
-        picked = [*steps[:1], *(earlier[::-1][::every][:EARLIER])[::-1]]
-        return [(step, self.history.samples[step]) for step in picked]
+        shown = dict.fromkeys([*steps[:LAST], *steps[-1:]])
+        return [(step, self.history.samples[step]) for step in shown]
 
     @property
     def facts(self) -> dict[str, str]:
