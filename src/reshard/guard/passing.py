@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -27,14 +27,15 @@ SOON = 0.2
 
 
 class Signals:
-    """A context in which the signals of `PASSED` do not end this process. Ignored ones stay so, also in the command.
+    """A context in which signals do not end this process. Ignored ones stay so, also in the command.
 
     `descriptor` becomes readable when one has come, or when a child process has ended. `apart` is whether the command
     has a session of its own, so that it receives no signal by itself. Python handles signals in its main thread only:
     in others, none is seen.
     """
 
-    def __init__(self, *, apart: bool = False) -> None:
+    def __init__(self, numbers: Sequence[signal.Signals] = PASSED, *, apart: bool = False) -> None:
+        self._numbers = numbers
         self.first = 0
         """The first signal that came, 0 if none has."""
         self._apart = apart
@@ -48,7 +49,7 @@ class Signals:
         if not self._is_main:
             return self
         self._sentinel, self._group = (0, -1) if self._apart else _sentinel()
-        asked = [each for each in PASSED if signal.getsignal(each) is not signal.SIG_IGN]
+        asked = [each for each in self._numbers if signal.getsignal(each) is not signal.SIG_IGN]
         self._before = {
             each: signal.signal(each, _nothing) for each in (*asked, signal.SIGCHLD, signal.SIGWINCH)
         }
@@ -59,6 +60,17 @@ class Signals:
         """The signals that have come since the last call."""
         with suppress(BlockingIOError):
             yield from os.read(self.descriptor, 256)
+
+    def wake(self) -> None:
+        """Make the descriptor readable."""
+        os.write(self._into, b"\0")
+
+    def restore(self) -> None:
+        """Handle signals as before; also in a forked process, which has its own."""
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup)
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def to_pass(self, number: int) -> bool:
         """Whether a signal has to be passed on to the command."""
@@ -77,10 +89,7 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_main:
-            signal.set_wakeup_fd(self._wakeup)
-            for each, handler in self._before.items():
-                signal.signal(each, handler)
+        self.restore()
         if self._is_main and not self._apart:
             os.kill(self._sentinel, signal.SIGKILL)
             os.waitpid(self._sentinel, 0)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.guard.lifetime import end_with_parent
+from reshard.guard.passing import Signals
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals of schedulers, launchers and terminals before they end a process. SIGHUP stays ignored under nohup."""
@@ -90,18 +91,18 @@ class _Listener:
         elif self.seconds == 0:
             self._end(late(self.number, 0))
 
-    def watch(self, pipe: int) -> None:
-        """Read signals from the pipe until the run is over, and end the process at its deadline."""
+    def watch(self, received: Signals) -> None:
+        """Hear signals until the run is over, and end the process at its deadline."""
         import select
 
         poll = select.poll()  # select.select takes no descriptor above 1,023
-        poll.register(pipe, select.POLLIN)
+        poll.register(received.descriptor, select.POLLIN)
         while not self.over.is_set():
             left = self.at + self.seconds - time.monotonic() if self.number and self.seconds else None
             if left is not None and left <= 0:
                 self._end(late(self.number, self.seconds or 0))
-            ready = poll.poll(None if left is None else 1000 * left)
-            for number in os.read(pipe, 64) if ready else b"":
+            poll.poll(None if left is None else 1000 * left)
+            for number in received.come():
                 if number in ENDING:
                     self.hear(number)
 
@@ -123,46 +124,19 @@ def listening(seconds: int | None, ended: Ended | None = None) -> Iterator[None]
     `seconds` limits what a step and its checkpoint may take; None if the launcher enforces a limit.
     """
     global _listener
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may have handlers
-        return
     _listener = listener = _Listener(seconds, ended)
-    out, into = os.pipe()
-    os.set_blocking(into, False)
-    numbers = [
-        each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN or each != signal.SIGHUP
-    ]
-    before = {each: signal.signal(each, _nothing) for each in numbers}
-    pipe = signal.set_wakeup_fd(into, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: _forget(listener, before))
-    thread = threading.Thread(target=listener.watch, args=(out,), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        listener.over.set()
-        signal.set_wakeup_fd(pipe)
-        os.write(into, b"\0")
-        thread.join()
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        os.close(out)
-        os.close(into)
-        _listener = None
-
-
-def _nothing(number: int, frame: Any) -> None:
-    """The handler that Python calls; the thread has already read the signal."""
-
-
-def _forget(listener: _Listener, before: dict[signal.Signals, Any]) -> None:
-    """Restore handlers in a forked child, which handles its own signals: SIGTERM ends the workers of a DataLoader."""
-    if listener.over.is_set():
-        return
-    listener.over.set()
-    signal.set_wakeup_fd(-1)
-    for each, handler in before.items():
-        signal.signal(each, handler)
+    with Signals(ENDING, apart=True) as received:
+        # Forked processes handle their own signals: SIGTERM ends the workers of a DataLoader.
+        os.register_at_fork(after_in_child=received.restore)
+        thread = threading.Thread(target=listener.watch, args=(received,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            listener.over.set()
+            received.wake()
+            thread.join()
+            _listener = None
 
 
 def with_steady_workers(loader: Any) -> Any:
