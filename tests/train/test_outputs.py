@@ -13,8 +13,7 @@ import pytest
 from reshard.base.errors import ReshardError
 from reshard.training import outputs
 from reshard.training.launching import launch
-from reshard.training.launching.lock import held
-from reshard.training.outputs import clear
+from reshard.training.outputs import clear, held
 from reshard.training.run import Ranks, Run
 
 
@@ -52,7 +51,7 @@ def test_what_is_overwritten_is_not_what_another_node_begins_with(tmp_path: Path
 def test_two_runs_do_not_write_into_one_output(tmp_path: Path) -> None:
     run, _ = two_nodes(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from reshard.training.launching.lock import held\n"
+        "import sys; from pathlib import Path; from reshard.training.outputs import held\n"
         "from reshard.training.run import Run\n"
         "path = Path(sys.argv[1])\n"
         "with held(Run('sft', path, path, path)): print('held', flush=True); sys.stdin.read()"

@@ -1,18 +1,20 @@
-"""The output folder before a run starts: whether it is writable, and what --overwrite removes."""
+"""The output folder before a run starts: whether it is free, what --overwrite removes, and its lock."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.folders.companions import RECORD as WRITTEN
 from reshard.guard.complete import RECORD
 from reshard.training.engines import MODULES, engine_named
-from reshard.training.launching.lock import LOCK
 from reshard.training.run import Run
+from reshard.transfer import locks
 
+LOCK = ".lock"
 JOBS = "slurm"
 """The folder for logs of Slurm jobs and submitit's files. Jobs read them, so the folder is not removed."""
 RESULTS = ("final", "merged", "final.replaced", "merged.replaced")
@@ -122,3 +124,27 @@ def _foreign(folder: Path) -> list[str]:
     from reshard.records.contents import foreign_in  # with all formats
 
     return foreign_in(folder) if folder.is_dir() and not folder.is_symlink() else []
+
+
+@contextmanager
+def held(run: Run) -> Iterator[None]:
+    """Hold the lock of a run's output. Raises ReshardError if another run holds it.
+
+    The system releases the lock when its process ends, however it ends. Without file locks, none is held.
+    """
+    path = run.output / LOCK
+    run.output.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locks.held(path))
+        except BlockingIOError:
+            raise ReshardError(
+                "output-in-use",
+                "another run is writing to the output",
+                file=str(run.output),
+                found=f"{path} is held by a running process",
+                remedy="wait for it, stop it, or choose another folder with -o",
+            ) from None
+        except OSError:
+            pass  # the next write to the output fails with the cause
+        yield

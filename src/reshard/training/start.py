@@ -66,7 +66,6 @@ def start(
     from reshard.training.engines import engine_of
     from reshard.training.launching import launch
     from reshard.training.launching.ending import Screen
-    from reshard.training.launching.lock import held
     from reshard.training.launching.places import place_of
     from reshard.training.preflight import look_first, preflight
     from reshard.training.worker import restarted
@@ -95,7 +94,7 @@ def start(
     looking = look_first(run, overwrite=overwrite)
     with (None if looking.stops else launch.ahead(run, looking.handed_on())) or nullcontext() as started:
         found = accepted((started and started.looked()) or looking.further())
-        with held(run):
+        with outputs.held(run):
             if overwrite and not run.resume:
                 outputs.clear(run)
             return _through(run, found, started, screen)
