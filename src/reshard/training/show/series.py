@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,28 +54,19 @@ def _shown(points: Sequence[Point]) -> list[tuple[int, float | None]]:
     ]
 
 
-def thinned(points: Sequence[Point], columns: int = COLUMNS) -> Iterator[Point]:
+def thinned(points: Sequence[Point]) -> list[Point]:
     """At most four points per column: first, minimum, maximum and last; and all values that are not finite."""
-    if len(points) <= 4 * columns:
-        yield from points
-        return
-    low, high = points[0][0], points[-1][0]
-    at = 0
-    for column in range(columns):
-        end = low + (high - low) * (column + 1) / columns
-        begin = at
-        while at < len(points) and (points[at][0] <= end or column == columns - 1):
-            at += 1
-        yield from _extremes(points[begin:at])
+    if len(points) <= 4 * COLUMNS:
+        return list(points)
+    size = -(-len(points) // COLUMNS)
+    columns = (points[begin : begin + size] for begin in range(0, len(points), size))
+    return [point for column in columns for point in _extremes(column)]
 
 
 def _extremes(points: Sequence[Point]) -> list[Point]:
-    finite = [point for point in points if math.isfinite(point[1])]
-    kept = {point for point in points if not math.isfinite(point[1])}
-    if finite:
-        kept |= {finite[0], finite[-1]}
-        kept |= {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
-    return sorted(kept, key=lambda point: point[0])
+    finite = sorted((point for point in points if math.isfinite(point[1])), key=lambda point: point[1])
+    broken = (point for point in points if not math.isfinite(point[1]))
+    return sorted({points[0], points[-1], *finite[:1], *finite[-1:], *broken}, key=lambda point: point[0])
 
 
 def means(points: Sequence[Point]) -> list[Point]:

@@ -16,8 +16,6 @@ from reshard.training.show.monitor import Row, number
 
 MODULES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
 """The modules for each tracker, one of which must be importable."""
-MEASURED = ("step", "eval")
-"""Events whose rows have numbers."""
 FOLDER = "tensorboard"
 """Folder of TensorBoard's events in the output."""
 
@@ -93,8 +91,8 @@ def _wandb(run: Run) -> Callable[[Row], None]:
     session = wandb.init(name=run.output.name, config=run.as_dict(), dir=str(run.output), resume="allow")
 
     def take(row: Row) -> None:
-        if row["event"] in MEASURED:
-            session.log(values(row), step=row["step"])
+        if found := values(row):
+            session.log(found, step=row["step"])
 
     return take
 
@@ -107,7 +105,7 @@ _LISTENERS: dict[str, Callable[[Run], Callable[[Row], None]]] = {
 
 def values(row: Row) -> dict[str, Any]:
     """The numbers that a step or an evaluation measured; empty for other rows."""
-    if row["event"] not in MEASURED:
+    if row["event"] not in ("step", "eval"):
         return {}
     names = (name for name in row if name not in ("event", "step", "time", "seconds"))
     return {name: value for name in names if (value := number(row, name)) is not None}
