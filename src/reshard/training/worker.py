@@ -52,14 +52,11 @@ def first() -> bool:
 
 def claim(output: Path, problems: Sequence[Problem]) -> bool:
     """Whether this rank is the first to fail; if so, it writes its problems: none if it does not refuse to continue."""
-    partial = output / f".{PROBLEMS}.{os.getpid()}"
-    partial.write_text(json.dumps([problem.as_dict() for problem in problems]), encoding="utf-8")
     try:
-        os.link(partial, output / PROBLEMS)
+        with (output / PROBLEMS).open("x", encoding="utf-8") as file:
+            json.dump([problem.as_dict() for problem in problems], file)
     except FileExistsError:
         return False
-    finally:
-        partial.unlink()
     return True
 
 

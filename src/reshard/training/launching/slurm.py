@@ -44,19 +44,6 @@ TIMEOUTS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Submission:
-    """Slurm settings of a run. `cluster` is where submitit sends it: "slurm", or "local" for this machine."""
-
-    cluster: str
-    parameters: Mapping[str, Any]
-
-    @property
-    def notice(self) -> int:
-        """Seconds between the signal and the job's time limit."""
-        return int(self.parameters["slurm_signal_delay_s"])
-
-
-@dataclass(frozen=True)
 class Submitted:
     """A submitted job. `log` is the output of its first task."""
 
@@ -68,8 +55,11 @@ class Submitted:
         return {"job": self.number, "log": str(self.log)}
 
 
-def submission_of(run: Run, settings: str) -> tuple[Run, Submission]:
-    """The settings of `--slurm NAME=VALUE,…`, and the run with its nodes and processes. Raises ReshardError."""
+def submission_of(run: Run, settings: str) -> tuple[Run, dict[str, Any]]:
+    """The settings of `--slurm NAME=VALUE,…` for `submit`, and the run with its nodes and processes.
+
+    Raises ReshardError. Their `cluster` is where submitit sends it: "slurm", or "local" for this machine.
+    """
     if not find_spec("submitit"):
         raise ReshardError(without_package("--slurm", f"{install_command('submitit')} here and on all nodes"))
     pairs = [each.partition("=") for each in settings.split(",") if each]
@@ -101,7 +91,7 @@ def submission_of(run: Run, settings: str) -> tuple[Run, Submission]:
         _agreed("nproc", nproc, 0, int(gpus))
         nproc = nproc or int(gpus)
     ranks = replace(run.ranks, nnodes=nodes, nproc=nproc, rendezvous=None, node_rank=0)
-    return replace(run, ranks=ranks), Submission(cluster, found)
+    return replace(run, ranks=ranks), {**found, "cluster": cluster}
 
 
 def _agreed(name: str, asked: int, unsaid: int, given: int) -> None:
@@ -115,14 +105,15 @@ def _agreed(name: str, asked: int, unsaid: int, given: int) -> None:
         )
 
 
-def submit(run: Run, submission: Submission, *, overwrite: bool = False) -> Submitted:
+def submit(run: Run, settings: Mapping[str, Any], *, overwrite: bool = False) -> Submitted:
     """Submit a run. Raises ReshardError if Slurm rejects it."""
     os.environ[PREEMPT] = SIGNAL.name.removeprefix("SIG")  # the job inherits this environment
-    folder = run.output / JOBS
-    seconds = min(run.save_on_signal, max(submission.notice - 30, submission.notice // 2))
+    parameters = dict(settings)
+    cluster, notice = parameters.pop("cluster"), int(settings["slurm_signal_delay_s"])
+    seconds = min(run.save_on_signal, max(notice - 30, notice // 2))
     job = Job(replace(run, save_on_signal=seconds), overwrite=overwrite)
-    timeouts = {f"{submission.cluster}_max_num_timeout": TIMEOUTS}
-    executor = submitit_executor(folder, submission.cluster, submission.parameters, **timeouts)
+    timeouts = {f"{cluster}_max_num_timeout": TIMEOUTS}
+    executor = submitit_executor(run.output / JOBS, cluster, parameters, **timeouts)
     with accepted():
         submitted = executor.submit(job)
     return Submitted(str(submitted.job_id), Path(submitted.paths.stdout))
@@ -141,7 +132,6 @@ class Job:
         requeue: Any = signal.getsignal(SIGNAL)  # submitit's own handler, which calls `checkpoint`
         before = engine_of(self.run).checkpoints.last(self.run.output)
         heard: list[int] = []
-        numbers = (SIGNAL, signal.SIGTERM, signal.SIGINT)
         children: list[subprocess.Popen[bytes]] = []
 
         def hear(number: int, frame: Any) -> None:
@@ -149,13 +139,12 @@ class Job:
             for child in children:
                 child.send_signal(number)
 
-        for number in numbers:
+        for number in (SIGNAL, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, hear)
         children.append(subprocess.Popen(self.words(before is not None)))
         if heard:
             children[0].send_signal(heard[0])
-        status = children[0].wait()
-        if status == 0:
+        if (status := children[0].wait()) == 0:
             return
         if heard[:1] != [SIGNAL] or status != 128 + SIGNAL:
             sys.exit(status)
