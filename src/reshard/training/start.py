@@ -139,6 +139,7 @@ def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen
     """Launch and finish; or run as a rank that does neither the preflight nor the finish."""
     from reshard.training.final.finish import finish
     from reshard.training.launching import launch
+    from reshard.training.launching.places import place_of
 
     try:
         record = found.as_dict() if found else {}
@@ -148,6 +149,6 @@ def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen
         with signals.raised():
             finished = finish(run)
     except signals.Stopped as stop:
-        launch.interrupted(run, stop)
+        launch.interrupted(run, str(stop), screen, place=place_of(run))
         return Outcome(stop.status, found)
     return Outcome(0 if finished.whole else 1, found, finished)

@@ -306,7 +306,7 @@ def _told(run: Run, status: int, ranks: _Ranks, screen: Screen) -> int:
     """Report how the ranks ended. Returns the exit status of the command."""
     log = run.output / of_node(run, LOG)
     if ranks.first:
-        _interrupted(run, ranks.told(), screen, log)
+        interrupted(run, ranks.told(), screen, log)
         return 128 + ranks.first
     problems = claimed(run.output)
     if problems:
@@ -333,19 +333,15 @@ def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | N
     return RunFailedError(problems)
 
 
-def _interrupted(
-    run: Run, how: str, screen: Screen, log: Path | None = None, place: Place | None = None
+def interrupted(
+    run: Run, how: str, screen: Screen | None = None, log: Path | None = None, place: Place | None = None
 ) -> None:
+    """Report which signal ended a run, and what is left of it."""
     from reshard.guard.failure import Failure  # with the doctor
 
     failure = Failure("the run", (), (), f"was {how}")
     end(run, "interrupted", failure, place=place)
-    print_end(run, failure, screen, log, place)
-
-
-def interrupted(run: Run, stop: signals.Stopped) -> None:
-    """Report what is left of a run that a signal ended while no rank was running, or by this one rank."""
-    _interrupted(run, str(stop), Screen(), place=place_of(run))
+    print_end(run, failure, screen or Screen(), log, place)
 
 
 def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> int:
@@ -363,8 +359,12 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
         if not screen.quiet:
             screen.console.print(f"in the place that {place.launcher} gave: rank 0 of {place.world_size}")
     display = Display(run, screen.console, quiet=screen.quiet or not first)
+
+    def by_signal(stop: signals.Stopped) -> None:
+        interrupted(run, str(stop), screen, place=place)
+
     try:
-        with display, signals.listening(run.save_on_signal, partial(interrupted, run) if first else None):
+        with display, signals.listening(run.save_on_signal, by_signal if first else None):
             work(run, monitor_of(run, [display.add, *trackers.listeners(run)] if first else []))
             if number := signals.heard():
                 raise signals.Stopped(number, why="all steps are done, and the final folder is not made")
@@ -374,7 +374,7 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
         raise _refused(run, error.problems, screen, place) from None
     except signals.Stopped as stop:
         if first:
-            interrupted(run, stop)
+            by_signal(stop)
         return stop.status
     except Exception as error:
         if failure := failure_of_rank(run, place.rank, error):
