@@ -18,8 +18,9 @@ import pytest
 from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError, RunFailedError
+from reshard.guard import nodes
 from reshard.guard.lifetime import children
-from reshard.training.launching import launch, meeting
+from reshard.training.launching import launch
 from reshard.training.launching.ending import Screen, end
 from reshard.training.launching.places import first_host, place_of
 from reshard.training.run import Ranks, Run
@@ -127,11 +128,11 @@ def test_the_ranks_of_a_cluster_are_taken(launcher: str, make_run: Callable[...,
 
 def test_a_node_ends_with_the_refusal_of_the_first() -> None:
     port = free_port()
-    told = threading.Thread(target=meeting.refuse, args=(port, 2, [Problem("x-y", "the plan is too large")]))
+    told = threading.Thread(target=nodes.refuse, args=(port, 2, [Problem("x-y", "the plan is too large")]))
     told.start()
     for _ in range(2):
         with pytest.raises(ReshardError, match="node 0 refuses the run") as caught:
-            meeting.wait("127.0.0.1", port)
+            nodes.wait_for_first("127.0.0.1", port)
         assert caught.value.problems[0].found == "the plan is too large"
     told.join()
 
@@ -140,7 +141,7 @@ def test_a_node_goes_on_when_torch_listens() -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting.wait("127.0.0.1", store.port)
+    nodes.wait_for_first("127.0.0.1", store.port)
     store.set("key", "value")
     assert store.get("key") == b"value"
 

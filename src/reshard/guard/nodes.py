@@ -2,6 +2,9 @@
 
 They meet when their commands have ended: in a shared folder, or at the address where the ranks met before, whose port
 is free again then. Node 0 collects what the others say and sends all of it to each of them.
+
+Before a run of train, its other nodes wait for node 0, which checks it first, at the same address. While node 0 checks,
+nothing listens there; then either torch's store does, which sends nothing unasked, or a server that sends the refusal.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain import json_of
 
 Told = Mapping[str, Any]
@@ -26,6 +30,9 @@ AGAIN = 0.2
 """Seconds between two attempts."""
 LONGEST = 1 << 16
 """Maximum length of a message in bytes."""
+REFUSAL = b"reshard refuses: "
+CHECKS = 1800.0
+"""Seconds that node 0 may take for its checks: it reads all data."""
 
 
 def place_named(text: str) -> Path | tuple[str, int]:
@@ -103,6 +110,45 @@ class Meeting:
                     return list(_messages(answer))
             time.sleep(AGAIN)
         return []
+
+
+def refuse(port: int, others: int, problems: Sequence[Problem]) -> None:
+    """On node 0: send the refusal to `others` nodes. Those that connect after `PATIENCE` do not receive it."""
+    message = REFUSAL + "; ".join(problem.message for problem in problems).encode()[:1000] + b"\n"
+    deadline = time.monotonic() + PATIENCE
+    with suppress(OSError), socket.create_server(("", port)) as server:
+        for _ in range(others):
+            server.settimeout(max(deadline - time.monotonic(), 0.01))
+            guest, _ = server.accept()
+            with guest:
+                guest.sendall(message)
+
+
+def wait_for_first(host: str, port: int) -> None:
+    """On other nodes: wait until the ranks can meet. Raises ReshardError if node 0 refuses or does not answer."""
+    deadline = time.monotonic() + CHECKS
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, port), AGAIN * 5) as connection:
+                said = _line(connection)
+        except OSError:  # nothing listens yet
+            time.sleep(AGAIN)
+            continue
+        if said.startswith(REFUSAL):
+            raise ReshardError(
+                "node-0-refuses",
+                "node 0 refuses the run",
+                found=said.removeprefix(REFUSAL).decode("utf-8", "replace").strip(),
+                remedy="see what node 0 prints, and run the same command again on all of them",
+            )
+        return
+    raise ReshardError(
+        "node-0-silent",
+        "node 0 does not answer",
+        expected=f"the same command there, and a network route to {host}:{port}",
+        found=f"nobody listened for {CHECKS / 60:.0f} minutes",
+        remedy="see what node 0 prints; check the address, and firewalls between the nodes",
+    )
 
 
 def _serve(port: int, deadline: float) -> socket.socket | None:

@@ -23,10 +23,10 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, RunFailedError
 from reshard.base.plain import put
 from reshard.base.shown import escape
+from reshard.guard import nodes
 from reshard.guard.complete import RECORD
 from reshard.guard.lifetime import children
 from reshard.guard.memory import Memory
-from reshard.guard.nodes import place_named
 from reshard.guard.processes import Processes
 from reshard.guard.progress import Progress
 from reshard.guard.relay import Relay
@@ -36,7 +36,6 @@ from reshard.guard.stall import Limits, Stall
 from reshard.guard.supervision import supervise
 from reshard.guard.watching import Line, Notice
 from reshard.training import signals
-from reshard.training.launching import meeting
 from reshard.training.launching.ending import Screen, end, failure_of_rank, failure_of_ranks, print_end
 from reshard.training.launching.places import Place, forget, place_of
 from reshard.training.launching.provenance import record_of
@@ -93,7 +92,7 @@ def command(run: Run) -> list[str]:
 
 def _rendezvous(run: Run) -> tuple[str, int]:
     ranks = run.ranks
-    place = place_named(ranks.rendezvous or "")
+    place = nodes.place_named(ranks.rendezvous or "")
     if isinstance(place, tuple) and ranks.node_rank < ranks.nnodes:
         return place
     raise ReshardError(
@@ -125,14 +124,14 @@ def wait_for_first(run: Run) -> None:
     Other launchers end all their ranks with the first.
     """
     if run.ranks.node_rank and place_of(run) is None:
-        meeting.wait(*_rendezvous(run))
+        nodes.wait_for_first(*_rendezvous(run))
 
 
 def refuse(run: Run, problems: list[Problem]) -> None:
     """Let the nodes that wait for this one end as well."""
     if run.ranks.nnodes > 1 and place_of(run) is None:
         with suppress(ReshardError):  # without an address, no node waits
-            meeting.refuse(_rendezvous(run)[1], run.ranks.nnodes - 1, problems)
+            nodes.refuse(_rendezvous(run)[1], run.ranks.nnodes - 1, problems)
 
 
 def of_node(run: Run, name: str) -> str:
