@@ -7,6 +7,7 @@ job is requeued and continues from there.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from reshard.cluster.slurm import (
     settings_error,
     submitit_executor,
 )
+from reshard.guard.passing import Signals
 from reshard.training.engines import engine_of
 from reshard.training.launching.places import port_of
 from reshard.training.launching.provenance import words_of
@@ -131,22 +133,15 @@ class Job:
         """Run `reshard train` on this node, and requeue the job if a signal ended it."""
         requeue: Any = signal.getsignal(SIGNAL)  # submitit's own handler, which calls `checkpoint`
         before = engine_of(self.run).checkpoints.last(self.run.output)
-        heard: list[int] = []
-        children: list[subprocess.Popen[bytes]] = []
-
-        def hear(number: int, frame: Any) -> None:
-            heard.append(number)
-            for child in children:
-                child.send_signal(number)
-
-        for number in (SIGNAL, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, hear)
-        children.append(subprocess.Popen(self.words(before is not None)))
-        if heard:
-            children[0].send_signal(heard[0])
-        if (status := children[0].wait()) == 0:
+        with Signals((SIGNAL, signal.SIGTERM, signal.SIGINT), apart=True) as received:
+            child = subprocess.Popen(self.words(before is not None))
+            while (status := child.poll()) is None:
+                select.select([received.descriptor], [], [])
+                for number in filter(received.to_pass, received.come()):
+                    child.send_signal(number)
+        if status == 0:
             return
-        if heard[:1] != [SIGNAL] or status != 128 + SIGNAL:
+        if received.first != SIGNAL or status != 128 + SIGNAL:
             sys.exit(status)
         saved = engine_of(self.run).checkpoints.last(self.run.output) != before
         if not saved and requeue.__self__.has_timed_out():
