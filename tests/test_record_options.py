@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from reshard.base.options import About, options_of, seconds_of, takes, words_of_seconds
+from reshard.base.arguments import Arguments
+from reshard.base.errors import ReshardError
+from reshard.base.options import About, options_of, seconds_of, takes, words_for, words_of_seconds
 from reshard.cli.record import record_options
 
 
@@ -20,10 +23,13 @@ class Asked:
     check: Annotated[bool, About("Check first.")] = True
     merge: Annotated[bool, About("Merge.")] = False
     stall: Annotated[float, About("Longest silence.", "DURATION")] = 600.0
-    on_stall: Annotated[Literal["report", "stop"], About("What to do.")] = "report"
+    on_stall: Annotated[str, About("What to do.", choices=("report", "stop"))] = "report"
     most: Annotated[int, About("Most of them.", "N")] = 1
     output: Annotated[Path | None, About("Where.", "DIR")] = None
     name: Annotated[str | None, About("What it is called.", "NAME")] = None
+    lora: Annotated[bool, About("Adapters.", off="--full")] = False
+    ranks: Annotated[int | str, About("How many.", "N|auto", least=1, choices=("auto",), also="-n")] = "auto"
+    files: Annotated[Sequence[str] | None, About("Of what.", "FILE")] = None
 
 
 @click.command
@@ -55,9 +61,27 @@ def test_each_field_is_a_flag_of_its_type() -> None:
         "/x",
         "--name",
         "y",
+        "--lora",
+        "-n",
+        "4",
+        "--files",
+        "a",
+        "--files",
+        "b",
     ]
     assert given(*words) == repr(
-        Asked(check=False, merge=True, stall=7200.0, on_stall="stop", most=3, output=Path("/x"), name="y")
+        Asked(
+            check=False,
+            merge=True,
+            stall=7200.0,
+            on_stall="stop",
+            most=3,
+            output=Path("/x"),
+            name="y",
+            lora=True,
+            ranks=4,
+            files=("a", "b"),
+        )
     )
 
 
@@ -67,6 +91,7 @@ def test_each_field_is_a_flag_of_its_type() -> None:
         (("--stall", "soon"), "'soon' is not a duration"),
         (("--on-stall", "kill"), "'kill' is not one of 'report', 'stop'"),
         (("--most", "-1"), "-1 is less than 0"),
+        (("--ranks", "0"), "0 is less than 1"),
     ],
 )
 def test_a_wrong_value_is_named(words: tuple[str, ...], said: str) -> None:
@@ -78,20 +103,72 @@ def test_the_help_shows_defaults_and_units() -> None:
     assert "--stall DURATION Longest silence. [default: 10m]" in text
     assert "--check / --no-check Check first." in text
     assert "--output DIR Where. " in text
+    assert "--lora / --full Adapters. [default: full]" in text
+    assert "-n, --ranks N|auto How many. [default: auto]" in text
 
 
 def test_a_function_has_the_fields_as_arguments() -> None:
     @takes(Asked)
-    def call(words: list[str], options: Asked) -> tuple[list[str], Asked]:
-        """Do it."""
-        return words, options
+    def call(words: list[str], **options: object) -> tuple[list[str], Asked]:
+        """Do it.
+
+        Parameters
+        ----------
+        words : list of str
+            What to do.
+
+        Returns
+        -------
+        tuple
+            It.
+        """
+        return words, Asked(**options)  # type: ignore[arg-type]
 
     assert call(["x"], stall=5) == (["x"], Asked(stall=5))
     names = list(inspect.signature(call).parameters)
     assert names == ["words", *(each.name for each in options_of(Asked))]
-    assert "stall : Longest silence." in (call.__doc__ or "")
+    text = inspect.getdoc(call) or ""
+    parameters = text[text.index("words : list") : text.index("Returns")]
+    assert "\nstall : float, default 600.0\n    Longest silence.\n" in parameters
+    assert "\nranks : 'auto' or int, default 'auto'\n" in parameters
     with pytest.raises(TypeError, match="unexpected keyword argument 'stal'"):
-        call(["x"], stal=5)
+        call(["x"], stal=5)  # type: ignore[call-arg]
+
+
+def test_the_arguments_of_a_function_are_checked() -> None:
+    arguments = Arguments("call")
+    wrong = {
+        "check": "no",
+        "stall": "soon",
+        "on_stall": "kill",
+        "most": -1,
+        "output": 3,
+        "name": 3,
+        "ranks": 0,
+    }
+    with pytest.raises(ReshardError):
+        arguments.options(Asked, wrong)
+    assert [each.found for each in arguments.problems] == [
+        f"{name}={value!r}" for name, value in wrong.items()
+    ]
+    right = {"stall": 3, "on_stall": "stop", "ranks": "auto", "output": "/x", "name": None}
+    arguments = Arguments("call")
+    assert Asked(**arguments.options(Asked, right)) == Asked(stall=3, on_stall="stop", output=Path("/x"))
+    assert not arguments.problems
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(),
+        Asked(check=False, merge=True, lora=True, on_stall="stop", most=3, ranks=2, output=Path("/x")),
+        Asked(files=("a", "b"), name="y"),
+    ],
+)
+def test_words_ask_for_the_same_options(asked: Asked) -> None:
+    words = words_for(Asked, vars(asked))
+    assert given(*words) == repr(asked)
+    assert words or asked == Asked()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,3 +40,19 @@ def test_what_is_refused_is_raised_and_printed(tmp_path: Path, monkeypatch: pyte
     follows_schema("guard", done.stdout)
     printed = [each["code"] for each in json.loads(done.stdout)["problems"]]
     assert printed == [each.code for each in caught.value.problems] == ["command-not-started"]
+
+
+def test_a_script_that_only_checks_does_not_import_what_runs_a_command() -> None:
+    heavy = "('reshard.diagnosis', 'reshard.guard.calls', 'click', 'rich', 'yaml')"
+    code = f"import sys, reshard.guard; print(*[name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"\n"
+
+
+def test_wrong_arguments_are_all_named_and_nothing_is_started(tmp_path: Path) -> None:
+    with pytest.raises(ReshardError) as caught:
+        guard.run("touch x", stall="soon", on_stall="kill", log=tmp_path / "log")  # type: ignore[arg-type]
+    found = [each.found for each in caught.value.problems]
+    assert found == ["words='touch x'", "stall='soon'", "on_stall='kill'"]
+    with pytest.raises(TypeError, match="stal"):
+        guard.run(["touch", "x"], stal=3)  # type: ignore[call-arg]
+    assert not (tmp_path / "log").exists()

@@ -7,9 +7,11 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
+from reshard.base.options import Option, options_of
 from reshard.base.suggest import meant
 
 StrPath = str | PathLike[str]
@@ -173,6 +175,33 @@ class Arguments:
         except ReshardError as error:
             self.problems += error.problems
             return 0
+
+    def options(self, record: type, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Check options of a record, and settle. Returns those that are not None, with paths as Path."""
+        told = [(each, given[each.name]) for each in options_of(record) if given.get(each.name) is not None]
+        for each, value in told:
+            self._option(each, value)
+        self.settle()
+        return {each.name: Path(value) if each.kind is Path else value for each, value in told}
+
+    def _option(self, option: Option, value: Any) -> None:
+        name, kind, about = option.name, option.kind, option.about
+        if about.choices and kind is str:
+            self.choice(name, value, about.choices)
+        elif kind is bool:
+            self.switches(**{name: value})
+        elif kind is float:
+            self.number(name, value)
+        elif kind is int and value not in about.choices:
+            self.count(name, value, about.least)
+        elif kind in (Path, PathLike):
+            self.path(name, value)
+        elif kind is Mapping:
+            self.mapping(name, value, about.metavar or "")
+        elif kind is Callable:
+            self.callbacks(**{name: value})
+        elif kind is str:
+            self.text(name, value, about.metavar or "")
 
     def wrong(self, name: str, value: Any, expected: str, remedy: str | None = None) -> None:
         """Record that a value is not what is `expected`."""

@@ -44,14 +44,16 @@ SOURCE, OUTPUT, LOCAL = PathType(source_path), PathType(typed_path), PathType(at
 
 
 class AtLeast(click.ParamType):  # type: ignore[type-arg]
-    """A whole number that is not below `least`. click's IntRange shows its range as `x>=1`."""
+    """A whole number that is not below `least`, or a word. click's IntRange shows its range as `x>=1`."""
 
     name = "integer"
 
-    def __init__(self, least: int) -> None:
-        self._least = least
+    def __init__(self, least: int, words: tuple[str, ...] = ()) -> None:
+        self._least, self._words = least, words
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value in self._words:
+            return str(value)
         try:
             number = int(value)
         except ValueError:

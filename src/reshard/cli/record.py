@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from reshard.base.options import Option, options_of, seconds_of, words_of_seconds
-from reshard.cli.options import COUNT, LOCAL
+from reshard.cli.options import LOCAL, AtLeast
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
@@ -25,28 +27,53 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 def record_options(record: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command with the options of a record; it is given the values by their names."""
+    """Decorate a command with the options of a record. It is given those that were typed, by their names."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def wrapper(*given: Any, **values: Any) -> Any:
+            source = click.get_current_context().get_parameter_source
+            for each in options_of(record):
+                if source(each.name) is ParameterSource.DEFAULT:
+                    del values[each.name]
+            return function(*given, **values)
+
+        decorated: Callable[..., Any] = wrapper
         for each in reversed(list(options_of(record))):
-            function = _option(each)(function)
-        return function
+            decorated = _option(each)(decorated)
+        return decorated
 
     return decorate
 
 
 def _option(option: Option) -> Callable[[Any], Any]:
     about, flag = option.about, option.flag
-    default = words_of_seconds(option.default) if option.type is float else option.default
-    given: dict[str, Any] = {"default": default, "help": about.help, "metavar": about.metavar}
-    if option.type is bool:
-        names = f"{flag}/--no-{flag[2:]}" if option.default else flag
-        return click.option(names, option.name, is_flag=True, default=option.default, help=about.help)
-    if get_origin(option.type) is Literal:
-        return click.option(flag, type=click.Choice(get_args(option.type)), show_default=True, **given)
-    return click.option(flag, type=_type(option), show_default=bool(default), **given)
+    flags = [each for each in (flag, about.also) if each]
+    if option.kind is bool:
+        flags = [f"{flag}/{option.off}" if option.off else flag]
+        return click.option(
+            *flags,
+            option.name,
+            is_flag=True,
+            default=option.default,
+            show_default=bool(option.off),
+            help=about.help,
+        )
+    several = option.kind is Sequence
+    return click.option(
+        *flags,
+        option.name,
+        type=_type(option),
+        multiple=several,
+        default=words_of_seconds(option.default) if option.kind is float else option.default,
+        show_default=option.default is not None,
+        metavar=about.metavar,
+        help=about.help + " May be repeated." * several,
+    )
 
 
 def _type(option: Option) -> click.ParamType[Any] | None:
-    kinds = {float: Duration(), int: COUNT, Path: LOCAL, str: None}
-    return next(kinds[each] for each in (option.type, *get_args(option.type)) if each in kinds)
+    about = option.about
+    if about.choices and option.kind is str:
+        return click.Choice(about.choices)
+    return {float: Duration(), int: AtLeast(about.least, about.choices), Path: LOCAL}.get(option.kind)

@@ -1,4 +1,4 @@
-"""A guard around a training command, and checks for running code. `run` does what `reshard guard -- COMMAND` does.
+"""A guard around a training command, and checks for running code. `reshard guard -- COMMAND` is the same as a command.
 
 In a script, an explained error is raised before a known failure, and others are diagnosed:
 
@@ -13,7 +13,7 @@ In a script, an explained error is raised before a known failure, and others are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.base.options import takes
 from reshard.guard.announce import announce
@@ -27,11 +27,27 @@ __all__ = ["callback", "check", "explained", "run"]
 
 
 @takes(Options)
-def run(words: Sequence[str], options: Options) -> Report:
-    """Run a command and watch over it, as `reshard guard -- WORDS` does. Raises ReshardError if it is refused."""
-    from reshard.guard.calls import guarded
+def run(words: Sequence[str], **options: Any) -> Report:
+    """Run a training command under guard, as `reshard guard -- COMMAND` does, with the output of the command.
 
-    return guarded(words, options)
+    Parameters
+    ----------
+    words : sequence of str
+        The command, for example ["torchrun", "train.py"].
+
+    Returns
+    -------
+    Report
+        `status` is the exit status that the command would have; `as_dict()` returns what ``--json`` prints.
+
+    Raises
+    ------
+    ReshardError
+        With every problem that the checks before the start found. Nothing was started.
+    """
+    from reshard.guard.calls import run_guarded  # not needed by a script that only checks
+
+    return run_guarded(words, options)
 
 
 announce()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from reshard.base.arguments import Arguments
+from reshard.base.boundary import for_users
 from reshard.base.errors import ReshardError
 from reshard.base.plain import put
 from reshard.guard.announce import FOLDER
@@ -55,6 +58,14 @@ def guarded(
     if report.status or not quiet:
         report.print(screen.console, language)
     return report
+
+
+@for_users()
+def run_guarded(words: Sequence[str], options: Mapping[str, Any]) -> Report:
+    """`reshard.guard.run`. Raises ReshardError for wrong arguments, too."""
+    arguments = Arguments("guard.run")
+    arguments.texts("words", words)
+    return guarded(words, Options(**arguments.options(Options, options)))
 
 
 def _checked(command: Command, screen: Screen) -> Checked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from reshard.base.options import About
 
@@ -20,9 +20,9 @@ class Options:
     stall: Annotated[float, About("Longest time without any progress after the first step.", "DURATION")] = (
         600.0
     )
-    on_stall: Annotated[Literal["report", "stop"], About("What to do about a run that stands still.")] = (
-        "report"
-    )
+    on_stall: Annotated[
+        str, About("What to do about a run that stands still.", choices=("report", "stop"))
+    ] = "report"
     nan_steps: Annotated[
         int, About("End the run after N consecutive steps with a NaN or infinite loss; 0 never does.", "N")
     ] = 1
