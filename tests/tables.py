@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import click
@@ -11,6 +12,7 @@ from reshard.base.options import options_of
 from reshard.cli import cli
 from reshard.cli.support import NOT_TESTED, support
 from reshard.guard.options import Options
+from reshard.training.options import StartOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -34,36 +36,40 @@ def undeclared() -> list[list[str]]:
     return [[f"`{row['name']}`", row["why"]] for row in support()["undeclared"]]
 
 
-def options_of_guard() -> list[list[str]]:
-    """The cells of the table of guard's options."""
-    command = cli.get_command(click.Context(cli), "guard")
-    assert command is not None
-    flags = {each.name: each for each in command.params if isinstance(each, click.Option)}
+def options(record: type, *command: str) -> list[list[str]]:
+    """The cells of the table of the options that a command takes of a record."""
+    found: click.Command | None = cli
+    for word in command:
+        assert isinstance(found, click.Group)
+        found = found.get_command(click.Context(found), word)
+    assert found is not None
+    flags = {each.name: each for each in found.params if isinstance(each, click.Option)}
     return [
         [
-            f"`{flags[each.name].opts[0]}`{_value(flags[each.name])}",
+            " ".join([f"`{opt}`" for opt in flags[each.name].opts]) + _value(flags[each.name]),
             _default(flags[each.name]),
             each.about.help,
         ]
-        for each in options_of(Options)
+        for each in options_of(record)
     ]
 
 
 def _value(flag: click.Option) -> str:
-    values = flag.type.choices if isinstance(flag.type, click.Choice) else [flag.metavar] * bool(flag.metavar)
-    return "".join(f" `{value}`" for value in values)
+    values = flag.type.choices if isinstance(flag.type, click.Choice) else (flag.metavar or "").split("|")
+    return "".join(f" `{value}`" for value in values if value)
 
 
 def _default(flag: click.Option) -> str:
     if flag.is_flag:
-        return f"on; `{flag.secondary_opts[0]}`" if flag.default else ""
+        return " ".join(["on;"] * bool(flag.default) + [f"`{each}`" for each in flag.secondary_opts])
     return f"`{flag.default}`" if flag.default is not None else ""
 
 
 TABLES = {
     "Family": (DOCS / "families.md", families),
     "Model": (DOCS / "add-a-family.md", undeclared),
-    "Option of guard": (DOCS / "guard.md", options_of_guard),
+    "Option of guard": (DOCS / "guard.md", partial(options, Options, "guard")),
+    "Option of train": (DOCS / "training.md", partial(options, StartOptions, "train", "sft")),
 }
 """The page and the rows of each table, by the title of its first column."""
 

@@ -490,7 +490,7 @@ def test_a_config_with_a_byte_order_mark(copy: Copy) -> None:
             ("inspect", "a", "--remove-unfinished", "1 day"),
             "'1 day' is not an age with a unit, such as 12h or 7d",
         ),
-        (("train", "sft", "--nproc", "0"), "'0' is neither a number of processes nor auto"),
+        (("train", "sft", "--nproc", "0"), "0 is less than 1"),
     ],
 )
 def test_what_a_value_should_be(words: tuple[str, ...], found: str) -> None:

@@ -2,70 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from reshard.base.arguments import Arguments, OnBytes, StrPath
 from reshard.base.boundary import for_users
+from reshard.base.options import About, takes
 from reshard.planning.naming import Types
-from reshard.training.data.records import DATA_SHAPES
-from reshard.training.engines import MODULES
 from reshard.training.methods import METHODS, elsewhere
-from reshard.training.planning.gpus import machine_asked
-from reshard.training.request import run_of
-from reshard.training.run import PARALLEL
-from reshard.training.start import Outcome, start, submit
+from reshard.training.options import StartOptions
+from reshard.training.start import Outcome, trained
 
 if TYPE_CHECKING:
     from reshard.commands.conversion import Conversion
-    from reshard.training.outlook import Preflight
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions(StartOptions):
+    """The options of `train` in Python."""
+
+    options: Annotated[
+        Mapping[str, Any] | None,
+        About('Options of the engine under its own names, for example {"learning_rate": 1e-5}.', "{}"),
+    ] = None
+    quiet: Annotated[bool, About("Print warnings and errors only.")] = False
+    on_preflight: Annotated[
+        Callable[[Any], None] | None, About("Called with the plan and its warnings before anything starts.")
+    ] = None
 
 
 @for_users()
-def train(
-    method: str,
-    *,
-    model: StrPath | None = None,
-    model_revision: str | None = None,
-    data: StrPath | Sequence[StrPath] | None = None,
-    output: StrPath | None = None,
-    eval_data: StrPath | Sequence[StrPath] | None = None,
-    dataset_config: str | None = None,
-    dataset_train_split: str | None = None,
-    dataset_test_split: str | None = None,
-    data_shape: str | None = None,
-    system: str | None = None,
-    token_cache: bool | None = None,
-    engine: str | None = None,
-    lora: bool | None = None,
-    parallel: str | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    vpp: int | None = None,
-    ep: int | None = None,
-    cp: int | None = None,
-    nproc: int | Literal["auto"] | None = None,
-    nnodes: int | None = None,
-    node_rank: int | None = None,
-    rendezvous: str | None = None,
-    reward: str | Sequence[str] | None = None,
-    merge: bool | None = None,
-    nan_steps: int | None = None,
-    save_on_signal: int | None = None,
-    max_restarts: int | None = None,
-    resume: bool | None = None,
-    config: StrPath | None = None,
-    options: Mapping[str, Any] | None = None,
-    dry_run: bool = False,
-    gpus: str | None = None,
-    gpu_memory: str | None = None,
-    slurm: str | None = None,
-    overwrite: bool = False,
-    quiet: bool = False,
-    on_preflight: Callable[[Preflight], None] = lambda found: None,
-) -> Outcome:
+@takes(CallOptions)
+def train(method: str, **given: Any) -> Outcome:
     """Fine-tune a model on many processes, and write a Hugging Face folder at the end.
 
     Package versions, data, tokenizer, batches and memory are checked before anything starts. The ranks run in their
@@ -75,78 +45,12 @@ def train(
     ----------
     method : {"sft", "dpo", "kto", "reward", "distillation", "grpo", "rloo"}
         Training method, as in ``reshard train sft``.
-    model : str or path-like
-        Hugging Face folder or Hub model ("Org/Model") to start from. `model` and `data` can be omitted with `resume`,
-        or if `config` sets them.
-    model_revision : str, optional
-        Branch, tag or commit of a Hub model.
-    data : str, path-like, or a sequence of those
-        JSONL or Parquet file, a folder of them, or a Hub dataset ("Org/Set"). Several are mixed by weight, for example
-        "a.jsonl:0.7".
-    output : str or path-like
-        Folder for checkpoints, logs and the report. The trained model is in `output/final`.
-    eval_data : str, path-like, or a sequence of those, optional
-        Data to evaluate the model on during training, in the same forms as `data`.
-    dataset_config : str, optional
-        Configuration of a Hub dataset.
-    dataset_train_split, dataset_test_split : str, optional
-        Splits of a Hub dataset: for `data`, by default "train"; for `eval_data`, by default "test".
-    data_shape : {"chat", "sharegpt", "alpaca", "prompt-and-completion", "plain-text"}, optional
-        How to read records that fit several shapes.
-    system : str, optional
-        System message for chats that have none.
-    token_cache : bool, optional
-        Cache the tokenized data in ``~/.cache/reshard`` for the next run; by default true.
-    engine : {"trl", "megatron"}, optional
-        "megatron", which is experimental, adds pipeline and expert parallelism; by default "trl".
-    lora : bool, optional
-        Train LoRA adapters instead of all weights.
-    parallel : {"ddp", "fsdp2", "zero2", "zero3", "tp"}, optional
-        How TRL shards the model; by default "ddp".
-    tp, pp, vpp, ep, cp : int, optional
-        Tensor-parallel, pipeline-parallel, virtual-pipeline, expert-parallel and context-parallel size; by default 1.
-    nproc : int or "auto", optional
-        Processes on this node; by default one per GPU.
-    nnodes, node_rank : int, optional
-        Number of nodes, and the number of this one, from 0. Make the same call on each node.
-    rendezvous : str, optional
-        "HOST:PORT" of the first node.
-    reward : str or sequence of str, optional
-        Reward functions for GRPO and RLOO, as "module:function" or "file.py:function:weight".
-    merge : bool, optional
-        With `lora`, also write the merged model; by default true.
-    nan_steps : int, optional
-        Stop after this many consecutive steps with a NaN or infinite loss; by default 1.
-    save_on_signal : int, optional
-        Seconds to finish and save the current step after SIGTERM, SIGUSR1 or Ctrl-C; by default 600. With 0, nothing
-        is saved.
-    max_restarts : int, optional
-        Restart failed ranks at most this many times; by default 0.
-    resume : bool, optional
-        Continue from the last checkpoint in `output`.
-    config : str or path-like, optional
-        YAML file with any of these arguments and the engine's options. Arguments of the call take precedence.
-    options : mapping, optional
-        Options of the engine under its own names, for example ``{"learning_rate": 1e-5}``.
-    dry_run : bool
-        Check everything, but do not train.
-    gpus, gpu_memory : str, optional
-        With `dry_run`, plan for GPUs of another machine, for example "H100:8", or "8" with "80GB". The result has the
-        plans that fit in `preflight.plans`.
-    slurm : str, optional
-        Submit the run to Slurm with these settings, for example "partition=gpu,nodes=2,gpus_per_node=8,time=720"
-        (minutes), and return. The result has the job in `submitted`.
-    overwrite : bool
-        Replace the files of an earlier run in `output`.
-    quiet : bool
-        Print warnings and errors only.
-    on_preflight : callable
-        Called with the plan and its warnings before anything starts.
 
     Returns
     -------
     Outcome
-        True if the run and all checks of its output succeeded. `status` is the exit status that the command would have.
+        True if the run and all checks of its output succeeded. `status` is the exit status that the command would have,
+        `preflight` the plan (of a dry run for other `gpus`: its `plans` that fit), `submitted` the job of `slurm`.
 
     Raises
     ------
@@ -161,79 +65,14 @@ def train(
     ...     print(error.problems[0].message)
     --model is missing
     """
-    given = Arguments("train")
+    arguments = Arguments("train")
     if problem := elsewhere(str(method)):
-        given.problems.append(problem)
+        arguments.problems.append(problem)
     else:
-        given.choice("method", str(method), METHODS)
-    given.choice("engine", engine, MODULES)
-    given.choice("data_shape", data_shape, DATA_SHAPES)
-    given.choice("parallel", parallel, PARALLEL)
-    processes = None if nproc == "auto" else nproc
-    counts = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "nnodes": nnodes, "nproc": processes}
-    for name, number in {**counts, "nan_steps": nan_steps}.items():
-        given.counted(name, number)
-    for name, number in {
-        "node_rank": node_rank,
-        "save_on_signal": save_on_signal,
-        "max_restarts": max_restarts,
-    }.items():
-        given.counted(name, number, least=0)
-    for name, path in (("model", model), ("output", output), ("config", config)):
-        if path is not None:
-            given.path(name, path)
-    given.switches(dry_run=dry_run, overwrite=overwrite, quiet=quiet)
-    given.callbacks(on_preflight=on_preflight)
-    given.text("gpus", gpus, "H100:8")
-    given.text("gpu_memory", gpu_memory, "80GB")
-    given.text("slurm", slurm, "partition=gpu,nodes=2,time=720")
-    given.settle()
-    flags = {
-        "model": model,
-        "model_revision": model_revision,
-        "data": data,
-        "output": output,
-        "eval_data": eval_data,
-        "dataset_config": dataset_config,
-        "dataset_train_split": dataset_train_split,
-        "dataset_test_split": dataset_test_split,
-        "data_shape": data_shape,
-        "system": system,
-        "token_cache": token_cache,
-        "engine": engine,
-        "lora": lora,
-        "parallel": parallel,
-        "tp": tp,
-        "pp": pp,
-        "vpp": vpp,
-        "ep": ep,
-        "cp": cp,
-        "nproc": nproc,
-        "nnodes": nnodes,
-        "node_rank": node_rank,
-        "rendezvous": rendezvous,
-        "reward": reward,
-        "merge": merge,
-        "nan_steps": nan_steps,
-        "save_on_signal": save_on_signal,
-        "max_restarts": max_restarts,
-        "resume": resume,
-    }
-    file = Path(config) if config is not None else None
-    run = run_of(method, flags, (), file)
-    run = replace(run, options={**run.options, **(options or {})})
-    machine = machine_asked(gpus, gpu_memory, run.ranks.nnodes, dry_run=dry_run and slurm is None)
-    if slurm is not None:
-        return submit(run, slurm, file, dry_run=dry_run, overwrite=overwrite, on_preflight=on_preflight)
-    return start(
-        run,
-        file,
-        dry_run=dry_run,
-        machine=machine,
-        overwrite=overwrite,
-        quiet=quiet,
-        on_preflight=on_preflight,
-    )
+        arguments.choice("method", str(method), METHODS)
+    asked = arguments.options(CallOptions, given)
+    call = {name: asked.pop(name) for name in ("options", "quiet", "on_preflight") if name in asked}
+    return trained(method, asked, **call)[1]
 
 
 @for_users()

@@ -1,4 +1,4 @@
-"""The available engines: packages with an `ENGINE`, imported on first use. To add one, add a line here."""
+"""The available engines: packages with an `ENGINE`, imported on first use."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from importlib import import_module
 from typing import cast
 
 from reshard.training.engine import Engine
+from reshard.training.options import ENGINES
 from reshard.training.run import Run
 
-MODULES = {"trl": "reshard.training.trl", "megatron": "reshard.training.megatron"}
+MODULES = {name: f"reshard.training.{name}" for name in ENGINES}
 """Engines by the names that users type."""
 
 

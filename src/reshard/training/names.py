@@ -9,22 +9,14 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from reshard.base.errors import ReshardError, given_twice
+from reshard.base.options import options_of
 from reshard.base.suggest import closest
-from reshard.training.run import SIZES
+from reshard.training.options import OURS, StartOptions
 
-PATHS = ("model", "output")
 NEEDED = ("model", "data", "output")
-OF_DATASETS = ("dataset_config", "dataset_train_split", "dataset_test_split")
-"""Options that select part of a Hub dataset; TRL has the same names."""
-OURS = {
-    *(*NEEDED, "eval_data", "data_shape", "system", "token_cache", "engine", "lora", "parallel", *SIZES),
-    *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "resume", "merge", "nan_steps"),
-    *("save_on_signal", "max_restarts", "model_revision", *OF_DATASETS),
-}
-"""reshard's own options; every other name is an option of the engine."""
 OF_COMMANDS = (
-    *("config", "dry_run", "gpus", "gpu_memory", "overwrite", "options", "slurm", "quiet", "json", "debug"),
-    "help",
+    *(each.name for each in options_of(StartOptions) if each.name not in OURS),
+    *("options", "quiet", "json", "debug", "help"),
 )
 """Flags that do not describe the run."""
 ALIASES = {

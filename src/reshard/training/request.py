@@ -5,26 +5,27 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.arguments import is_whole, truth, whole_number
 from reshard.base.errors import Problem, ReshardError
+from reshard.base.options import Option
 from reshard.base.plain_yaml import repeated_keys, yaml_of
 from reshard.base.suggest import did_you_mean
 from reshard.guard.complete import RECORD
 from reshard.stores import at_home
 from reshard.training.data import SUFFIXES, not_found
 from reshard.training.data.mix import absolute, read_mix
-from reshard.training.data.records import DATA_SHAPES
 from reshard.training.engines import MODULES, engine_named, engine_of
 from reshard.training.methods import is_rewarded
 from reshard.training.mixture import mix_of_datasets, set_environment
-from reshard.training.names import NEEDED, OURS, PATHS, flag, misspelled, renamed
+from reshard.training.names import NEEDED, flag, misspelled, renamed
 from reshard.training.option_checks import without_model
-from reshard.training.run import PARALLEL, SIZES, Ranks, Run
-from reshard.training.signals import SECONDS
+from reshard.training.options import OURS
+from reshard.training.run import SIZES, Ranks, Run
 
 Options = dict[str, Any]
 
@@ -53,7 +54,7 @@ def run_of(
     typed = renamed([*words(rest), *flags_given])
     given = {name: value for name, value in told.items() if name in OURS}
     # Flags with underscores are parsed as words of the engine, whose options have them.
-    given |= {name: typed.pop(name) for name in OURS & typed.keys()}
+    given |= {name: typed.pop(name) for name in OURS.keys() & typed.keys()}
     missing = [name for name in NEEDED if not given.get(name)]
     if missing and flags.get("resume") and "output" not in missing:
         raise ReshardError(
@@ -67,35 +68,38 @@ def run_of(
         raise ReshardError([_missing(name, {**told, **typed}) for name in missing])
     options = {name: value for name, value in told.items() if name not in OURS} | typed
     given = _downloaded(given, note)
-    sizes: dict[str, Any] = {name: _number(given, name, 1) for name in SIZES}
-    return Run(
-        method=method,
-        **{name: _path(given, name) for name in PATHS},
-        data=read_mix("--data", given["data"], _local(given, "train", note)),
-        eval_data=read_mix("--eval-data", given["eval_data"], _local(given, "test", note))
-        if given.get("eval_data")
+    asked = {name: _value(option, given.get(name)) for name, option in OURS.items()}
+    ranks = {**asked, "nproc": 0 if asked["nproc"] == "auto" else asked["nproc"]}
+    found = {
+        **asked,
+        "data": read_mix("--data", asked["data"], _local(asked, "train", note)),
+        "eval_data": read_mix("--eval-data", asked["eval_data"], _local(asked, "test", note))
+        if asked["eval_data"]
         else None,
-        data_shape=given.get("data_shape"),
-        system=given.get("system"),
-        token_cache=_switch(given, "token_cache", True),
-        engine=str(given.get("engine") or Run.engine),
-        lora=_switch(given, "lora", False),
-        parallel=str(given.get("parallel") or ("tp" if sizes["tp"] > 1 else "ddp")),
-        layout=Layout(**sizes),
-        ranks=Ranks(
-            nproc=0 if given.get("nproc") == "auto" else _number(given, "nproc", 0),
-            nnodes=_number(given, "nnodes", 1),
-            node_rank=_number(given, "node_rank", 0, least=0),
-            rendezvous=given.get("rendezvous"),
-            max_restarts=_number(given, "max_restarts", 0, least=0),
-        ),
-        reward=_rewards(given.get("reward")),
-        nan_steps=_number(given, "nan_steps", 1),
-        save_on_signal=_number(given, "save_on_signal", SECONDS, least=0),
-        resume=_switch(given, "resume", False),
-        merge=_switch(given, "merge", True),
+        "parallel": asked["parallel"] or ("tp" if asked["tp"] > 1 else "ddp"),
+        "reward": tuple(map(str, asked["reward"] or ())),
+    }
+    return Run(
+        **_fields(Run, found),
+        method=method,
+        layout=Layout(**{name: asked[name] for name in SIZES}),
+        ranks=Ranks(**_fields(Ranks, ranks)),
         options=options,
     )
+
+
+def _fields(record: type, found: Options) -> Options:
+    return {each.name: found[each.name] for each in fields(record) if each.name in found}
+
+
+def _value(option: Option, value: Any) -> Any:
+    """The value of an option of a flag or of a config file, where words may be quoted or not. Raises ReshardError."""
+    if value is None or value in option.about.choices:
+        return option.default if value is None else value
+    if option.kind is Sequence:
+        return [value] if isinstance(value, (str, os.PathLike)) else value
+    read = {bool: _switch, int: _number, Path: _path, os.PathLike: _path}.get(option.kind)
+    return read(option, value) if read else str(value)
 
 
 def _of_scripts(told: Options, place: str, note: Callable[[str], None], *, elsewhere: bool) -> Options:
@@ -180,21 +184,13 @@ def _on_hub(typed: str, revision: str | None) -> str | None:
     return typed_url(typed, revision)
 
 
-def _rewards(given: Any) -> tuple[str, ...]:
-    """The rewards, given as one name or several."""
-    return (str(given),) if isinstance(given, str) else tuple(str(each) for each in given or ())
-
-
-def _path(given: Mapping[str, Any], name: str) -> Path:
-    option = flag(name)
+def _path(declared: Option, value: Any) -> Path:
+    option = declared.flag
     try:
-        return at_home(os.fspath(given[name])).absolute()
+        return at_home(os.fspath(value)).absolute()
     except TypeError:
         raise ReshardError(
-            "option-not-a-path",
-            f"{option} is not a path",
-            found=repr(given[name]),
-            remedy="pass one folder",
+            "option-not-a-path", f"{option} is not a path", found=repr(value), remedy="pass one folder"
         ) from None
 
 
@@ -240,12 +236,8 @@ def recorded(output: Path) -> Options:
     if folder is None:
         return {}
     run = Run.read(folder)
-    plain = {
-        name: value for name, value in vars(run).items() if name in OURS and name not in ("output", "resume")
-    }
-    sizes = {name: getattr(run.layout, name) for name in SIZES}
-    ranks = {**vars(run.ranks), "nproc": run.ranks.nproc or "auto"}
-    return {**plain, **sizes, **ranks, **run.options, "model": _recorded_model(run.model)}
+    asked = {name: value for name, value in run.asked.items() if name not in ("output", "resume")}
+    return {**asked, **run.options, "model": _recorded_model(run.model)}
 
 
 def _last_checkpoints(output: Path) -> Iterator[Path]:
@@ -255,7 +247,7 @@ def _last_checkpoints(output: Path) -> Iterator[Path]:
             yield found
 
 
-def _local(given: Options, split: str, note: Callable[[str], None]) -> Callable[[str], Path]:
+def _local(asked: Options, split: str, note: Callable[[str], None]) -> Callable[[str], Path]:
     """A function that returns the path of data: a local path, or the folder of a split of a Hub dataset."""
 
     def path_of(word: str) -> Path:
@@ -264,8 +256,7 @@ def _local(given: Options, split: str, note: Callable[[str], None]) -> Callable[
         path = absolute(word)
         if path.exists() or not may_be(word, SUFFIXES):
             return path
-        chosen = str(given.get(f"dataset_{split}_split") or split)
-        return dataset_folder(word, chosen, given.get("dataset_config"), note)
+        return dataset_folder(word, asked[f"dataset_{split}_split"], asked["dataset_config"], note)
 
     return path_of
 
@@ -299,49 +290,43 @@ def words(rest: Sequence[str]) -> list[tuple[str, Any]]:
     return options
 
 
-_CHOICES = {"engine": tuple(MODULES), "parallel": PARALLEL, "data_shape": DATA_SHAPES}
-
-
 def _mistyped(told: Options) -> list[Problem]:
     """Invalid choices in a config file; click refuses those in flags."""
     return [
         Problem(
             "option-unknown",
             f"this {name} does not exist",
-            expected=", ".join(choices),
+            expected=", ".join(option.about.choices),
             found=f"{name}: {told[name]}",
-            remedy=did_you_mean(str(told[name]), choices, "choose one of these"),
+            remedy=did_you_mean(str(told[name]), option.about.choices, "choose one of these"),
         )
-        for name, choices in _CHOICES.items()
-        if told.get(name) not in (None, *choices)
+        for name, option in OURS.items()
+        if option.kind is str and option.about.choices and told.get(name) not in (None, *option.about.choices)
     ]
 
 
-def _switch(given: Mapping[str, Any], name: str, default: bool) -> bool:
+def _switch(option: Option, value: Any) -> bool:
     """A switch in a config file, which may be a quoted word."""
-    value = given.get(name)
-    found = default if value is None else truth(value)
+    found = truth(value)
     if found is None:
         raise ReshardError(
             "option-not-a-switch",
-            f"{name} is neither true nor false",
+            f"{option.name} is neither true nor false",
             found=repr(value),
-            remedy=f"write `{name}: true` or leave it out",
+            remedy=f"write `{option.name}: true` or leave it out",
         )
     return found
 
 
-def _number(given: Mapping[str, Any], name: str, default: int, *, least: int = 1) -> int:
+def _number(option: Option, value: Any) -> int:
     """A number of a flag or of a config file, which may be a quoted word."""
-    value = given.get(name)
-    if value is None:
-        return default
+    least = option.about.least
     number = int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,18}", value.strip()) else value
     if is_whole(number, least):
         return int(number)
     raise ReshardError(
         "option-not-a-number",
-        f"{flag(name)} has a wrong value",
+        f"{option.flag} has a wrong value",
         expected=whole_number(least),
         found=repr(value),
         remedy="pass an integer",

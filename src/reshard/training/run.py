@@ -11,10 +11,9 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import UNUSABLE, ReshardError
 from reshard.base.plain import json_of
 from reshard.guard.complete import RECORD
-from reshard.training import signals
 from reshard.training.data.mix import Mix, mix_of
+from reshard.training.options import OURS, RunOptions
 
-PARALLEL = ("ddp", "fsdp2", "zero2", "zero3", "tp")
 SIZES = ("tp", "pp", "vpp", "ep", "cp")
 """The sizes of a layout that can be set for a run."""
 
@@ -24,46 +23,36 @@ class Ranks:
     """The processes of a run, and their rendezvous. `nproc` is per node; 0 means one per GPU."""
 
     nproc: int = 0
-    nnodes: int = 1
-    node_rank: int = 0
-    rendezvous: str | None = None
-    """HOST:PORT of the first node."""
-    max_restarts: int = 0
-    """How often torchrun restarts the ranks after one of them failed."""
+    nnodes: int = RunOptions.nnodes
+    node_rank: int = RunOptions.node_rank
+    rendezvous: str | None = RunOptions.rendezvous
+    max_restarts: int = RunOptions.max_restarts
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run. `options` are the engine's own, under its own names, in the form that it takes."""
+    """A training run. `options` are the engine's own, under its own names; `RunOptions` describes the others."""
 
     method: str
     model: Path
     data: Mix
     output: Path
-    engine: str = "trl"
-    lora: bool = False
+    engine: str = RunOptions.engine
+    lora: bool = RunOptions.lora
     parallel: str = "ddp"
-    """One of `PARALLEL`, for TRL."""
     layout: Layout = field(default_factory=Layout)
     """Its `SIZES`. The remaining ranks are data parallel, and experts are sharded over `ep` of these."""
     ranks: Ranks = field(default_factory=Ranks)
     reward: tuple[str, ...] = ()
     """Each in the form that `rewards.named` reads, for methods with rewards."""
     eval_data: Mix | None = None
-    """The data on which the model is evaluated during training."""
-    data_shape: str | None = None
-    """The shape to use for records that fit several."""
-    system: str | None = None
-    """The system message for chats without one."""
-    token_cache: bool = True
-    """Whether the tokenized data is cached for the next run."""
-    resume: bool = False
-    nan_steps: int = 1
-    """Consecutive steps with a loss or gradient norm that is not finite, after which the run stops."""
-    save_on_signal: int = signals.SECONDS
-    """Seconds that the step and its checkpoint may take after a signal; 0 ends the run immediately."""
-    merge: bool = True
-    """Whether to also write the merged model at the end."""
+    data_shape: str | None = RunOptions.data_shape
+    system: str | None = RunOptions.system
+    token_cache: bool = RunOptions.token_cache
+    resume: bool = RunOptions.resume
+    nan_steps: int = RunOptions.nan_steps
+    save_on_signal: int = RunOptions.save_on_signal
+    merge: bool = RunOptions.merge
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,9 +65,20 @@ class Run:
         """How records are read, for `data.read_records`."""
         return {"chosen": self.data_shape, "system": self.system}
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those of its layout that can be set."""
+        return {name: getattr(self.layout, name) for name in SIZES}
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The options of `RunOptions` that describe it."""
+        nested = {**self.sizes, **vars(self.ranks), "nproc": self.ranks.nproc or "auto"}
+        return {name: value for name, value in {**vars(self), **nested}.items() if name in OURS}
+
     def as_dict(self) -> dict[str, Any]:
         """The requested settings, for `run.json`."""
-        content = {**asdict(self), "layout": {name: getattr(self.layout, name) for name in SIZES}}
+        content = {**asdict(self), "layout": self.sizes}
         content["data"] = self.data.recorded()
         content["eval_data"] = self.eval_data.recorded() if self.eval_data else None
         return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}

@@ -25,8 +25,6 @@ from reshard.guard.passing import Signals
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals of schedulers, launchers and terminals before they end a process. SIGHUP stays ignored under nohup."""
-SECONDS = 600
-"""`--save-on-signal`: seconds that a step and its checkpoint may take after a signal."""
 AGAIN = 2.0
 """Seconds after which another Ctrl-C counts as a second one: launchers also forward the terminal's to the ranks."""
 

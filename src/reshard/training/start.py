@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.training import outputs, signals
+from reshard.training.options import OURS, StartOptions
 from reshard.training.run import Run
 
 if TYPE_CHECKING:
@@ -46,16 +47,48 @@ class Outcome:
         }
 
 
-def start(
-    run: Run,
-    config: Path | None = None,
+def trained(
+    method: str,
+    given: Mapping[str, Any],
+    rest: Sequence[str] = (),
     *,
-    dry_run: bool = False,
-    machine: Machine | None = None,
-    overwrite: bool = False,
+    options: Mapping[str, Any] | None = None,
+    note: Callable[[str], None] = lambda text: None,
     quiet: bool = False,
     language: str = "en",
-    on_preflight: Callable[[Preflight], None] = lambda found: None,
+    on_preflight: Callable[[Preflight], None] | None = None,
+) -> tuple[Run, Outcome]:
+    """Do what is asked for with some of the `StartOptions`: train here, or submit the run. Raises ReshardError.
+
+    The engine's options are the words of `rest`, and `options`.
+    """
+    from reshard.training.planning.gpus import machine_asked
+    from reshard.training.preconditions import config_problems
+    from reshard.training.request import run_of
+
+    asked = StartOptions(**given)
+    config = Path(asked.config) if asked.config is not None else None
+    run = run_of(method, {name: value for name, value in given.items() if name in OURS}, rest, config, note)
+    run = replace(run, options={**run.options, **(options or {})})
+    here = asked.slurm is None
+    machine = machine_asked(asked.gpus, asked.gpu_memory, run.ranks.nnodes, dry_run=asked.dry_run and here)
+
+    def show(found: Preflight) -> list[Problem]:
+        if on_preflight:
+            on_preflight(found)
+        return [*(config_problems(config) if config else []), *found.problems]
+
+    if here:
+        return run, _start(run, asked, machine, show, quiet=quiet, language=language)
+    return run, _submit(run, asked, show)
+
+
+Show = Callable[["Preflight"], list[Problem]]
+"""Shows what was found, and returns all problems of the run."""
+
+
+def _start(
+    run: Run, asked: StartOptions, machine: Machine | None, show: Show, *, quiet: bool, language: str
 ) -> Outcome:
     """Train, or be one of the training ranks, and make the final folder.
 
@@ -72,67 +105,53 @@ def start(
 
     if restarted() and place_of(run):
         going_on = engine_of(run).checkpoints.last(run.output) is not None
-        run, overwrite = replace(run, resume=going_on), overwrite or not going_on
+        run, asked = replace(run, resume=going_on), replace(asked, overwrite=asked.overwrite or not going_on)
 
     def accepted(found: Preflight) -> Preflight:
-        on_preflight(found)
-        problems = _problems(found, config)
-        if problems and not dry_run:
+        problems = show(found)
+        if problems and not asked.dry_run:
             launch.refuse(run, problems)
         if problems:
             raise ReshardError(problems)
         return found
 
     leads, screen = launch.leads(run), Screen(quiet=quiet, language=language)
-    if dry_run:  # another node can look at its own machine, too
+    if asked.dry_run:  # another node can look at its own machine, too
         here = leads or not place_of(run)
-        found = preflight(run, overwrite=overwrite, machine=machine) if here else None
+        found = preflight(run, overwrite=asked.overwrite, machine=machine) if here else None
         return Outcome(0, accepted(found) if found else None)
     if not leads:
         launch.wait_for_first(run)
         return _through(run, None, None, screen)
-    looking = look_first(run, overwrite=overwrite)
+    looking = look_first(run, overwrite=asked.overwrite)
     with (None if looking.stops else launch.ahead(run, looking.handed_on())) or nullcontext() as started:
         found = accepted((started and started.looked()) or looking.further())
         with outputs.held(run):
-            if overwrite and not run.resume:
+            if asked.overwrite and not run.resume:
                 outputs.clear(run)
             return _through(run, found, started, screen)
 
 
-def submit(
-    run: Run,
-    settings: str,
-    config: Path | None = None,
-    *,
-    dry_run: bool = False,
-    overwrite: bool = False,
-    on_preflight: Callable[[Preflight], None] = lambda found: None,
-) -> Outcome:
-    """Check a run, and submit it to Slurm with the settings of `--slurm`. Raises ReshardError for all its problems."""
+def _submit(run: Run, asked: StartOptions, show: Show) -> Outcome:
+    """Check a run, and submit it to Slurm. Raises ReshardError for all its problems."""
     from reshard.training.launching import slurm
     from reshard.training.preflight import OF_THIS_MACHINE, preflight
 
-    run, submission = slurm.submission_of(run, settings)
-    found = preflight(run, overwrite=overwrite)
+    run, submission = slurm.submission_of(run, str(asked.slurm))
+    found = preflight(run, overwrite=asked.overwrite)
     found = replace(
         found,
         problems=[each for each in found.problems if each.code not in OF_THIS_MACHINE],
         warnings=[each for each in found.warnings if each.code not in OF_THIS_MACHINE],
         command=[],
     )
-    on_preflight(found)
-    if problems := _problems(found, config):
+    if problems := show(found):
         raise ReshardError(problems)
     return Outcome(
-        0, found, submitted=None if dry_run else slurm.submit(run, submission, overwrite=overwrite)
+        0,
+        found,
+        submitted=None if asked.dry_run else slurm.submit(run, submission, overwrite=asked.overwrite),
     )
-
-
-def _problems(found: Preflight, config: Path | None) -> list[Problem]:
-    from reshard.training.preconditions import config_problems
-
-    return [*(config_problems(config) if config else []), *found.problems]
 
 
 def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen: Screen) -> Outcome:

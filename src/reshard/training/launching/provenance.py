@@ -5,24 +5,17 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
+from reshard.base.options import words_for
 from reshard.stores.hub import url_of
 from reshard.training import data
 from reshard.training.engines import engine_of
 from reshard.training.findings import version_of
-from reshard.training.run import SIZES, Ranks, Run
+from reshard.training.options import RunOptions
+from reshard.training.run import Run
 from reshard.version import __version__
-
-DEFAULTS = {
-    **dict.fromkeys(SIZES, 1),
-    **{each.name: each.default for each in (*fields(Ranks), *fields(Run))},
-}
-for _name in ("method", "model", "output", "layout", "ranks", "options"):
-    del DEFAULTS[_name]
-IMPLIED = {"parallel": "tp"}
-"""By --tp."""
 
 
 def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,21 +32,15 @@ def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
 
 def words_of(run: Run) -> list[str]:
     """The command that starts a run, without options that have their default: the inverse of `request.run_of`."""
-    given = {**vars(run), **vars(run.ranks), **{name: getattr(run.layout, name) for name in SIZES}}
-    given |= {"data": run.data.words, "eval_data": run.eval_data.words if run.eval_data else None}
-    words = ["reshard", "train", run.method, "--model", url_of(run.model), "-o", str(run.output)]
-    for name, default in DEFAULTS.items():
-        if given[name] not in (default, IMPLIED.get(name)):
-            words += _flag(name.replace("_", "-"), given[name])
+    asked = {
+        **run.asked,
+        "model": url_of(run.model),
+        "data": run.data.words,
+        "eval_data": run.eval_data and run.eval_data.words,
+        "parallel": None if run.parallel in ("ddp", "tp") else run.parallel,  # follows from tp
+    }
+    words = ["reshard", "train", run.method, *words_for(RunOptions, asked)]
     return [*words, *(word for name, value in run.options.items() for word in _typed(name, value))]
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    """An option of reshard on the command line."""
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    several = value if isinstance(value, (list, tuple)) else [value]
-    return [word for each in several for word in (f"--{name}", str(each))]
 
 
 def _typed(name: str, value: Any) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.folders.companions import CONFIG, read_object
 from reshard.oracle.transformers import auto_class
-from reshard.training.run import PARALLEL
+from reshard.training.options import PARALLEL
 from reshard.transfer.sources import Sources
 
 Options = Mapping[str, Any]
