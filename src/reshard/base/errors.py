@@ -96,6 +96,11 @@ class ReshardError(Exception):
         return type(self), (self.problems,), {"__cause__": self.__cause__}
 
 
+def when(wrong: object, code: str, message: str, **fields: Any) -> list[Problem]:
+    """A problem with these fields if something is wrong, for lists of rules."""
+    return [Problem(code, message, **fields)] if wrong else []
+
+
 def given_twice(name: str, typed: Iterable[str], file: str | None = None) -> Problem:
     """The problem of an option or key that is set to different values; `typed` is each of them as it was written."""
     return Problem(

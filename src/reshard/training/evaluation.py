@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.base.errors import Problem
+from reshard.base.errors import Problem, when
 from reshard.training import data
-from reshard.training.data.records import kind_of
 from reshard.training.data.tokens import Lengths
 from reshard.training.methods import is_rewarded
 from reshard.training.run import Run
@@ -63,29 +62,16 @@ def held_out(run: Run) -> Iterator[Problem]:
             )
 
 
-def unlike(
-    run: Run, trained: Mapping[str, Any], read: Mapping[str, Any], *, mixed: bool
-) -> Iterator[Problem]:
-    """Problems for evaluation records of another shape, unless shapes may be `mixed`, and for missing columns."""
-    kinds = [kind_of(dict(row)) for row in (trained, read)]
-    if not mixed and kinds[0] != kinds[1]:
-        yield Problem(
-            "evaluation-data-shape-differs",
-            "the evaluation data have a different shape from the training data",
-            file=str(run.eval_data),
-            expected=f"{kinds[0]}, as in {run.data}",
-            found=kinds[1],
-            remedy="rewrite one to the shape of the other",
-        )
-
-    lacking = trained.keys() - read.keys() if is_rewarded(run.method) else set()
-    if lacking:
-        yield Problem(
-            "evaluation-data-lack-columns",
-            "the evaluation data lack columns of the training data",
-            file=str(run.eval_data),
-            rule="the reward gets all columns by their names",
-            found=f"no {', '.join(sorted(lacking))}",
-            remedy="add them, unless the reward does not need them",
-            severity="warning",
-        )
+def lacking(run: Run, trained: Mapping[str, Any], read: Mapping[str, Any]) -> list[Problem]:
+    """A problem if records of the evaluation lack columns of training records."""
+    columns = trained.keys() - read.keys() if is_rewarded(run.method) else set()
+    return when(
+        columns,
+        "evaluation-data-lack-columns",
+        "the evaluation data lack columns of the training data",
+        file=str(run.eval_data),
+        rule="the reward gets all columns by their names",
+        found=f"no {', '.join(sorted(columns))}",
+        remedy="add them, unless the reward does not need them",
+        severity="warning",
+    )

@@ -12,11 +12,6 @@ from reshard.base.suggest import did_you_mean
 from reshard.training.run import Run
 
 
-def when(wrong: object, code: str, message: str, **fields: Any) -> list[Problem]:
-    """A problem with these fields if something is wrong, for lists of rules."""
-    return [Problem(code, message, **fields)] if wrong else []
-
-
 def mistyped(name: str, value: Any, expected: str, choices: Collection[str] = ()) -> Problem:
     """The problem of a value of another type, or of none of the choices."""
     return Problem(

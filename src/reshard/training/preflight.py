@@ -224,11 +224,10 @@ class Looking:
         records = _seen(self.held_out)
         if not (records and result.sources):
             return result
-        first = first_of(self.held_out)
+        trained, first = first_of(result.sources), first_of(self.held_out)
         reading = self._reading(run, options, first)
-        differing = list(evaluation.unlike(self.run, first_of(result.sources), first, mixed=reading.mixed))
-        self._take(differing)
-        wrong = any(each.severity == "error" for each in differing)
+        wrong = unlike([*result.sources[:1], *self.held_out], mixed=reading.mixed)
+        self._take([*wrong, *evaluation.lacking(self.run, trained, first)])
         lengths = None if wrong else self._lengths(run, self.held_out, tokenizer, reading)
         return replace(result, evaluation=Evaluation(records, engine.evaluation(self.run), lengths))
 
@@ -249,7 +248,7 @@ class Looking:
         """Tokens, steps, memory and disk."""
         run, engine, world_size, on_cpu = self.run, engine_of(self.run), self.world_size, not self.gpus
         reading = self._reading(run, options, {"text": ""} if indexed else first_of(result.sources))
-        self._take(unlike(run.data, result.sources, mixed=reading.mixed))
+        self._take(unlike(result.sources, mixed=reading.mixed))
         self._take(unheard(run.system, result.sources))
         if reading.packed and tokenizer is None:
             return result  # sequences are counted in tokens

@@ -14,8 +14,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
-from reshard.training.option_checks import when
+from reshard.base.errors import Problem, ReshardError, when
 
 
 @dataclass(frozen=True)

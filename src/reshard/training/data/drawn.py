@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, when
 from reshard.training.data import read_records
 from reshard.training.data.faults import Template
 from reshard.training.data.mix import Mix, Source, are_indexed
@@ -72,49 +70,39 @@ def first_of(sources: list[Drawn]) -> Row:
     return next(source.first for source in sources if source.rows)
 
 
-def unlike(mix: Mix, sources: list[Drawn], *, mixed: bool) -> Iterator[Problem]:
+def unlike(sources: list[Drawn], *, mixed: bool) -> list[Problem]:
     """A problem if the sources differ in the kind of their records, unless they may be `mixed`."""
     kinds = {str(source.source): kind_of(source.first) for source in sources if source.rows}
-    if not mixed and len(set(kinds.values())) > 1:
-        yield Problem(
-            "sources-of-different-shapes",
-            "the data has sources of different shapes",
-            file=str(mix),
-            expected="one shape",
-            found=", ".join(f"{kind} in {name}" for name, kind in kinds.items()),
-            remedy="train on one shape, or convert the others to it",
-        )
+    return when(
+        not mixed and len(set(kinds.values())) > 1,
+        "sources-of-different-shapes",
+        "the data has sources of different shapes",
+        expected="one shape, also for evaluation",
+        found=", ".join(f"{kind} in {name}" for name, kind in kinds.items()),
+        remedy="use one shape, or convert the others to it",
+    )
 
 
-def unheard(system: str | None, sources: list[Drawn]) -> Iterator[Problem]:
+def unheard(system: str | None, sources: list[Drawn]) -> list[Problem]:
     """A problem if there is a system message but no record that can take one."""
     kinds = {kind_of(source.first) for source in sources if source.rows}
-    if system and kinds and not any(kind.endswith("messages") for kind in kinds):
-        yield Problem(
-            "system-message-without-chats",
-            "no record has a place for a system message",
-            rule="it comes before the first turn of a chat",
-            found=f"--system {system!r}, and {', '.join(sorted(kinds))}",
-            remedy="leave out --system, or write the records as chats",
-        )
+    return when(
+        system and kinds and not any(kind.endswith("messages") for kind in kinds),
+        "system-message-without-chats",
+        "no record has a place for a system message",
+        rule="it comes before the first turn of a chat",
+        found=f"--system {system!r}, and {', '.join(sorted(kinds))}",
+        remedy="leave out --system, or write the records as chats",
+    )
 
 
 def lengths_of(
     sources: list[Drawn], method: str, length: int | None, sample: Callable[[Row], list[Sample]], most: int
 ) -> Lengths:
     """The lengths of an epoch's records, of which up to `most` of each source are tokenized. Raises ReshardError."""
-    return reduce(
-        add,
-        (
-            lengths(
-                source.seen,
-                [
-                    seen(row, method) for row in source.rows[:: -(-len(source.rows) // most)]
-                ],  # others are the reward's
-                length,
-                sample,
-            )
-            for source in sources
-            if source.rows
-        ),
-    )
+    found = Lengths(0, 0, 0, 0, 0, 0)
+    for source in sources:
+        looked_at = source.rows[:: -(-len(source.rows) // most) or 1]
+        rows = [seen(row, method) for row in looked_at]  # other columns are the reward's
+        found += lengths(source.seen if rows else 0, rows, length, sample)
+    return found

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 INDEX, TOKENS = ".idx", ".bin"
-"""Files of Megatron's indexed datasets: tokens, and where sequences start. A dataset's path is that of its index."""
+"""Files of Megatron's indexed datasets: the starts of sequences, and tokens. A dataset's path is that of its index."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, when
 from reshard.checks.precision import several
 from reshard.families.config import EXPERTS
 from reshard.families.within import language_config
@@ -17,7 +17,6 @@ from reshard.training.findings import of_fact
 from reshard.training.option_checks import (
     impossible,
     not_passed_on,
-    when,
     without_evaluation,
     without_lora,
     without_model,
