@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from reshard import guard
-from reshard.base.errors import Problem, ReshardError, listed
+from reshard.base.errors import Problem, ReshardError, listed, when
 from reshard.checks.device_maps import misplaced
 from reshard.guard.in_script import SHOWN
 from reshard.training.collective import anywhere, everyone
@@ -46,18 +46,18 @@ def assert_plan(run: Run, trainer: Any) -> None:
         raise ReshardError(found)
 
 
-def _world(trainer: Any) -> Iterator[Problem]:
+def _world(trainer: Any) -> list[Problem]:
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     found = trainer.accelerator.num_processes
-    if not asked == found == world_size():
-        yield Problem(
-            "processes-missing",
-            "fewer ranks are running than processes were started",
-            rule="all processes of the launcher must be ranks of one group",
-            expected=f"{asked} ranks",
-            found=f"{found} in accelerate, {world_size()} in torch.distributed",
-            remedy="start them with torchrun or reshard: `accelerate launch --cpu` starts one process only",
-        )
+    return when(
+        not asked == found == world_size(),
+        "processes-missing",
+        "fewer ranks are running than processes were started",
+        rule="all processes of the launcher must be ranks of one group",
+        expected=f"{asked} ranks",
+        found=f"{found} in accelerate, {world_size()} in torch.distributed",
+        remedy="start them with torchrun or reshard: `accelerate launch --cpu` starts one process only",
+    )
 
 
 def _is_shared(run: Run) -> bool:
@@ -65,15 +65,15 @@ def _is_shared(run: Run) -> bool:
     return run.parallel == "tp" and world_size() > run.layout.tp
 
 
-def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
+def _wrapper(run: Run, trainer: Any) -> list[Problem]:
     kind = run.parallel
     asked = "FSDPModule" if _is_shared(run) else WRAPPERS.get(kind)
     if kind == "ddp" and world_size() == 1:
         asked = None  # one process has no others to share with
-    found = [name for name in dict.fromkeys(WRAPPERS.values()) if _is(trainer.model_wrapped, name)]
-    if found == ([asked] if asked else []):
-        return
-    yield Problem(
+    bases = {base.__name__ for base in type(trainer.model_wrapped).__mro__}
+    found = [name for name in dict.fromkeys(WRAPPERS.values()) if name in bases]
+    return when(
+        found != ([asked] if asked else []),
         "model-not-wrapped",
         "the model is not wrapped as planned",
         expected=f"{asked or 'no wrapper'} (--parallel {kind})",
@@ -83,23 +83,15 @@ def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
     )
 
 
-def _is(model: Any, name: str) -> bool:
-    return any(base.__name__ == name for base in type(model).__mro__)
-
-
-def _split(model: Any) -> tuple[list[str], list[str]]:
+def _spread(run: Run, model: Any, whose: str) -> list[Problem]:
+    """A problem if parameters are not sharded where the plan shards them, or sharded where it does not."""
     from torch.distributed.tensor import DTensor
 
-    sharded: list[str] = []
-    plain: list[str] = []
-    for name, parameter in model.named_parameters():
-        (sharded if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") else plain).append(name)
-    return sharded, plain
-
-
-def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
-    """A problem if parameters are not sharded where the plan shards them, or sharded where it does not."""
-    sharded, plain = _split(model)
+    is_sharded = {
+        name: isinstance(each, DTensor) or hasattr(each, "ds_id") for name, each in model.named_parameters()
+    }
+    sharded = [name for name, split in is_sharded.items() if split]
+    plain = [name for name, split in is_sharded.items() if not split]
     kind = run.parallel
     if kind in ("ddp", "zero2"):
         wrong, words = sharded, "complete parameters, none sharded"
@@ -109,58 +101,51 @@ def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
         wrong, words = plain, "parameters sharded over the tensor parallel ranks, and over their groups"
     else:
         wrong, words = [] if sharded else plain, "parameters sharded over the tensor parallel ranks"
-    if wrong:
-        yield Problem(
-            "parameters-not-as-planned",
-            f"the parameters of {whose} are not placed as planned",
-            tensor=listed(wrong, SHOWN),
-            expected=f"{words} (--parallel {kind})",
-            found=f"{len(sharded)} sharded, {len(plain)} whole",
-            remedy="load with device_map=None and without tp_plan; shard with --parallel alone",
-        )
+    return when(
+        wrong,
+        "parameters-not-as-planned",
+        f"the parameters of {whose} are not placed as planned",
+        tensor=listed(wrong, SHOWN),
+        expected=f"{words} (--parallel {kind})",
+        found=f"{len(sharded)} sharded, {len(plain)} whole",
+        remedy="load with device_map=None and without tp_plan; shard with --parallel alone",
+    )
 
 
-def _trainable(run: Run, trainer: Any) -> Iterator[Problem]:
+def _trainable(run: Run, trainer: Any) -> list[Problem]:
     names = {name: parameter.requires_grad for name, parameter in trainer.model.named_parameters()}
-    if run.lora:
-        wrong = [name for name, trained in names.items() if trained != _of_adapter(name)]
-    else:
-        wrong = [name for name, trained in names.items() if not trained]
-    if wrong:
-        yield Problem(
-            "trainable-parameters-differ",
-            "the trainable parameters are not the planned ones",
-            tensor=listed(wrong, SHOWN),
-            expected="adapters only" if run.lora else "all parameters",
-            found=f"{sum(names.values())} of {len(names)} trainable",
-            remedy="freeze parameters only with --lora",
-        )
+    wrong = [name for name, trained in names.items() if trained != (not run.lora or _of_adapter(name))]
+    return when(
+        wrong,
+        "trainable-parameters-differ",
+        "the trainable parameters are not the planned ones",
+        tensor=listed(wrong, SHOWN),
+        expected="adapters only" if run.lora else "all parameters",
+        found=f"{sum(names.values())} of {len(names)} trainable",
+        remedy="freeze parameters only with --lora",
+    )
 
 
 def _of_adapter(name: str) -> bool:
     return any(part in name for part in PARTS) and ".original_module." not in name
 
 
-def _head(run: Run, trainer: Any) -> Iterator[Problem]:
+def _head(run: Run, trainer: Any) -> list[Problem]:
     """A problem if a head is trained with an adapter under FSDP2: TRL 1.16 gathers it outside of its FSDP group.
 
     `full_tensor()` then gives each rank the gradient of its own samples only, and they are never summed.
     """
-    if not (run.lora and run.parallel == "fsdp2"):
-        return
-    head = trainer.model.get_output_embeddings()
-    trained = (
-        [name for name, each in head.named_parameters() if each.requires_grad] if head is not None else []
+    head = trainer.model.get_output_embeddings() if run.lora and run.parallel == "fsdp2" else None
+    trained = [name for name, each in head.named_parameters() if each.requires_grad] if head else []
+    return when(
+        trained,
+        "fsdp2-head-not-averaged",
+        "FSDP2 does not average the gradient of a head that is trained with an adapter",
+        tensor=", ".join(trained),
+        rule="the gradient of a weight must cover the samples of all ranks",
+        found="the head in lora_modules_to_save or lora_target_modules, with --parallel fsdp2",
+        remedy="do not train the head, use --parallel ddp or zero3, or leave out --lora to train all weights",
     )
-    if trained:
-        yield Problem(
-            "fsdp2-head-not-averaged",
-            "FSDP2 does not average the gradient of a head that is trained with an adapter",
-            tensor=", ".join(trained),
-            rule="the gradient of a weight must cover the samples of all ranks",
-            found="the head in lora_modules_to_save or lora_target_modules, with --parallel fsdp2",
-            remedy="do not train the head, use --parallel ddp or zero3, or leave out --lora to train all weights",
-        )
 
 
 def _misplaced(trainer: Any, model: Any, whose: str) -> Iterator[Problem]:
@@ -171,18 +156,17 @@ def _frozen(run: Run, trainer: Any) -> Iterator[Problem]:
     """Check that a reference model or a teacher is sharded like the model, and separate from it."""
     own = {id(parameter) for parameter in trainer.model.parameters()}
     for name, whose in (("ref_model", "the reference model"), ("teacher_model", "the teacher")):
-        frozen = getattr(trainer, name, None)
-        if frozen is None:
+        if (frozen := getattr(trainer, name, None)) is None:
             continue
         yield from _spread(run, frozen, whose)
         yield from _misplaced(trainer, frozen, whose)
-        if any(id(parameter) in own for parameter in frozen.parameters()):
-            yield Problem(
-                "reference-model-shared",
-                f"{whose} is the model itself",
-                rule="it must keep its initial weights",
-                remedy="use TRL 1.16 or later",
-            )
+        yield from when(
+            any(id(parameter) in own for parameter in frozen.parameters()),
+            "reference-model-shared",
+            f"{whose} is the model itself",
+            rule="it must keep its initial weights",
+            remedy="use TRL 1.16 or later",
+        )
 
 
 def _guarded(run: Run, trainer: Any) -> list[Problem]:
