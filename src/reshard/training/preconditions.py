@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError, listed, memory_size
+from reshard.base.errors import Problem, ReshardError, listed, memory_size, when
 from reshard.checks.environment import Environment, Gpu
 from reshard.checks.machine import more_processes_than_gpus, torch_without_cuda
 from reshard.diagnosis.finding import Place
@@ -84,48 +84,43 @@ def model(run: Run) -> Iterator[Problem]:
     yield from _quantized(run)
 
 
-def _quantized(run: Run) -> Iterator[Problem]:
+def _quantized(run: Run) -> list[Problem]:
     """A problem if the base has fewer bits than it would be trained in."""
     config = read_object(run.model / CONFIG, Sources()).get("quantization_config")
-    if config and not engine_of(run).dequantizes:
-        yield Problem(
-            "model-quantized",
-            "the model is quantized",
-            file=str(run.model / CONFIG),
-            rule="a quantized base cannot be bit-identical to the trained weights",
-            found=f"quantization_config: {config.get('quant_method') if isinstance(config, dict) else config}",
-            remedy="use the unquantized weights of the same model, with --lora to save memory",
-        )
+    return when(
+        config and not engine_of(run).dequantizes,
+        "model-quantized",
+        "the model is quantized",
+        file=str(run.model / CONFIG),
+        rule="a quantized base cannot be bit-identical to the trained weights",
+        found=f"quantization_config: {config.get('quant_method') if isinstance(config, dict) else config}",
+        remedy="use the unquantized weights of the same model, with --lora to save memory",
+    )
 
 
 def without_images(run: Run) -> Problem | None:
     """The problem of images in the data, if the engine or the model takes texts only, or Pillow is not installed."""
-    engine, expected = (
-        engine_of(run),
-        "a model with preprocessor_config.json, and a class for images and texts",
-    )
-    if engine.sampler is None:
-        found, remedy = f"--engine {engine.name}", "use --engine trl, or leave the images out"
-    elif not has_processor(run.model):
-        found, remedy = (
-            f"{run.model} reads texts only",
+    engine = engine_of(run)
+    wrong = {
+        f"--engine {engine.name}": (engine.sampler is None, "use --engine trl, or leave the images out"),
+        f"{run.model} reads texts only": (
+            not has_processor(run.model),
             "train a vision-language model, or leave the images out",
+        ),
+        "Pillow is not installed": (find_spec("PIL") is None, "pip install pillow torchvision"),
+    }
+    problems = (
+        Problem(
+            "images-not-trainable",
+            "this run cannot train on images",
+            expected="a model with preprocessor_config.json, a class for images and texts, and Pillow",
+            found=found,
+            remedy=remedy,
         )
-    elif find_spec("PIL") is None:
-        expected, found, remedy = (
-            "Pillow, which opens images",
-            "not installed",
-            "pip install pillow torchvision",
-        )
-    else:
-        return None
-    return Problem(
-        "images-not-trainable",
-        "this run cannot train on images",
-        expected=expected,
-        found=found,
-        remedy=remedy,
+        for found, (is_wrong, remedy) in wrong.items()
+        if is_wrong
     )
+    return next(problems, None)
 
 
 def embedding_rows(run: Run) -> int | None:
@@ -155,19 +150,19 @@ def unindexed(run: Run) -> Iterator[Problem]:
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
 
 
-def _named(folder: Path) -> Iterator[Problem]:
+def _named(folder: Path) -> list[Problem]:
     """A problem for weight files that reshard finds, but transformers does not, as it needs usual names or an index."""
     names = [path for name in WEIGHTS for path in (folder / name, folder / f"{name}.index.json")]
-    if not any(path.is_file() for path in names):
-        yield Problem(
-            "weights-misnamed",
-            "transformers does not find the weights: they have other names, and no index names them",
-            file=str(folder),
-            expected=f"{WEIGHTS[0]}, or {WEIGHTS[0]}.index.json",
-            found=", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)[:3]),
-            remedy=f"reshard convert {folder} {folder.name}-named --to huggingface, and train on that; or download the "
-            "index as well",
-        )
+    return when(
+        not any(path.is_file() for path in names),
+        "weights-misnamed",
+        "transformers does not find the weights: they have other names, and no index names them",
+        file=str(folder),
+        expected=f"{WEIGHTS[0]}, or {WEIGHTS[0]}.index.json",
+        found=", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)[:3]),
+        remedy=f"reshard convert {folder} {folder.name}-named --to huggingface, and train on that; or download the "
+        "index as well",
+    )
 
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
@@ -252,23 +247,17 @@ def _damaged(checkpoint: Path, lost: list[str], before: Path | None) -> Problem:
 
 
 def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
-    either = (
-        ("data", run.data, record.get("data_digest"), "restore the data, or start over"),
-        (
-            "evaluation data",
-            run.eval_data,
-            record.get("eval_data_digest"),
-            "restore the data; training itself continues unchanged",
-        ),
-    )
-    for what, mix, digest, remedy in either:
-        if mix and _differ(digest, mix):
+    for what, mix, digest, remedy in (
+        ("data", run.data, "data_digest", "start over"),
+        ("evaluation data", run.eval_data, "eval_data_digest", "ignore this: training continues unchanged"),
+    ):
+        if mix and _differ(record.get(digest), mix):
             yield Problem(
                 "resumed-data-differ",
                 f"the {what} have changed since the run began",
                 file=str(mix),
                 rule="only the same data give the same losses as an uninterrupted run",
-                remedy=remedy,
+                remedy=f"restore the data, or {remedy}",
                 severity="warning",
             )
 
@@ -281,19 +270,19 @@ def _differ(digest: str | None, mix: Mix) -> bool:
         return False
 
 
-def disk(run: Run, needed: int) -> Iterator[Problem]:
+def disk(run: Run, needed: int) -> list[Problem]:
     """A problem if the disk has too little space for the checkpoints and the final model."""
     folder = next(path for path in (run.output, *run.output.parents) if path.exists())
     free = shutil.disk_usage(folder).free
-    if needed > free:
-        yield Problem(
-            "disk-too-small-for-checkpoints",
-            "the disk is too small for the checkpoints",
-            file=str(folder),
-            expected=memory_size(needed),
-            found=f"{memory_size(free)} free",
-            remedy=f"{engine_of(run).checkpoints.fewer(run)}; or write to another disk with -o",
-        )
+    return when(
+        needed > free,
+        "disk-too-small-for-checkpoints",
+        "the disk is too small for the checkpoints",
+        file=str(folder),
+        expected=memory_size(needed),
+        found=f"{memory_size(free)} free",
+        remedy=f"{engine_of(run).checkpoints.fewer(run)}; or write to another disk with -o",
+    )
 
 
 def config_problems(path: Path) -> list[Problem]:
