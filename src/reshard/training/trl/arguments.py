@@ -1,14 +1,17 @@
-"""TRL's arguments for a run: its options, and those that the plan adds."""
+"""TRL's arguments for a run: its options, and those of the plan, for accelerate, DeepSpeed and transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
+from reshard.base.errors import ReshardError
 from reshard.training import rewards
 from reshard.training.methods import is_rewarded
 from reshard.training.run import Run
-from reshard.training.trl import parallelism, quantized
+from reshard.training.trl import devices, quantized
+from reshard.training.trl.arithmetic import plan_instead
 from reshard.training.trl.config_fields import ADDED, LORA, MODEL
 from reshard.training.trl.methods import WAYS
 
@@ -29,9 +32,9 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
         **stated,
         output_dir=str(run.output),
         model_init_kwargs=_of_reference(run, options),
-        **parallelism.arguments(run, options),
+        **_of_plan(run, options),
     )
-    if policy := parallelism.precision(run, options):
+    if policy := _policy(run, options):
         arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
     if is_rewarded(run.method):
         # TRL counts tensor-parallel ranks as if each had its own prompts, and would skip some prompts and repeat
@@ -54,7 +57,7 @@ def _stated(run: Run, own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_reference(run: Run, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """Arguments with which TRL loads a reference model; None if there is none, since the model is loaded already."""
-    return model_arguments(run, options) if parallelism.has_reference(run, options) else None
+    return model_arguments(run, options) if has_reference(run, options) else None
 
 
 def model_arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +67,98 @@ def model_arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
         "device_map": None,
         "dtype": options["dtype"],
         "attn_implementation": options["attn_implementation"],
-        **parallelism.loading(run),
+        **_loading(run),
         **quantized.loading(options),
     }
+
+
+def _of_plan(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan's arguments for TrainingArguments."""
+    kind = run.parallel
+    if kind == "fsdp2":
+        return {"fsdp": True, "fsdp_config": _fsdp(run, options)}
+    if kind in ("zero2", "zero3"):
+        return {"deepspeed": _zero(int(kind[-1]))}
+    return {}
+
+
+def _fsdp(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
+    """accelerate's FSDP2, which wraps the layers that the model names in `_no_split_modules`.
+
+    The first rank of a node reads the weights and broadcasts them, so that the host holds the model once. Not with a
+    second model: only the trained one is broadcast, and a reference or teacher would stay empty on other ranks.
+    """
+    alone = not has_reference(run, options) and not WAYS[run.method].teacher
+    return {
+        "version": 2,
+        "cpu_ram_efficient_loading": alone,
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def _policy(run: Run, options: Mapping[str, Any]) -> Any:
+    """FSDP2's policy for 16-bit computation; None if nothing is computed in 16 bits.
+
+    accelerate 1.15 also rounds the model's outputs to 16 bits: log-probabilities, of which losses are sums.
+    """
+    half = "bfloat16" if options["bf16"] else "float16" if options["fp16"] else None
+    if run.parallel != "fsdp2" or half is None:
+        return None
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = getattr(torch, half)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+
+
+def has_reference(run: Run, options: Mapping[str, Any]) -> bool:
+    """Whether TRL keeps a second model: with LoRA, the base is the reference."""
+    return not run.lora and WAYS[run.method].reference(options)
+
+
+def _zero(stage: int) -> dict[str, Any]:
+    """DeepSpeed's config, in which transformers fills in the "auto" values. Raises ReshardError without DeepSpeed."""
+    if find_spec("deepspeed") is None:
+        raise ReshardError(
+            "deepspeed-not-installed",
+            "DeepSpeed is not installed",
+            found=f"--parallel zero{stage}",
+            remedy="pip install deepspeed, or use --parallel fsdp2",
+        )
+    sizes = {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    return {
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": "auto",
+            **(sizes if stage == 3 else {}),
+        },
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+    }
+
+
+def _loading(run: Run) -> Mapping[str, Any]:
+    """The plan's arguments for from_pretrained."""
+    if run.parallel != "tp":
+        return {}
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError:
+        raise ReshardError(
+            "transformers-without-tp",
+            "this version of transformers cannot train with tensor parallelism",
+            found="--parallel tp",
+            remedy=f"pip install -U transformers (5.23 is known to work), or {plan_instead(run)}",
+        ) from None
+    config = DistributedConfig(
+        tp_size=run.layout.tp,
+        fsdp_size=max(run.layout.replicas(devices.world_size()), 1),
+        ep_size=max(run.layout.ep, 1),
+    )
+    return {"distributed_config": config}
