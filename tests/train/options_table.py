@@ -10,7 +10,7 @@ from reshard.training.megatron import refusals
 from reshard.training.megatron.core_fields import CONFIGS, all_fields
 from reshard.training.megatron.options import OWN
 from reshard.training.methods import METHODS
-from reshard.training.trl import config_fields, defaults
+from reshard.training.trl import config_fields
 from reshard.training.trl import refusals as of_trl
 from reshard.training.trl.methods import WAYS
 
@@ -47,7 +47,7 @@ def trl() -> str:
         ("pass through", f"all fields of {configs} that are not refused below"),
         ("of `ModelConfig`", names((*config_fields.LORA, *config_fields.MODEL))),
         ("ours", names(config_fields.ADDED)),
-        ("have another default", names((*defaults.ALWAYS, *defaults.OF_SFT))),
+        ("have another default", names((*config_fields.ALWAYS, *config_fields.OF_SFT))),
     ]
     for (why, cure), which in grouped(of_trl.REFUSED).items():
         rows.append((f"refused: {why}; {cure}", names(which)))

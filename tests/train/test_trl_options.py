@@ -17,7 +17,7 @@ from reshard.training import rewards, trl
 from reshard.training.names import ALIASES
 from reshard.training.planning.gpus import planned_for
 from reshard.training.run import Run
-from reshard.training.trl import checks, config_fields, defaults, refusals
+from reshard.training.trl import checks, config_fields, refusals
 from reshard.training.trl.methods import WAYS
 
 FOLDER = Path(__file__).parent
@@ -161,7 +161,7 @@ def test_bfloat16_is_taken_where_the_gpu_computes_in_it(
 
     place = Environment({}, [Gpu("a GPU", capability, 1 << 34)], None, {})
     with planned_for(place):
-        chosen = defaults.defaults_of(run_of(lora=lora), said) | said
+        chosen = config_fields.defaults_of(run_of(lora=lora), said) | said
     assert (chosen["bf16"], chosen["fp16"], chosen["dtype"]) == expected
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from reshard.base.errors import GIB, Problem, ReshardError, memory_size
+from reshard.base.errors import GIB, Problem, ReshardError, memory_size, when
 from reshard.checks.environment import Environment, Gpu, look_around
 from reshard.guard.complete import RECORD
 from reshard.training import data, evaluation, memory, preconditions
@@ -86,6 +86,8 @@ class Looking:
     options: dict[str, Any] | None = None
     processes: int = 1
     world_size: int = 1
+    placed: bool = True
+    """Whether another launcher has started this process."""
     sources: list[Drawn] = field(default_factory=list)
     held_out: list[Drawn] = field(default_factory=list)
     """The sources of the evaluation data."""
@@ -130,7 +132,7 @@ class Looking:
         self._take(preconditions.unindexed(run))
         self._take(tokenizer_missing(run))
         self._take(preconditions.output(run, overwrite=self.overwrite))
-        self._take(self._tried(evaluation.held_out(run)))
+        self._take(self._try(lambda: list(evaluation.held_out(run))) or [])
 
     def _read(self, template: Template) -> None:
         """Read all data; problems of records are reported after all are read."""
@@ -150,7 +152,7 @@ class Looking:
         if not self.stops and self.options is not None:
             self._take(engine_of(run).looks.loaded(run, self.options, self.environment))
             result = self._loaded(result, self.options) if not self.stops else result
-        told = self.machine or self._placed() or self.options is None
+        told = self.machine or self.placed or self.options is None
         unique = list(dict.fromkeys(self.found))
         return replace(
             result,
@@ -188,15 +190,15 @@ class Looking:
     def _take(self, problems: Iterable[Problem]) -> None:
         self.found += problems
 
-    def _placed(self) -> bool:
-        try:
-            return place_of(self.run, self.environment.variables) is not None
-        except ReshardError:
-            return True
-
     def _ranks(self) -> tuple[int, int]:
-        """The processes on this node, and on all nodes."""
-        place = self._try(lambda: place_of(self.run, self.environment.variables))
+        """The processes on this node, and on all nodes. Problems of the launcher's variables are reported."""
+        try:
+            place = place_of(self.run, self.environment.variables)
+        except ReshardError as error:
+            self.found += error.problems
+            place = None
+        else:
+            self.placed = place is not None
         if place:
             return place.local_world_size or 1, place.world_size
         if self.machine:
@@ -231,12 +233,6 @@ class Looking:
         lengths = None if wrong else self._lengths(run, self.held_out, tokenizer, reading)
         return replace(result, evaluation=Evaluation(records, engine.evaluation(self.run), lengths))
 
-    def _tried(self, found: Iterator[T]) -> Iterator[T]:
-        try:
-            yield from found
-        except ReshardError as error:
-            self.found += error.problems
-
     def _sized(
         self,
         result: Preflight,
@@ -258,8 +254,7 @@ class Looking:
         batches = self._try(lambda: engine.batches(run, world_size, result.records, tokens))
         if batches is None:
             return result
-        self._take(_few(result.records, batches, reading))
-        self._take(_uncounted(run, self.viewer))
+        self._take(_doubtful(run, result.records, batches, reading, self.viewer))
         precision = engine.precision(run)
         whole = replace(batches, length=_longest(run, batches, lengths, reading))
         needed = self._try(lambda: memory.estimate(run, whole, precision, world_size, gpu=not on_cpu))
@@ -317,26 +312,28 @@ def _has_chats(values: list[Any]) -> bool:
     return any(isinstance(each, list) and each and isinstance(each[0], dict) for each in values)
 
 
-def _lengths_wrong(run: Run, lengths: Lengths, longer: str) -> Iterator[Problem]:
+def _lengths_wrong(run: Run, lengths: Lengths, longer: str) -> list[Problem]:
     about = "" if lengths.looked_at == lengths.records else "about "
-    if lengths.empty:
-        yield Problem(
+    return [
+        *when(
+            lengths.empty,
             "records-teach-nothing",
             "records without a token to train on: all their tokens are beyond the maximum length, or masked",
             file=str(run.data),
             found=f"{about}{lengths.empty} of {lengths.records}",
             remedy=f"raise {longer}, or leave these records out",
             severity="error" if lengths.empty == lengths.records else "warning",
-        )
-    if lengths.cut:
-        yield Problem(
+        ),
+        *when(
+            lengths.cut,
             "records-cut",
             "records are longer than the maximum length and are cut off",
             file=str(run.data),
             found=f"{about}{lengths.cut} of {lengths.records}; the longest has {lengths.longest} tokens",
             remedy=f"raise {longer}, if memory allows",
             severity="warning",
-        )
+        ),
+    ]
 
 
 def _devices(gpus: list[Gpu]) -> str:
@@ -352,29 +349,27 @@ def _seen(sources: list[Drawn]) -> int:
     return sum(each.seen for each in sources)
 
 
-def _few(records: int, batches: Batches, reading: Reading) -> Iterator[Problem]:
-    if records < batches.samples and not reading.packed:
-        yield Problem(
+def _doubtful(run: Run, records: int, batches: Batches, reading: Reading, viewer: Viewer) -> list[Problem]:
+    return [
+        *when(
+            records < batches.samples and not reading.packed,
             "records-fewer-than-step",
             "there are fewer records than one step needs",
             found=f"{records} records, {batches.samples} samples in a step",
             remedy="lower the batch, or add data",
             severity="warning",
-        )
-
-
-def _uncounted(run: Run, viewer: Viewer) -> Iterator[Problem]:
-    if viewer.seen and viewer.beside:
-        yield unsupported(sorted(viewer.beside))
-    if viewer.seen and not viewer.refusal:
-        yield Problem(
+        ),
+        *([unsupported(sorted(viewer.beside))] if viewer.seen and viewer.beside else []),
+        *when(
+            viewer.seen and not viewer.refusal,
             "memory-without-vision-tower",
             "the estimated memory does not include the activations of the vision tower",
             file=str(run.model),
             rule="the tokens of images are counted in the language model only",
             remedy="watch the memory of the first step",
             severity="warning",
-        )
+        ),
+    ]
 
 
 def _longest(run: Run, batches: Batches, lengths: Lengths | None, reading: Reading) -> int:
