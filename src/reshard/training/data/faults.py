@@ -7,6 +7,7 @@ the caller knows the record's place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -71,19 +72,17 @@ def faults(
         )
         return
     shapes = shapes_of(row, method, chosen)
-    if not shapes and (nulls := list(_of_nulls(row, method))):
-        yield from nulls
-        return
+    if len(shapes) > 1:
+        yield _several_shapes(row, shapes)
+    if not shapes:
+        yield from list(_of_nulls(row, method)) or [_other_columns(row, method)]
     if len(shapes) != 1:
-        yield _several_shapes(row, shapes) if shapes else _other_columns(row, method)
         return
     (shape,) = shapes
-    if unlike := list(_of_alpaca(row)) if shape == "Alpaca" else []:
-        yield from unlike
-        return
-    clean = standard(row, shape, system)
-    if unfit := list(_unfit(clean)):
-        yield from unfit
+    wrong = list(_of_alpaca(row)) if shape == "Alpaca" else []
+    clean = {} if wrong else standard(row, shape, system)
+    if wrong := wrong or list(_unfit(clean)):
+        yield from wrong
         return
     if shape == "tokens":
         yield from pretokenized.faults(clean, template.rows)
@@ -179,28 +178,24 @@ def _cure(shape: str | None, method: str) -> str:
 
 
 def _of_column(column: str, value: Any, template: Template) -> Iterator[Problem]:
-    if column == "label":
-        yield from _of_label(value)
+    expected = _KINDS.get(column, "a string, or a list of messages")
+    if isinstance(value, bool) and column == "label":
         return
-    if isinstance(value, str) and column != "messages":
+    if isinstance(value, str) and "string" in expected:
         yield from _of_text(value, f'"{column}"')
-        return
-    if column == "text" or not isinstance(value, list):
-        expected = "a string" if column == "text" else "a list of messages"
-        if column not in ("text", "messages"):
-            expected = "a string, or a list of messages"
+    elif isinstance(value, list) and "list" in expected:
+        wrong = list(_of_messages(value, column))
+        yield from wrong or _of_turns(value, column, template)
+    else:
         yield _another_kind(column, expected, value)
-        return
-    wrong = list(_of_messages(value, column))
-    yield from wrong
-    if not wrong:
-        yield from _of_turns(value, column, template)
 
 
-def _of_label(value: Any) -> Iterator[Problem]:
-    """A problem if a label is not a boolean, for example a number or a string."""
-    if not isinstance(value, bool):
-        yield _another_kind("label", "true for a good answer, false for a bad one", value)
+_KINDS = {
+    "label": "true for a good answer, false for a bad one",
+    "messages": "a list of messages",
+    "text": "a string",
+}
+"""What columns contain that are not either strings or messages."""
 
 
 def _unfit(value: Any, name: str = "", depth: int = 0) -> Iterator[Problem]:
@@ -251,10 +246,9 @@ def _half_a_character(name: str) -> Problem:
 def _of_besides(row: Row) -> Iterator[Problem]:
     """Problems of the columns that chat templates use in addition to the messages."""
     tools, options = row.get("tools"), row.get("chat_template_kwargs")
-    try:
+    given = tools
+    with suppress(ValueError):
         given = tools_of(row)
-    except ValueError:
-        given = tools
     if given is not None and not (isinstance(given, list) and all(isinstance(each, dict) for each in given)):
         expected = "a list of objects, each the JSON schema of a tool, or such a list as a string of JSON"
         yield Problem(
