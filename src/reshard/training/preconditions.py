@@ -136,15 +136,15 @@ def embedding_rows(run: Run) -> int | None:
 def unindexed(run: Run) -> Iterator[Problem]:
     """A problem for Megatron's datasets if the engine does not read them."""
     for mix in (run.data, run.eval_data):
-        if mix and are_indexed(mix.paths) and engine_of(run).indexed is None:
-            yield Problem(
-                "indexed-data-unsupported",
-                f"the {engine_of(run).title} engine does not read Megatron's indexed datasets",
-                file=str(mix),
-                expected="records: JSONL, JSON or Parquet",
-                found="token ids, without the tokenizer that made them",
-                remedy="use --engine megatron, or pass the records that the dataset was made from",
-            )
+        yield from when(
+            mix and are_indexed(mix.paths) and engine_of(run).indexed is None,
+            "indexed-data-unsupported",
+            f"the {engine_of(run).title} engine does not read Megatron's indexed datasets",
+            file=str(mix),
+            expected="records: JSONL, JSON or Parquet",
+            found="token ids, without the tokenizer that made them",
+            remedy="use --engine megatron, or pass the records that the dataset was made from",
+        )
 
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
@@ -219,15 +219,15 @@ def _resumable(run: Run) -> Iterator[Problem]:
     was, bound = kept.bound(before), kept.bound(run)
     pairs |= {name: (was[name], bound[name]) for name in bound}
     for name, (old, new) in pairs.items():
-        if old != new:
-            yield Problem(
-                "resumed-run-differs",
-                "the checkpoint belongs to another run",
-                file=str(checkpoint),
-                expected=f"{name}: {old}",
-                found=str(new),
-                remedy="resume with the options of the run, or start another run in another folder",
-            )
+        yield from when(
+            old != new,
+            "resumed-run-differs",
+            "the checkpoint belongs to another run",
+            file=str(checkpoint),
+            expected=f"{name}: {old}",
+            found=str(new),
+            remedy="resume with the options of the run, or start another run in another folder",
+        )
     yield from _same_data(run, record)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, when
 from reshard.checks import grpo
 from reshard.folders.companions import CONFIG
 from reshard.training.engine import Batches, Precision
@@ -41,14 +41,13 @@ def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: i
 def alien_parallelism(run: Run) -> Iterator[Problem]:
     """A problem of parallelism that TRL does not have, so that the ranks cannot be counted."""
     alien = [name for name in ("pp", "vpp", "cp") if getattr(run.layout, name) > 1]
-    if alien:
-        yield Problem(
-            "trl-parallelism-unsupported",
-            "TRL has no pipeline or context parallelism here",
-            found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
-            remedy=f"use --engine megatron; or pass --parallel fsdp2 without {_flags(alien)} "
-            "to shard the model",
-        )
+    yield from when(
+        alien,
+        "trl-parallelism-unsupported",
+        "TRL has no pipeline or context parallelism here",
+        found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
+        remedy=f"use --engine megatron; or pass --parallel fsdp2 without {_flags(alien)} to shard the model",
+    )
 
 
 def plan_instead(run: Run, plan: str = "fsdp2") -> str:
@@ -71,13 +70,13 @@ def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
         )
     elif run.parallel == "tp" and run.layout.tp != world_size:
         yield from _beside_tensor_parallelism(run, world_size)
-    if run.layout.ep not in (1, run.layout.tp):
-        yield Problem(
-            "trl-experts-follow-tp",
-            "TRL shards experts over the tensor-parallel ranks",
-            found=f"--ep {run.layout.ep} with --tp {run.layout.tp}",
-            remedy="pass --parallel tp with the same --tp and --ep, or use --engine megatron",
-        )
+    yield from when(
+        run.layout.ep not in (1, run.layout.tp),
+        "trl-experts-follow-tp",
+        "TRL shards experts over the tensor-parallel ranks",
+        found=f"--ep {run.layout.ep} with --tp {run.layout.tp}",
+        remedy="pass --parallel tp with the same --tp and --ep, or use --engine megatron",
+    )
 
 
 def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
@@ -124,15 +123,15 @@ def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> It
         return
     group = int(options["num_generations_eval"] or options["num_generations"])
     per_device = int(options["per_device_eval_batch_size"])
-    if per_device * replicas % group:
-        yield Problem(
-            "grpo-evaluation-groups-cut",
-            "the completions of an evaluation batch are not complete groups",
-            rule="the completions of a prompt are compared with each other",
-            expected=f"a multiple of {group}",
-            found=f"--per_device_eval_batch_size {per_device} on {replicas} ranks with different data",
-            remedy=f"pass --per_device_eval_batch_size {ceil(per_device / group) * group}, or leave it out",
-        )
+    yield from when(
+        per_device * replicas % group,
+        "grpo-evaluation-groups-cut",
+        "the completions of an evaluation batch are not complete groups",
+        rule="the completions of a prompt are compared with each other",
+        expected=f"a multiple of {group}",
+        found=f"--per_device_eval_batch_size {per_device} on {replicas} ranks with different data",
+        remedy=f"pass --per_device_eval_batch_size {ceil(per_device / group) * group}, or leave it out",
+    )
 
 
 def evaluation_of(options: Mapping[str, Any]) -> str:

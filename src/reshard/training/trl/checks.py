@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from reshard.base.arguments import truth
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import Problem, ReshardError, when
 from reshard.checks.environment import Environment
 from reshard.checks.machine import facts_of, old_gpus
 from reshard.diagnosis.finding import Text
@@ -38,25 +38,25 @@ RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers
 def asked(run: Run) -> Iterator[Problem]:
     """Problems of layouts, plans and models that TRL does not support, whatever is installed."""
     way = WAYS[run.method]
-    if run.parallel not in way.plans:
-        yield Problem(
-            "trl-method-plan-unsupported",
-            f"{way.name} does not run under this plan",
-            rule=way.why,
-            expected=f"--parallel {', '.join(way.plans)}",
-            found=f"--parallel {run.parallel}",
-            remedy=f"{plan_instead(run, way.plans[0])}; LoRA and gradient checkpointing save memory",
-        )
+    yield from when(
+        run.parallel not in way.plans,
+        "trl-method-plan-unsupported",
+        f"{way.name} does not run under this plan",
+        rule=way.why,
+        expected=f"--parallel {', '.join(way.plans)}",
+        found=f"--parallel {run.parallel}",
+        remedy=f"{plan_instead(run, way.plans[0])}; LoRA and gradient checkpointing save memory",
+    )
     alien = list(alien_parallelism(run))
     yield from alien
-    if not alien and (run.layout.tp > 1) != (run.parallel == "tp"):
-        yield Problem(
-            "parallel-and-tp-disagree",
-            "--parallel and --tp disagree",
-            found=f"--parallel {run.parallel} with --tp {run.layout.tp}",
-            expected="--parallel tp --tp N",
-            remedy="pass both, or neither",
-        )
+    yield from when(
+        not alien and (run.layout.tp > 1) != (run.parallel == "tp"),
+        "parallel-and-tp-disagree",
+        "--parallel and --tp disagree",
+        found=f"--parallel {run.parallel} with --tp {run.layout.tp}",
+        expected="--parallel tp --tp N",
+        remedy="pass both, or neither",
+    )
     with suppress(ReshardError, OSError):  # reported for the model's folder
         if read_object(run.model / CONFIG, Sources()).get("model_type") == "qwen":
             yield _first_qwen(run)
