@@ -13,7 +13,7 @@ from reshard.checks.environment import Environment, Gpu
 from reshard.checks.machine import more_processes_than_gpus, torch_without_cuda
 from reshard.diagnosis.finding import Place
 from reshard.diagnosis.rules import told
-from reshard.folders.companions import CONFIG, read_object
+from reshard.folders.companions import CONFIG
 from reshard.guard.complete import RECORD, SAVED
 from reshard.guard.outputs import unwritable
 from reshard.stores.hub import url_of
@@ -22,8 +22,7 @@ from reshard.training.data.images import has_processor
 from reshard.training.data.mix import Mix, are_indexed
 from reshard.training.engines import engine_of
 from reshard.training.findings import in_short, in_training, lacking, of_fact
-from reshard.training.run import Run, read_record
-from reshard.transfer.sources import Sources
+from reshard.training.run import Run, config_of, read_record
 
 HARMLESS = (
     "checkpoint-use-cache",
@@ -86,7 +85,7 @@ def model(run: Run) -> Iterator[Problem]:
 
 def _quantized(run: Run) -> list[Problem]:
     """A problem if the base has fewer bits than it would be trained in."""
-    config = read_object(run.model / CONFIG, Sources()).get("quantization_config")
+    config = config_of(run.model).get("quantization_config")
     return when(
         config and not engine_of(run).dequantizes,
         "model-quantized",
@@ -126,7 +125,7 @@ def without_images(run: Run) -> Problem | None:
 def embedding_rows(run: Run) -> int | None:
     """The rows of the embedding according to the model's config; None if it does not say."""
     try:
-        config = read_object(run.model / CONFIG, Sources())
+        config = config_of(run.model)
     except (OSError, ReshardError):
         return None
     rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")

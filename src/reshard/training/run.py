@@ -100,6 +100,14 @@ class Run:
         return Run.of_dict(read_record(file))
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a model. Raises ReshardError."""
+    from reshard.folders.companions import CONFIG, read_object  # which imports numpy, and --help needs none
+    from reshard.transfer.sources import Sources
+
+    return read_object(folder / CONFIG, Sources())
+
+
 def read_record(file: Path) -> dict[str, Any]:
     """The content of a `run.json`. Raises ReshardError if it is missing or invalid."""
     try:

@@ -13,8 +13,7 @@ from reshard.training.megatron.options import Options, read
 from reshard.training.megatron.weights import weights_of
 from reshard.training.memory import activations
 from reshard.training.memory.activations import Kept, Widths
-from reshard.training.run import Run
-from reshard.transfer.sources import Sources
+from reshard.training.run import Run, config_of
 
 BY_ROW = ("linear_proj", "linear_fc2")
 """Linear layers whose input dimension tensor parallelism shards; of all others it shards the output."""
@@ -185,9 +184,8 @@ def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], R
 
 
 def _has_experts(run: Run) -> bool:
-    from reshard.folders.companions import read_object
 
-    return Widths.of(read_object(run.model / "config.json", Sources())).router > 0
+    return Widths.of(config_of(run.model)).router > 0
 
 
 def savings(run: Run) -> Iterator[dict[str, object]]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from reshard.folders.companions import read_object
 from reshard.training.engine import Batches, Precision
 from reshard.training.megatron.memory import parameters_of
 from reshard.training.megatron.options import read
 from reshard.training.memory.activations import Widths
 from reshard.training.planning.speed import Traffic, Work, flops_of_token, passes
-from reshard.training.run import Run
-from reshard.transfer.sources import Sources
+from reshard.training.run import Run, config_of
 
 
 def work_of(run: Run, batches: Batches, precision: Precision, world_size: int) -> Work:
     """The work of one GPU in a step: its average share of the stages. Raises ReshardError."""
     options, layout = read(run), run.layout
-    widths = Widths.of(read_object(run.model / "config.json", Sources()))
+    widths = Widths.of(config_of(run.model))
     micro = batches.per_device * batches.length // layout.cp
     shared = layout.tp * layout.pp
     each = passes(recomputed=precision.recomputation, frozen=run.lora)

@@ -20,16 +20,15 @@ from reshard.base.errors import Problem, ReshardError, when
 from reshard.checks.environment import Environment
 from reshard.checks.machine import facts_of, old_gpus
 from reshard.diagnosis.finding import Text
-from reshard.folders.companions import CONFIG, read_object
+from reshard.folders.companions import CONFIG
 from reshard.training import rewards
 from reshard.training.findings import in_short, of_fact, version_of
 from reshard.training.option_checks import mistyped, without_package
-from reshard.training.run import Run
+from reshard.training.run import Run, config_of
 from reshard.training.trl import vllm
 from reshard.training.trl.arithmetic import alien_parallelism, plan_instead
 from reshard.training.trl.config_fields import options_of
 from reshard.training.trl.methods import WAYS
-from reshard.transfer.sources import Sources
 
 RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
 """Rules of the environment that can break a run. Rules about launches cannot: reshard sets these variables itself."""
@@ -58,7 +57,7 @@ def asked(run: Run) -> Iterator[Problem]:
         remedy="pass both, or neither",
     )
     with suppress(ReshardError, OSError):  # reported for the model's folder
-        if read_object(run.model / CONFIG, Sources()).get("model_type") == "qwen":
+        if config_of(run.model).get("model_type") == "qwen":
             yield _first_qwen(run)
 
 

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.folders.companions import CONFIG, read_object
 from reshard.training import tokenizer as tokenizers
-from reshard.training.run import Run
+from reshard.training.run import Run, config_of
 from reshard.training.trl.arguments import model_arguments
 from reshard.training.trl.methods import WAYS
 from reshard.training.trl.weights import adapter_parameters
-from reshard.transfer.sources import Sources
 
 
 def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
     """The tokenizer of a model, with a padding token. Raises ReshardError if it has more tokens than the model."""
     tokenizer = tokenizers.tokenizer_of(run, options)
-    rows = read_object(run.model / CONFIG, Sources()).get("vocab_size")
+    rows = config_of(run.model).get("vocab_size")
     highest = max(tokenizer.get_vocab().values(), default=0)
     if isinstance(rows, int) and highest >= rows:
         raise ReshardError(

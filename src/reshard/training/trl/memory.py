@@ -12,20 +12,18 @@ from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
-from reshard.folders.companions import CONFIG, read_object
 from reshard.training.engine import Batches, Parts, Precision
 from reshard.training.memory import activations
 from reshard.training.memory.activations import Kept, Widths
 from reshard.training.methods import generates, is_rewarded
-from reshard.training.run import Run
+from reshard.training.run import Run, config_of
 from reshard.training.trl import adapters, quantized
+from reshard.training.trl.arithmetic import BYTES
 from reshard.training.trl.config_fields import LORA, options_of
 from reshard.training.trl.methods import WAYS
-from reshard.transfer.sources import Sources
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """The tile of logits that TRL 1.16 computes at once: `trl.kernels.chunked_logprob`, `trl.trainer.utils`."""
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BUCKET = 500_000_000
 """Maximum elements of DeepSpeed's reduce bucket."""
 
@@ -197,7 +195,7 @@ def parts(
         run=run,
         options=options,
         sizes=sizes_of(run, options),
-        widths=Widths.of(read_object(run.model / "config.json", Sources())),
+        widths=Widths.of(config_of(run.model)),
         batches=batches,
         precision=precision,
         world_size=world_size,
@@ -247,7 +245,7 @@ def _teacher(case: _Case) -> int:
     if not way.teacher:
         return 0
     folder = Path(str(case.options.get(way.teacher) or case.run.model))
-    config = read_object(folder / CONFIG, Sources())
+    config = config_of(folder)
     given = (case.options.get("teacher_model_init_kwargs") or {}).get("dtype", "auto")
     own = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = str(own if given == "auto" else given)

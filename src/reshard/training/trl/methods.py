@@ -8,10 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from reshard.folders.companions import CONFIG, read_object
 from reshard.oracle.transformers import auto_class
 from reshard.training.options import PARALLEL
-from reshard.transfer.sources import Sources
+from reshard.training.run import config_of
 
 Options = Mapping[str, Any]
 
@@ -57,7 +56,7 @@ class Way:
 
         if self.classifies:
             return transformers.AutoModelForSequenceClassification
-        return auto_class(read_object(folder / CONFIG, Sources()))
+        return auto_class(config_of(folder))
 
     @property
     def model_arguments(self) -> dict[str, Any]:

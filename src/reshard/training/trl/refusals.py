@@ -11,7 +11,6 @@ from reshard.base.errors import Problem, ReshardError, when
 from reshard.checks.precision import several
 from reshard.families.config import EXPERTS
 from reshard.families.within import language_config
-from reshard.folders.companions import CONFIG, read_object
 from reshard.training import signals
 from reshard.training.findings import of_fact
 from reshard.training.option_checks import (
@@ -22,11 +21,10 @@ from reshard.training.option_checks import (
     without_model,
     wrong_numbers,
 )
-from reshard.training.run import Run
+from reshard.training.run import Run, config_of
 from reshard.training.trl import quantized
 from reshard.training.trl.arithmetic import plan_instead
 from reshard.training.trl.methods import WAYS
-from reshard.transfer.sources import Sources
 
 _PLAN = "reshard shards the model itself, and asserts the result"
 REFUSED: dict[str, tuple[str, str]] = {
@@ -267,7 +265,7 @@ def _quantized(run: Run, typed: Mapping[str, Any]) -> list[Problem]:
 def _language_config(folder: Path) -> Mapping[str, Any]:
     """The language model's config of a folder; empty if it cannot be read, which is reported for the folder."""
     with suppress(OSError, ReshardError):
-        return language_config(read_object(folder / CONFIG, Sources()))
+        return language_config(config_of(folder))
     return {}
 
 

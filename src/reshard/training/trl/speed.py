@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from reshard.folders.companions import read_object
 from reshard.training.engine import Batches, Precision
 from reshard.training.memory.activations import Widths
 from reshard.training.planning.speed import Traffic, Work, flops_of_token, passes
-from reshard.training.run import Run
+from reshard.training.run import Run, config_of
 from reshard.training.trl.config_fields import options_of
 from reshard.training.trl.memory import Sizes, sequences_of, sizes_of
-from reshard.transfer.sources import Sources
 
 
 def work_of(run: Run, batches: Batches, precision: Precision, world_size: int) -> Work:
     """The work of one GPU in a step. Raises ReshardError for a config without sizes."""
     options = options_of(run)
-    sizes, widths = sizes_of(run, options), Widths.of(read_object(run.model / "config.json", Sources()))
+    sizes, widths = sizes_of(run, options), Widths.of(config_of(run.model))
     tp = run.layout.tp
     micro = batches.per_device * sequences_of(run) * batches.length
     forward = flops_of_token(widths, batches.length)
