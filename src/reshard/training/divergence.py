@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.training.base import assert_finite_base
-from reshard.training.collective import anywhere, everyone
+from reshard.training.collective import anywhere, everyone, place
 
 RECORDS = 4
 """Maximum number of records named per rank."""
@@ -91,6 +90,23 @@ def assert_finite(step: int, parameters: Iterable[tuple[str, Any]], model: Path)
         found=f"step {step}: " + ", ".join(f"{name} on rank {rank}" for name, rank in names.items()),
         remedy=_REMEDY,
     )
+
+
+def assert_finite_base(model: Path) -> None:
+    """Raise ReshardError if weights of the base are NaN or infinite. All ranks must call it; each reads a part.
+
+    It is called once the loss is not finite, so that healthy runs do not read their base twice.
+    """
+    from reshard.guard.finite import damaged, nonfinite  # with all formats, and only if a loss is not finite
+
+    rank, ranks = place()
+    try:
+        mine = nonfinite(model, rank, ranks)
+    except (OSError, ReshardError):  # it was removed after the run began
+        mine = []
+    found = sorted(name for _, names in everyone(mine) for name in names)
+    if found:
+        raise ReshardError(damaged(model, found))
 
 
 def _local(parameter: Any) -> Any:

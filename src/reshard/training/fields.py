@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -177,7 +177,7 @@ def typed(value: Any, hint: Any) -> Any:
     several = not isinstance(value, str) or any(mark in value for mark in ", [")
     # Any word is a string, and a list of one.
     for member in sorted(_members(hint), key=lambda each: (_is_list(each) != several, each is str)):
-        with suppress(TypeError, ValueError):
+        with suppress(KeyError, TypeError, ValueError):
             return _as(value, member)
     raise ValueError(value)
 
@@ -188,7 +188,7 @@ def _is_list(member: Any) -> bool:
 
 def _as(value: Any, member: Any) -> Any:
     if get_origin(member) is Literal:
-        return next(each for each in _or_error(get_args(member), value) if str(each) == str(value))
+        return {str(each): each for each in get_args(member)}[str(value)]
     if _is_list(member):
         (inner, *_) = get_args(member) or (str,)
         several = [typed(each, inner) for each in _several(value)]
@@ -200,12 +200,6 @@ def _as(value: Any, member: Any) -> Any:
     if member is int and float(value) != int(float(value)):
         raise ValueError(value)
     return int(float(value)) if member is int else member(value)
-
-
-def _or_error(choices: Collection[Any], value: Any) -> Collection[Any]:
-    if str(value) not in map(str, choices):
-        raise ValueError(value)
-    return choices
 
 
 def _several(value: Any) -> list[Any]:
