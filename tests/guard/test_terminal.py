@@ -198,3 +198,9 @@ def test_the_log_keeps_lines_with_times_and_streams(tmp_path: Path) -> None:
     )
     lines = sorted(each.split(" ", 1)[1] for each in (log / "output.log").read_text().splitlines())
     assert lines == ["stderr F warning", "stdout F 30%", "stdout F no end"]
+
+
+def test_the_command_inherits_descriptors() -> None:
+    line = f"{shlex.join(GUARD)} cat <(echo from a descriptor)"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, check=True, timeout=60)
+    assert done.stdout == b"from a descriptor\n"

@@ -100,7 +100,13 @@ def started(
     ends_with_this = partial(end_with_parent, signal.SIGTERM, os.getpid())
     try:
         process = subprocess.Popen(
-            words, env=environment, cwd=folder, stdout=out, stderr=err, preexec_fn=ends_with_this
+            words,
+            env=environment,
+            cwd=folder,
+            stdout=out,
+            stderr=err,
+            close_fds=False,  # a shell's <(…) is a descriptor
+            preexec_fn=ends_with_this,
         )
     except OSError as error:
         raise ReshardError([_not_started(words[0], error)]) from error
