@@ -204,3 +204,15 @@ def test_the_command_inherits_descriptors() -> None:
     line = f"{shlex.join(GUARD)} cat <(echo from a descriptor)"
     done = subprocess.run(["bash", "-c", line], capture_output=True, check=True, timeout=60)
     assert done.stdout == b"from a descriptor\n"
+
+
+def test_output_to_a_pipe_that_does_not_block_is_complete() -> None:
+    source, target = os.pipe()
+    os.set_blocking(target, False)
+    code = "for number in range(40_000): print('line', number)"
+    with subprocess.Popen([*GUARD, PYTHON, "-c", code], stdout=target) as guard:
+        os.close(target)
+        time.sleep(3)  # the pipe is full
+        with os.fdopen(source, "rb") as file:
+            lines = file.read().splitlines()
+    assert (guard.returncode, len(lines), lines[-1]) == (0, 40_000, b"line 39999")

@@ -13,6 +13,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import termios
 import time
 import tty
@@ -82,10 +83,8 @@ class Stream:
         if self.target is None:
             return True
         self.at_start = content.endswith(b"\n")
-        left = memoryview(content)
         try:
-            while left:
-                left = left[os.write(self.target, left) :]
+            _write(self.target, memoryview(content))
         except OSError:
             return False
         return True
@@ -165,6 +164,15 @@ class Relay:
         lines = (start + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in whole)
         with suppress(OSError):  # a full disk is the command's to report
             os.write(self._file, b"".join(lines))
+
+
+def _write(target: int, content: memoryview) -> None:
+    """Write all of it, also where another program has made the target non-blocking."""
+    while content:
+        with suppress(BlockingIOError):
+            content = content[os.write(target, content) :]
+        if content:
+            select.select([], [target], [])
 
 
 def _appended(log: Path) -> int:
