@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from reshard.guard.relay import Relay
+
 RESHARD = str(Path(sys.executable).with_name("reshard"))
 GUARD = (RESHARD, "guard", "--quiet", "--no-check", "--")
 PYTHON = sys.executable
@@ -216,3 +218,26 @@ def test_output_to_a_pipe_that_does_not_block_is_complete() -> None:
         with os.fdopen(source, "rb") as file:
             lines = file.read().splitlines()
     assert (guard.returncode, len(lines), lines[-1]) == (0, 40_000, b"line 39999")
+
+
+def test_a_line_without_an_end_is_looked_at_once_it_has_settled(tmp_path: Path) -> None:
+    source, into = os.pipe()
+    relay = Relay.kept(tmp_path / "log", source)
+    os.write(into, b"10%\r20%")
+    assert [line.text for line in relay.move(relay.streams[0])] == ["10%"]
+    assert [[line.text for line in relay.settled()] for _ in range(3)] == [[], ["20%"], []]
+    os.write(into, b"\r30%\n")
+    assert [line.text for line in relay.move(relay.streams[0])] == ["30%"]
+    relay.close()
+    os.close(into)
+
+
+def test_of_a_flood_the_losses_and_the_last_lines_are_looked_at(tmp_path: Path) -> None:
+    source, into = os.pipe()
+    relay = Relay.kept(tmp_path / "log", source)
+    os.write(into, b"".join([b"step 1 loss nan\n", *(b"record %d\n" % number for number in range(4000))]))
+    first, *others = [line.text for line in relay.move(relay.streams[0])]
+    assert first == "step 1 loss nan" and others[-1] == "record 3999" and len(others) < 100
+    assert len((tmp_path / "log").read_text().splitlines()) == 4001
+    relay.close()
+    os.close(into)

@@ -27,6 +27,9 @@ from reshard.guard.watching import Line
 LONGEST = 1 << 16
 """Bytes after which a line without an end is taken for a line."""
 CHUNK = 1 << 16
+LAST = 32
+"""Lines of a chunk that are looked at, besides those with a loss: to look at each would slow a command that prints
+megabytes in a second."""
 _RANK = re.compile(r"\[(?:rank|default)(\d+)\]:")
 """What torch and torchrun --tee put before the lines of a rank."""
 _ENDS = re.compile(rb"[\r\n]")
@@ -46,6 +49,10 @@ class Stream:
     """A line that has no end yet."""
     state: bytes = b""
     """The same since it was last redrawn."""
+    seen: bytes = b""
+    """The state when `settled` was last called."""
+    told: bytes = b""
+    """The state that it has returned."""
     at_start: bool = True
     """Whether the last byte that was passed on ended a line."""
 
@@ -141,6 +148,15 @@ class Relay:
             return self._lines(stream, b"\n" if stream.begun else b"")
         return []
 
+    def settled(self) -> list[Line]:
+        """Lines without an end, such as progress bars, that have not changed since the last call; each once."""
+        settled = [stream for stream in self.streams if stream.state == stream.seen != stream.told]
+        for stream in self.streams:
+            stream.seen = stream.state
+        for stream in settled:
+            stream.told = stream.state
+        return [_line(each.name, time.time(), each.state) for each in settled if each.state.strip()]
+
     def close(self) -> None:
         """Close what is open."""
         for stream in self.streams:
@@ -155,7 +171,10 @@ class Relay:
             whole, stream.begun = [*whole, stream.begun], b""
         self._keep(stream, now, whole)
         *states, stream.state = _ENDS.split(stream.state[-LONGEST:] + content)
-        return [_line(stream.name, now, state) for state in states if state.strip()]
+        states = states[1:] if states[:1] == [stream.told] else states
+        stream.told = b""
+        flood = (state for state in states[:-LAST] if b"loss" in state)
+        return [_line(stream.name, now, state) for state in (*flood, *states[-LAST:]) if state.strip()]
 
     def _keep(self, stream: Stream, now: float, whole: list[bytes]) -> None:
         """Write lines to the log. Of a line that redraws itself, it keeps the last state."""

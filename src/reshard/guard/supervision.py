@@ -19,7 +19,7 @@ from reshard.guard.lifetime import end_with_parent
 from reshard.guard.passing import Signals
 from reshard.guard.processes import Processes, Tree
 from reshard.guard.relay import Relay, Stream
-from reshard.guard.watching import Notice, Watcher
+from reshard.guard.watching import Line, Notice, Watcher
 
 TICK = 1.0
 """Seconds between two looks at the processes."""
@@ -171,12 +171,15 @@ class _Supervision:
                 self._move(key.data)
 
     def _move(self, stream: Stream) -> None:
-        for line in self.relay.move(stream):
-            for watcher in self.watchers:
-                self._tell(watcher.line(line))
+        self._look_at(self.relay.move(stream))
         if stream not in self.relay.streams:
             self.selector.unregister(stream.source)
             stream.close()
+
+    def _look_at(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            for watcher in self.watchers:
+                self._tell(watcher.line(line))
 
     def _hear(self) -> None:
         for number in self.signals.come():
@@ -192,6 +195,7 @@ class _Supervision:
             self.deadline = until if self.deadline is None else min(until, self.deadline)
 
     def _tick(self) -> None:
+        self._look_at(self.relay.settled())
         self.processes = self.tree.snapshot()
         for watcher in self.watchers:
             self._tell(watcher.tick(time.time(), self.processes))
