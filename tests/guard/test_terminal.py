@@ -241,3 +241,17 @@ def test_of_a_flood_the_losses_and_the_last_lines_are_looked_at(tmp_path: Path) 
     assert len((tmp_path / "log").read_text().splitlines()) == 4001
     relay.close()
     os.close(into)
+
+
+def test_a_second_run_with_the_same_log_folder_has_a_log_of_its_own(tmp_path: Path) -> None:
+    for code in ("raise MemoryError('old')", "print('new')"):
+        words = [*GUARD[:-1], "--log", str(tmp_path / "log"), "--", PYTHON, "-c", code]
+        subprocess.run(words, capture_output=True, check=False, timeout=60)
+    second = [path.read_text() for path in (tmp_path / "log").glob("*/output.log")]
+    assert len(second) == 1 and "new" in second[0] and "old" not in second[0]
+
+
+def test_a_log_that_cannot_be_created_is_refused_with_its_option(tmp_path: Path) -> None:
+    (tmp_path / "reshard-guard").touch()
+    done = subprocess.run([*GUARD, "true"], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2 and "choose another one: --log DIR" in done.stderr

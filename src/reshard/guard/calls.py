@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,16 @@ def guarded(
     """Run a command under guard, with its stdout on the descriptor `stdout`. Raises ReshardError if it is refused."""
     command = read_command(words, os.environ, Path.cwd())
     checked = _checked(command, Screen(quiet=quiet)) if options.check else Checked()
-    folder = _folder_for(options)
+    try:
+        folder = _folder_for(options)
+    except OSError as error:
+        raise ReshardError(
+            "log-not-writable",
+            "the folder for the log cannot be created",
+            file=str(error.filename or options.log or HOME),
+            found=error.strerror,
+            remedy="choose another one: --log DIR",
+        ) from error
     ran = _ran(command, checked, options, folder / LOG)
     relay = Relay.of(folder / LOG, stdout=stdout)
     screen = Screen(relay, quiet=quiet)
@@ -121,12 +131,19 @@ def watchers_of(options: Options, folder: Path, environment: dict[str, str]) -> 
 
 
 def _folder_for(options: Options) -> Path:
-    """The folder for the log. A new one is inside of one with a .gitignore, since it is in the middle of a project."""
+    """The folder for the log. In the middle of a project, it is inside of one with a .gitignore.
+
+    If `--log` contains the log of another run, which may still go on, it is a new one in there.
+    """
+    home = (options.log or Path(HOME)).absolute()
     if options.log:
-        options.log.mkdir(parents=True, exist_ok=True)
-        return options.log.absolute()
-    home = Path(HOME).absolute()
+        home.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (home / LOG).touch(exist_ok=False)
+            return home
     folder = home / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}"
     folder.mkdir(parents=True)
+    if options.log:
+        return folder
     (home / ".gitignore").write_text("*\n", encoding="utf-8")
     return folder
