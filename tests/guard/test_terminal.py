@@ -255,3 +255,25 @@ def test_a_log_that_cannot_be_created_is_refused_with_its_option(tmp_path: Path)
     (tmp_path / "reshard-guard").touch()
     done = subprocess.run([*GUARD, "true"], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2 and "choose another one: --log DIR" in done.stderr
+
+
+def test_ctrl_c_during_the_report_keeps_the_exit_status() -> None:
+    code = "import os; print(os.getpid(), flush=True); raise SystemExit(7)"
+    with subprocess.Popen(
+        [*GUARD, PYTHON, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as guard:
+        assert guard.stdout and guard.stderr
+        child = Path(f"/proc/{int(guard.stdout.readline())}")
+        while child.exists():
+            time.sleep(0.02)
+        time.sleep(0.3)  # the report takes a second
+        guard.send_signal(signal.SIGINT)
+        said = guard.stderr.read()
+    assert guard.returncode == 7 and b"nothing was changed" not in said
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_command_may_remove_the_log(tmp_path: Path, status: int) -> None:
+    code = f"echo hi; rm -r reshard-guard; exit {status}"
+    done = subprocess.run([*GUARD, "bash", "-c", code], capture_output=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, b"error: the system" in done.stderr) == (status, b"hi\n", False)

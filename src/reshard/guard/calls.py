@@ -62,9 +62,16 @@ def guarded(
     kills = oom_kills()
     start = partial(started, starts, environment, command.folder, relay)
     outcome = supervise(start, relay, watchers, screen.say)
-    report = ended(replace(ran, oom_kills=oom_kills() - kills), outcome, options, screen.print)
-    report = _among_nodes(report, command, options, screen)
-    put(folder / REPORT, report.as_dict(language))
+    try:
+        report = ended(replace(ran, oom_kills=oom_kills() - kills), outcome, options, screen.print)
+        report = _among_nodes(report, command, options, screen)
+    except KeyboardInterrupt:
+        if not outcome.status:
+            raise
+        screen.print(f"interrupted; to explain the run: reshard doctor {folder / LOG}")
+        report = Report(outcome, folder / LOG, ran.output or ran.folder)
+    with suppress(OSError):  # the disk may be full, and the folder gone
+        put(folder / REPORT, report.as_dict(language))
     if report.status or not quiet:
         report.print(screen.console, language)
     return report

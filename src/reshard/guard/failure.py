@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,11 @@ def _row(finding: Finding, language: str) -> dict[str, Any]:
 
 def read_failure(log: Path, seen: Seen) -> Failure:
     """The failure in the log of all ranks."""
-    with log.open("rb") as file:
+    content = ""
+    with (
+        suppress(FileNotFoundError),
+        log.open("rb") as file,
+    ):  # the command may have cleaned the working folder
         size = file.seek(0, 2)
         file.seek(max(size - LARGEST, 0))
         content = without_times(file.read().decode("utf-8", "replace"))

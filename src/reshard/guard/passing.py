@@ -89,13 +89,15 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.restore()
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup)
         if self._is_main and not self._apart:
             os.kill(self._sentinel, signal.SIGKILL)
             os.waitpid(self._sentinel, 0)
             os.close(self._group)
         for each in (self.descriptor, self._into):
             os.close(each)
+        self.restore()  # last: from now on, Ctrl-C raises KeyboardInterrupt
 
 
 def signal_name(number: int) -> str:
