@@ -277,3 +277,18 @@ def test_a_command_may_remove_the_log(tmp_path: Path, status: int) -> None:
     code = f"echo hi; rm -r reshard-guard; exit {status}"
     done = subprocess.run([*GUARD, "bash", "-c", code], capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, b"error: the system" in done.stderr) == (status, b"hi\n", False)
+
+
+def test_ranks_that_outlive_their_launcher_are_named(tmp_path: Path) -> None:
+    sleeps = f"{PYTHON} -c 'import time; time.sleep(50)'"
+    code = f"RANK=0 {sleeps} & RANK=1 {sleeps} & sleep 4; kill -KILL $$"
+    with (tmp_path / "screen").open("w+") as screen:
+        status = subprocess.run(
+            [*GUARD, "bash", "-c", code], stdout=screen, stderr=screen, check=False
+        ).returncode
+        screen.seek(0)
+        line = next(line for line in screen if line.startswith("ranks that still run"))
+    pids = [int(word) for word in line.split(" kill ")[1].split()]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert (status, len(pids)) == (128 + 9, 2)

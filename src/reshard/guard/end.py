@@ -30,6 +30,7 @@ WORDS = {
         "elsewhere": "{} on node {} {}: {}",
         "there": "the guard of that node says why",
         "log": "all that the command printed: {}",
+        "left": "ranks that still run, and hold their GPUs and ports: kill {}",
         "interrupted": "the command was ended by {}",
         "last": "the last complete checkpoint: {}",
         "older": "the last complete checkpoint is from before this start: {}",
@@ -44,6 +45,7 @@ WORDS = {
         "elsewhere": "{}（节点 {}）{}：{}",
         "there": "原因见该节点上的 guard",
         "log": "命令的全部输出：{}",
+        "left": "仍在运行、占用 GPU 和端口的 rank：kill {}",
         "interrupted": "命令被 {} 结束",
         "last": "最近的完整检查点：{}",
         "older": "最近的完整检查点早于这次启动：{}",
@@ -162,6 +164,8 @@ class Report:
             yield words["there"]
         if self.outcome.signal and not self.failure:
             yield words["interrupted"].format(signal_name(self.outcome.signal))
+        if self.outcome.status and self.outcome.left:
+            yield words["left"].format(" ".join(map(str, self.outcome.left)))
         if self.outcome.status and self.log:
             yield words["log"].format(shown(str(self.log)))
         if self.saved is not None:

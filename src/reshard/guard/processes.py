@@ -88,6 +88,11 @@ class Tree:
         self._told = {pid: self._ask(pid) for pid in own}
         return self._ranked({pid: replace(each, command=self._told[pid][2]) for pid, each in own.items()})
 
+    def lives(self, pid: int) -> bool:
+        """Whether a process has not ended."""
+        process = self._process(pid)
+        return process is not None and process.state != "Z"
+
     def _process(self, pid: int) -> Process | None:
         with suppress(OSError, ValueError, IndexError):
             # The name may contain anything, so fields are counted after its last parenthesis: proc_pid_stat(5).

@@ -158,7 +158,7 @@ class _Supervision:
         self.outcome.status = code if code >= 0 else 128 - code
         self.outcome.signal = self.signals.first
         self.outcome.left = tuple(
-            pid for pid, each in self.processes.items() if each.rank is not None and _lives(pid)
+            pid for pid, each in self.processes.items() if each.rank is not None and self.tree.lives(pid)
         )
         return self.outcome
 
@@ -224,11 +224,3 @@ class _Supervision:
                 self._wait(TICK)
             os._exit(0)
         self.relay.close()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
