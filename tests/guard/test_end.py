@@ -170,6 +170,7 @@ def test_a_good_run_without_a_checkpoint_does_not_pass_for_final(tmp_path: Path)
     (tmp_path / "output.log").touch()
     report = ended(ran(tmp_path), Outcome(), Options(final=tmp_path / "final"))
     assert report.status == 1 and "no checkpoint with complete weights was found" in printed(report)
+    assert "kept as" not in printed(report), "no folder was made"
 
 
 def test_a_good_run_imports_nothing_more() -> None:

@@ -194,7 +194,8 @@ class Report:
             yield f"{'✓' if check.right else '✗'} {check.name}: {check.found}"
             for _, alike in groupby(check.problems, lambda problem: problem.code):
                 yield from _together(list(alike))
-        yield words["final" if self.final.whole else "unchecked"].format(self.final.final)
+        if self.final.final.is_dir():
+            yield words["final" if self.final.whole else "unchecked"].format(self.final.final)
 
 
 def _print(lines: Iterable[str], console: Console) -> None:

@@ -95,7 +95,8 @@ def missing(place: Path, where: Path) -> Finished:
         file=str(where),
         remedy="pass the folder of its checkpoints: --output DIR",
     )
-    return Finished(place, None, (Check("checkpoint", problem.message, (problem,)),))
+    draft = place.with_name(place.name + UNCHECKED)
+    return Finished(draft, None, (Check("checkpoint", problem.message, (problem,)),))
 
 
 def _checks(found: Found, draft: Path, ask: Ask) -> Iterator[Check]:
