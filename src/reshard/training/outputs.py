@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.folders.companions import RECORD as WRITTEN
 from reshard.guard.complete import RECORD
 from reshard.training.engines import MODULES, engine_named
 from reshard.training.run import Run
@@ -43,6 +42,8 @@ def there(run: Run) -> list[Path]:
 
 def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
     """Problems of the output for a new run."""
+    from reshard.folders.companions import RECORD as WRITTEN  # which imports numpy, and --help needs none
+
     found = there(run)
     if (run.output / WRITTEN).is_file():
         yield Problem(
