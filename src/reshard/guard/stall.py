@@ -202,7 +202,8 @@ class Stall:
             return True
         idle = self._activity.idle(now, processes.values())
         settled = min(silent - self.limits.look, idle) >= self.limits.look
-        return settled and not look.asking and self._is_alone(look, processes)
+        ends = bool(look.gone) and look.gone == self._pids.keys()  # the launcher is the last to end
+        return settled and not ends and not look.asking and self._is_alone(look, processes)
 
     def _outlasts(self, now: float, silent: float) -> bool:
         """Whether the silence is too long whatever the processes do: without a line of output, or bytes of files."""
