@@ -120,7 +120,7 @@ def test_the_command_that_is_shown_continues_to_the_same_losses_and_the_folder_l
     options = Options(final=again / "final", base=again / "model")
     notes: list[str] = []
     report = ended(ran(again), resumed, options, notes.append)
-    assert len(notes) == 1 and "checkpoint-4 to " in notes[0], "what takes long is announced"
+    assert len(notes) == 1 and notes[0].startswith("converting "), "what takes long is announced"
     assert report.status == 0 and report.final and report.final.whole, report.final and report.final.problems
     assert "✓ loads strictly" in printed(report)
     assert report.as_dict()["final"]["whole"]
