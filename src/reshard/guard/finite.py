@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.commands.conversion import Conversion
 from reshard.formats import open_checkpoint
 from reshard.transfer.elements import count_nonfinite
 from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+
+if TYPE_CHECKING:
+    from reshard.commands.conversion import Conversion
 
 WINDOW = 1 << 22
 """Elements that are read at a time."""
