@@ -64,13 +64,20 @@ def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Ru
     assert "进程被外部信号终止" in text
 
 
+def test_a_single_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Run]) -> None:
+    """No torchrun reports it."""
+    text = failed(make_run(fail="kill", at=2, ranks=Ranks(nproc=1)))
+    assert "the command failed" in text and "killed by SIGKILL" in text and "--resume" in text
+    assert "error: A process was killed from outside (killed-by-signal" in text
+
+
 def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[..., Run]) -> None:
     process = start(make_run(steps=1000, seconds=0.05))
     (torchrun,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(torchrun), signal.SIGKILL)
     shown = process.communicate(timeout=60)[1]
     assert process.returncode == 1
-    assert "torchrun was killed by SIGKILL" in shown and "--resume" in shown
+    assert "the parent of the ranks was killed by SIGKILL" in shown and "--resume" in shown
     assert "failed first" not in shown
 
 

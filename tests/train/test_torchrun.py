@@ -16,7 +16,7 @@ from reshard.guard.lifetime import children
 from reshard.training.launching import launch
 from reshard.training.launching.ending import Screen
 from reshard.training.run import Ranks, Run
-from tests.train.launches import REPOSITORY, is_alive, until
+from tests.train.launches import REPOSITORY, is_alive, pids, start, until
 
 Make = Callable[..., Run]
 LOOKING = """
@@ -36,8 +36,9 @@ def leftovers(folder: Path) -> list[Path]:
     return [*folder.rglob(".reshard-train-*")]
 
 
-def test_a_run_that_is_refused_leaves_nothing_behind(make_run: Make, tmp_path: Path) -> None:
-    run = make_run(ranks=Ranks(nproc=1))
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_that_is_refused_leaves_nothing_behind(nproc: int, make_run: Make, tmp_path: Path) -> None:
+    run = make_run(ranks=Ranks(nproc=nproc))
     started = launch.ahead(run)
     assert started and leftovers(tmp_path)
     with started:
@@ -70,6 +71,22 @@ def test_a_launcher_that_ends_while_it_looks_leaves_nothing_behind(
         os.kill(looking.pid, sent)
     until(lambda: not any(map(is_alive, [torchrun, *ranks])))
     until(lambda: not leftovers(tmp_path))
+
+
+def test_a_single_rank_is_started_without_torchrun_and_ends_with_the_launcher(
+    make_run: Make, tmp_path: Path
+) -> None:
+    run = make_run(ranks=Ranks(nproc=1), steps=1000, seconds=0.05)
+    process = start(run)
+    rank, child = pids(run.output)
+    words = Path(f"/proc/{rank}/cmdline").read_text().split("\0")
+    (parent,) = children(process.pid)
+    assert "torch.distributed.run" not in [*words, *Path(f"/proc/{parent}/cmdline").read_text().split("\0")]
+    assert [*children(parent)] == [rank]
+    process.kill()
+    until(lambda: not any(map(is_alive, [parent, rank])))
+    until(lambda: not leftovers(tmp_path))
+    os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.slow

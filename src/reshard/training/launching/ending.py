@@ -85,14 +85,20 @@ def resuming(run: Run, place: Place | None) -> str:
     return f"{place.launcher} … {words}" if place else words
 
 
-def failure_of_ranks(run: Run, log: Path, status: int) -> Failure:
-    """Why the ranks failed, from their log; or the signal that ended torchrun, and all ranks with it."""
+def failure_of_ranks(run: Run, log: Path, status: int, *, ranks: int = 0) -> Failure:
+    """Why the ranks failed, from their log; or the signal that ended their parent, and all ranks with it.
+
+    `ranks` is their number, 0 if unknown, and `status` that of their parent.
+    """
     from reshard.guard.failure import Failure, Seen, read_failure
     from reshard.guard.passing import signal_name
 
     if status < 0:
-        return Failure("torchrun", ("all ranks have ended",), (), f"was killed by {signal_name(-status)}")
-    return read_failure(log, Seen(frozenset({"reshard"}), _scripts(run), run.output))
+        return Failure(
+            "the parent of the ranks", ("all have ended",), (), f"was killed by {signal_name(-status)}"
+        )
+    seen = Seen(frozenset({"reshard"}), _scripts(run), run.output, ranks=ranks, status=status)
+    return read_failure(log, seen)
 
 
 def failure_of_rank(run: Run, rank: int, error: Exception) -> Failure | None:

@@ -39,7 +39,7 @@ from reshard.training import signals
 from reshard.training.launching.ending import Screen, end, failure_of_rank, failure_of_ranks, print_end
 from reshard.training.launching.places import Place, forget, place_of
 from reshard.training.launching.provenance import record_of
-from reshard.training.launching.torchrun import Torchrun
+from reshard.training.launching.torchrun import TORCHRUN, Torchrun
 from reshard.training.planning.gpus import gpu_count
 from reshard.training.run import Run
 from reshard.training.show import trackers
@@ -78,8 +78,10 @@ def leads(run: Run) -> bool:
 
 def command(run: Run) -> list[str]:
     """The command that starts the ranks of this node. Raises ReshardError if nodes could not find each other."""
-    ranks = run.ranks
-    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes(run)}"]
+    ranks, record = run.ranks, str(run.output / of_node(run, RECORD))
+    if _is_alone(run):
+        return [sys.executable, "-m", WORKER, record]
+    words = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={processes(run)}"]
     if ranks.nnodes == 1:  # by address, because a host's own name may not resolve; port 0 selects a free port
         words += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     else:
@@ -87,7 +89,12 @@ def command(run: Run) -> list[str]:
         words += [f"--nnodes={ranks.nnodes}", f"--node-rank={ranks.node_rank}"]
         words += [f"--master-addr={host}", f"--master-port={port}"]
     words += [f"--max-restarts={ranks.max_restarts}"] if ranks.max_restarts else []
-    return [*words, "--tee=3", "-m", WORKER, str(run.output / of_node(run, RECORD))]
+    return [*words, "--tee=3", "-m", WORKER, record]
+
+
+def _is_alone(run: Run) -> bool:
+    """Whether the run has one rank, which is not restarted: it needs no torchrun."""
+    return processes(run) == run.ranks.nnodes == 1 and not run.ranks.max_restarts
 
 
 def _rendezvous(run: Run) -> tuple[str, int]:
@@ -313,7 +320,7 @@ def _told(run: Run, status: int, ranks: _Ranks, screen: Screen) -> int:
     if status == 0 and (run.ranks.node_rank > 0 or (run.output / TRAINED).is_file()):
         end(run, "trained")
         return 0
-    failure = failure_of_ranks(run, log, status)
+    failure = failure_of_ranks(run, log, status, ranks=int(_is_alone(run)))
     end(run, "failed", failure, screen.language)
     print_end(run, failure, screen, log)
     return FAILED

@@ -2,9 +2,9 @@
 
 The first rank goes on with the preflight, so that the launcher need not import the same packages.
 
-This module is run instead of torchrun. It gives the ranks a pipe as standard input, from which each reads a byte before
-it reads anything else (`wait`), which `Torchrun.go` fills. If that never happens, the ranks end with torchrun, and
-torchrun with the launcher.
+This module is run instead of torchrun, whose import takes a second: it starts a single rank by itself. It gives the
+ranks a pipe as standard input, from which each reads a byte before it reads anything else (`wait`), which `Torchrun.go`
+fills. If that never happens, the ranks end with this module, and this module with the launcher.
 """
 
 from __future__ import annotations
@@ -28,12 +28,21 @@ from reshard.base.plain import put
 from reshard.guard.announce import FOLDER
 from reshard.guard.complete import RECORD
 from reshard.guard.lifetime import end_with_parent
-from reshard.training.engines import engine_of
-from reshard.training.run import Run
 
 if TYPE_CHECKING:
     from reshard.training.outlook import Preflight
+    from reshard.training.run import Run
 
+TORCHRUN = "torch.distributed.run"
+ALONE = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # any free port
+}
+"""The variables that torchrun gives to a single rank."""
+PATIENCE = 30.0
+"""Seconds that a rank gets to end after SIGTERM, as from torchrun."""
 POLL = 0.02
 """Seconds between two looks for the result of the first rank."""
 GATE = "_RESHARD_GATE"
@@ -60,7 +69,7 @@ class Torchrun:
         run: Run | None = None,
         looking: bytes | None = None,
     ) -> Torchrun:
-        """Start `python -m torch.distributed.run …` with a folder in `near`; the ranks of `run` import meanwhile.
+        """Start `python -m MODULE …`, torchrun or a rank, with a folder in `near`; the ranks of `run` import meanwhile.
 
         Raises OSError if `near` is not writable.
         """
@@ -71,7 +80,7 @@ class Torchrun:
             (folder / LOOKING).write_bytes(looking)
         output, end = os.pipe()
         process = subprocess.Popen(
-            [words[0], "-m", "reshard.training.launching.torchrun", str(folder), *words[3:]],
+            [words[0], "-m", "reshard.training.launching.torchrun", str(folder), *words[2:]],
             stdin=subprocess.PIPE,
             stdout=end,
             stderr=subprocess.STDOUT,
@@ -138,6 +147,9 @@ def _use(folder: Path) -> None:
     """Import what the run needs; and in the first rank, go on with its preflight."""
     looking, found = folder / LOOKING, None
     with suppress(Exception):  # it is reported when it matters
+        from reshard.training.engines import engine_of
+        from reshard.training.run import Run
+
         run = Run.read(folder)
         if engine_of(run).warm(run) and os.environ["RANK"] == "0" and looking.exists():
             found = pickle.loads(looking.read_bytes()).further()
@@ -147,10 +159,12 @@ def _use(folder: Path) -> None:
         partial.replace(folder / LOOKED)
 
 
-def main(folder: Path, words: Sequence[str]) -> None:
-    """Run torchrun, and remove its folder at the end."""
+def main(folder: Path, module: str, words: Sequence[str]) -> None:
+    """Run torchrun, or a single rank, and remove the folder at the end."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # until torchrun has its own
     try:
+        if module != TORCHRUN:
+            sys.exit(_run_alone(module, words))
         from torch.distributed.run import main as torchrun
 
         torchrun([f"--log-dir={folder}", *words])
@@ -158,5 +172,21 @@ def main(folder: Path, words: Sequence[str]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _run_alone(module: str, words: Sequence[str]) -> int:
+    """Run a single rank. Returns its exit status, as in a shell."""
+    rank = subprocess.Popen(
+        [sys.executable, "-m", module, *words], env={**os.environ, **ALONE}, start_new_session=True
+    )
+    try:
+        code = rank.wait()
+    except SystemExit:
+        rank.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            rank.wait(PATIENCE)
+        rank.kill()
+        raise
+    return code if code >= 0 else 128 - code
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
