@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
 from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.guard.complete import RECORD, SAVED, note_files
-from reshard.stores.hub import name_of, url_of
+from reshard.stores.hub import name_of
 from reshard.training.run import Run
 from reshard.training.trl import weights
 from reshard.training.trl.devices import rank
@@ -173,32 +172,6 @@ def _checkpoints(output: Path) -> list[Path]:
     """The checkpoint folders, the latest last."""
     found = [each for each in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", each.name)]
     return sorted(found, key=lambda folder: int(folder.name.split("-")[1]))
-
-
-def resumable(run: Run, checkpoint: Path) -> None:
-    """Raise ReshardError if the checkpoint is from a different kind of run."""
-    before = Run.read(checkpoint)
-    pairs = {
-        "method": (before.method, run.method),
-        "--lora": (before.lora, run.lora),
-        "--model": (url_of(before.model), url_of(run.model)),
-        "--parallel": (before.parallel, run.parallel),
-        "--tp": (before.layout.tp, run.layout.tp),
-    }
-    problems = [
-        Problem(
-            "resumed-weights-differ",
-            "the checkpoint belongs to another run",
-            file=str(checkpoint),
-            expected=f"{name} {old}",
-            found=str(new),
-            remedy="resume with the options of the run, or start another run in another folder",
-        )
-        for name, (old, new) in pairs.items()
-        if old != new
-    ]
-    if problems:
-        raise ReshardError(problems)
 
 
 def save_optimizer(model: Any, optimizer: Any, folder: Path) -> None:

@@ -13,7 +13,7 @@ from reshard.training.final.dtype import final_dtype
 from reshard.training.reading import reading
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
-from reshard.training.trl import arithmetic, checks, devices, loading, saving, vision, weights
+from reshard.training.trl import arithmetic, checks, devices, loading, vision, weights
 from reshard.training.trl.arguments import arguments_of
 from reshard.training.trl.callback import callback_of
 from reshard.training.trl.config_fields import options_of
@@ -53,7 +53,6 @@ def _checkpoint(run: Run, monitor: Metrics) -> Path | None:
     if checkpoint is None:
         monitor.note("there is no complete checkpoint: training starts from the beginning")
     else:
-        saving.resumable(run, checkpoint)
         monitor.note(f"continues from {checkpoint.name}")
     return checkpoint
 
