@@ -177,52 +177,49 @@ def _checkpoints(output: Path) -> list[Path]:
 def save_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
     """Write the state of an optimizer over sharded parameters, each rank its shard. All ranks must call it."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(_straight(state), checkpoint_id=folder / OPTIMIZER)
+    dcp.save(_straight(_state_of(model, optimizer)), checkpoint_id=folder / OPTIMIZER)
 
 
 def load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
     """Read what `save_optimizer` wrote, on any number of ranks. All ranks must call it."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = _state_of(model, optimizer)
     loaded = _straight(state)
     dcp.load(loaded, checkpoint_id=folder / OPTIMIZER)
     set_optimizer_state_dict(model, optimizer, _placed(loaded, state)["optimizer"])
 
 
+def _state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return {"optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
 def _straight(state: Any) -> Any:
-    """A state in which each rank has one contiguous shard of each tensor.
+    """A state in which each rank has one contiguous shard of each tensor; those that have share their memory with it.
 
     Shards of packed layers (gate and up in one tensor) consist of two parts, which torch 2.13 writes as if they were
     one.
     """
     from torch.distributed.tensor import DTensor, Shard
-    from torch.utils._pytree import tree_map
+    from torch.utils._pytree import tree_map_only
 
     def straight(value: Any) -> Any:
-        if not isinstance(value, DTensor) or all(
-            type(each).__name__ != "_StridedShard" for each in value.placements
-        ):
-            return value
         return value.redistribute(
-            placements=[Shard(p.dim) if hasattr(p, "dim") else p for p in value.placements]
+            placements=[Shard(each.dim) if hasattr(each, "dim") else each for each in value.placements]
         )
 
-    return tree_map(straight, state)
+    return tree_map_only(DTensor, straight, state)
 
 
 def _placed(loaded: Any, like: Any) -> Any:
     """The inverse of `_straight`."""
-    from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_map
 
     def placed(value: Any, other: Any) -> Any:
-        if not isinstance(value, DTensor) or value.placements == other.placements:
-            return value
-        return value.redistribute(placements=other.placements)
+        return value.redistribute(placements=other.placements) if hasattr(other, "placements") else value
 
     return tree_map(placed, loaded, like)
