@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import reshard as api
 from reshard.guard.complete import SAVED
 from reshard.training import trl
 from reshard.training.preflight import preflight
+from reshard.training.run import Run
+from reshard.training.trl import saving
 from tests.train.preflights import NOWHERE, messages
 from tests.train.trl_plans import PLANS, Trainer
 from tests.train.trl_runs import train
@@ -98,3 +102,19 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named_with_the_one_before(
         again.failed and f"the checkpoint cannot be loaded\n  file: {run.output / 'checkpoint-4'}" in log
     ), log
     assert f"--resume then continues from {run.output / 'checkpoint-2'}" in log and found in log
+
+
+def test_weights_over_the_limit_of_a_file_are_in_shards_and_as_readable_as_the_folder(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(saving, "SHARD", 1 << 16)
+    model, folder = AutoModelForCausalLM.from_pretrained(tiny()), tmp_path / "saved"
+    saving.write(Run("sft", tiny(), tmp_path, tmp_path), model, None, folder)
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2 and files[-1].name == f"model-{len(files):05}-of-{len(files):05}.safetensors"
+    assert {file.stat().st_mode & 0o777 for file in files} == {folder.stat().st_mode & 0o666}
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(tensor.equal(loaded[name]) for name, tensor in model.state_dict().items())
+    assert api.verify(tiny(), folder).equal

@@ -5,18 +5,19 @@ The record is written last, when all ranks are done: a folder without it is inco
 
 from __future__ import annotations
 
-import json
-import os
+import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
+from reshard.base.plain import put
 from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.guard.complete import RECORD, SAVED, note_files
 from reshard.stores.hub import name_of
-from reshard.training.run import Run
+from reshard.training.run import Run, read_record
 from reshard.training.trl import weights
 from reshard.training.trl.devices import rank
 from reshard.training.trl.methods import WAYS
@@ -26,6 +27,7 @@ SHARD = 5 << 30
 """Maximum bytes of a weight file, and therefore of what is buffered before writing."""
 OPTIMIZER = "optimizer_0"
 STATE = "trainer_state.json"
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 
 
@@ -35,52 +37,40 @@ def write(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in (*folder.glob("*.safetensors*"), folder / RECORD):
             stale.unlink(missing_ok=True)
-    tensors = weights.tensors_of(model)
-    if weights.is_adapter(model):
-        files = {ADAPTER: dict(tensors)}
-        if rank() == 0:
-            _save(files[ADAPTER], folder / ADAPTER)
-            _adapter_config(run, model, folder)
-    else:
-        _save_shards(tensors, folder)
+    is_adapter = weights.is_adapter(model)
+    _save(weights.tensors_of(model), folder, *((ADAPTER, math.inf) if is_adapter else (MODEL, SHARD)))
+    if rank() == 0 and is_adapter:
+        _adapter_config(run, model, folder)
     if rank() == 0:
         _beside(run, model, tokenizer, folder)
 
 
-def _save(tensors: dict[str, Any], file: Path) -> None:
+def _save(tensors: Iterable[tuple[str, Any]], folder: Path, name: str, most: float) -> None:
+    """Write one file, or shards of at most `most` bytes and their index. Without tensors, write nothing."""
     from safetensors.torch import save_file
 
-    save_file(tensors, file, metadata={"format": "pt"})
-    mask = os.umask(0)
-    os.umask(mask)
-    file.chmod(0o666 & ~mask)  # safetensors makes files readable by their owner only
+    parts: list[list[str]] = []
+    for shard in _shards(tensors, most):
+        file = folder / f"part-{len(parts)}.safetensors"
+        save_file(shard, file, metadata={"format": "pt"})
+        file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files readable by their owner only
+        parts.append(list(shard))
+        shard.clear()  # before the next one is gathered
+    count, places = len(parts), dict[str, str]()
+    for number, names in enumerate(parts):
+        final = f"model-{number + 1:05}-of-{count:05}.safetensors" if count > 1 else name
+        (folder / f"part-{number}.safetensors").rename(folder / final)
+        places |= dict.fromkeys(names, final)
+    if count > 1:
+        size = sum((folder / each).stat().st_size for each in set(places.values()))
+        put(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))})
 
 
-def _save_shards(tensors: Iterable[tuple[str, Any]], folder: Path) -> None:
-    """Write model.safetensors, or shards of at most `SHARD` bytes and their index."""
-    files: list[list[str]] = []
-    for shard in _shards(tensors):
-        files.append(list(shard))
-        _save(shard, folder / f"part-{len(files)}.safetensors")
-    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = ["model.safetensors"]
-    for number, name in enumerate(names, 1):
-        (folder / f"part-{number}.safetensors").rename(folder / name)
-    if len(files) > 1:
-        size = sum((folder / name).stat().st_size for name in names)
-        places = {tensor: name for name, those in zip(names, files, strict=True) for tensor in those}
-        content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-        (folder / "model.safetensors.index.json").write_text(
-            json.dumps(content, indent=2) + "\n", encoding="utf-8"
-        )
-
-
-def _shards(tensors: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+def _shards(tensors: Iterable[tuple[str, Any]], most: float) -> Iterator[dict[str, Any]]:
     shard: dict[str, Any] = {}
     size = 0
     for name, tensor in tensors:
-        if shard and size + tensor.nbytes > SHARD:
+        if shard and size + tensor.nbytes > most:
             yield shard
             shard, size = {}, 0
         shard[name] = tensor
@@ -91,11 +81,9 @@ def _shards(tensors: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _adapter_config(run: Run, model: Any, folder: Path) -> None:
     """Write adapter_config.json for inference: PEFT would write the mode in which the adapter is trained."""
-    config = model.peft_config[model.active_adapter]
-    before = config.inference_mode, config.base_model_name_or_path
+    config = copy(model.peft_config[model.active_adapter])
     config.inference_mode, config.base_model_name_or_path = True, name_of(run.model)
     config.save_pretrained(str(folder))
-    config.inference_mode, config.base_model_name_or_path = before
 
 
 def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
@@ -105,7 +93,7 @@ def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
         if name != CONFIG:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
-    if _changed(run, getattr(tokenizer, "tokenizer", tokenizer)):
+    if run.options.get("chat_template_path") or run.options.get("eos_token"):  # they change the tokenizer
         tokenizer.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
     content = dict(read_object(run.model / CONFIG, Sources()))
@@ -115,41 +103,25 @@ def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
         known = [name for name in ("dtype", "torch_dtype") if name in content] or ["torch_dtype"]
         content.update(dict.fromkeys(known, dtype))
         content.update(_of_classifier(model) if WAYS[run.method].classifies else {})
-    (folder / CONFIG).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    put(folder / CONFIG, content)
 
 
 def _of_classifier(model: Any) -> dict[str, Any]:
     """Config keys of a classifier that differ from its base, which had another head."""
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
-
     config = model.config
-    labels = {str(number): name for number, name in config.id2label.items()}
     return {
-        "architectures": [CLASSES[type(config)].__name__],
-        "id2label": labels,
-        "label2id": dict(config.label2id),
+        "architectures": [type(model).__name__.removeprefix("FSDP")],  # FSDP2 derives a class
+        "id2label": config.id2label,
+        "label2id": config.label2id,
         "pad_token_id": config.get_text_config().pad_token_id,
     }
-
-
-def _changed(run: Run, tokenizer: Any) -> bool:
-    """Whether TRL was told to change the tokenizer's template or EOS token."""
-    from transformers import AutoTokenizer
-
-    base = AutoTokenizer.from_pretrained(
-        run.model, trust_remote_code=bool(run.options.get("trust_remote_code"))
-    )
-    return any(
-        getattr(base, name) != getattr(tokenizer, name) for name in ("chat_template", "eos_token")
-    ) or (len(base) != len(tokenizer))
 
 
 def complete(run: Run, folder: Path) -> None:
     """Write the record of the run into a checkpoint, which makes it complete."""
     note_files(folder)
     record = run.output / RECORD
-    content = record.read_text(encoding="utf-8") if record.is_file() else json.dumps(run.as_dict(), indent=2)
-    (folder / RECORD).write_text(content, encoding="utf-8")
+    put(folder / RECORD, read_record(record) if record.is_file() else run.as_dict())
 
 
 def saved(output: Path) -> list[Path]:
