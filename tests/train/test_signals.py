@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from reshard.training import signals
 from reshard.training.launching import launch
@@ -22,7 +23,8 @@ from reshard.training.launching.ending import Screen
 from reshard.training.launching.provenance import words_of
 from reshard.training.request import run_of
 from reshard.training.run import Ranks, Run
-from reshard.training.show.monitor import history_of
+from reshard.training.show.display import Display
+from reshard.training.show.monitor import METRICS, Tail, append, history_of
 from tests.train.launches import LAUNCHER, REPOSITORY, TORCHRUN, begin, is_alive, pids, start, until
 
 Make = Callable[..., Run]
@@ -63,6 +65,18 @@ def test_a_signal_to_the_launcher_saves_the_step(sent: signal.Signals, make_run:
     assert len(started) == 4
     until(lambda: not any(is_alive(pid) for pid in started))
     assert_saved(run, sent, shown)
+
+
+def test_a_signal_right_after_the_start_gives_the_ranks_all_their_time(make_run: Make) -> None:
+    """torchrun, which is asked before the start, would kill them after 30 seconds."""
+    run = make_run(save_on_signal=77)
+    run.output.mkdir()
+    ranks = launch._Ranks(run, Display(run, Console(), quiet=True), Tail(run.output / METRICS))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        append(run.output, {"event": "begin", "steps": 3, "done": 0})
+        assert ranks.ask_to_end(signal.SIGTERM, process) == 77
+        assert process.poll() is None
+        process.kill()
 
 
 @pytest.mark.slow

@@ -257,6 +257,7 @@ class _Ranks:
         if self.first and number == signal.SIGINT:
             self.at_once = True
             return 0.0
+        self.tick(time.time(), {})
         self.first = self.first or number
         if not self.training or self.stop:
             process.terminate()
