@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.training import outputs, signals
+from reshard.training import signals
 from reshard.training.options import OURS, StartOptions
 from reshard.training.run import Run
 
@@ -96,6 +96,7 @@ def _start(
     Raises ReshardError with everything that prevents the run, before anything is started; also if ranks refuse to
     continue.
     """
+    from reshard.training import outputs
     from reshard.training.engines import engine_of
     from reshard.training.launching import launch
     from reshard.training.launching.ending import Screen
