@@ -15,9 +15,9 @@ import pytest
 
 from reshard.checks import probe
 from reshard.checks.environment import NAMES, find_gpus, look_around
-from reshard.guard import asking
-from reshard.guard.asking import Question
-from reshard.guard.command import read_command
+from reshard.guard.check import asking
+from reshard.guard.check.asking import Question
+from reshard.guard.command.read import read_command
 from tests.environments import python
 
 PROBE = Path(probe.__file__).read_text(encoding="utf-8")

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import config_from_args, parse_args
 
-from reshard.guard.command import Command, read_command
-from reshard.guard.launchers import LAUNCHERS, options_of
+from reshard.guard.command.launchers import LAUNCHERS, options_of
+from reshard.guard.command.read import Command, read_command
 from tests.environments import python
 
 BIN = Path(sys.executable).parent

@@ -18,13 +18,13 @@ import pytest
 from rich.console import Console
 
 from reshard.base.errors import Problem
-from reshard.guard.acceptance import Check
-from reshard.guard.command import Started
-from reshard.guard.end import Ran, Report, ended
-from reshard.guard.final import Finished
+from reshard.guard.command.read import Started
+from reshard.guard.end.acceptance import Check
+from reshard.guard.end.final import Finished
+from reshard.guard.end.report import Ran, Report, ended
 from reshard.guard.options import Options
-from reshard.guard.supervision import Outcome
-from reshard.guard.watching import Notice
+from reshard.guard.supervise.supervision import Outcome
+from reshard.guard.watch.watching import Notice
 
 SCRIPT = """
 import os, signal
@@ -175,8 +175,8 @@ def test_a_good_run_without_a_checkpoint_does_not_pass_for_final(tmp_path: Path)
 
 def test_a_good_run_imports_nothing_more() -> None:
     code = (
-        "import sys; from pathlib import Path; from reshard.guard.end import Ran, ended\n"
-        "from reshard.guard.options import Options; from reshard.guard.supervision import Outcome\n"
+        "import sys; from pathlib import Path; from reshard.guard.end.report import Ran, ended\n"
+        "from reshard.guard.options import Options; from reshard.guard.supervise.supervision import Outcome\n"
         "before = set(sys.modules)\n"
         "ended(Ran(None, Path('log'), Path()), Outcome(), Options())\n"
         "print(set(sys.modules) - before, 'reshard.formats' in sys.modules, 'reshard.diagnosis' in sys.modules)"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import Problem
-from reshard.guard.failure import Failure, Seen, failure_in
-from reshard.guard.memory import oom_kills
-from reshard.guard.watching import Notice
+from reshard.guard.end.failure import Failure, Seen, failure_in
+from reshard.guard.watch.memory import oom_kills
+from reshard.guard.watch.watching import Notice
 
 DATA = Path(__file__).parents[1] / "data"
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -124,7 +124,7 @@ def group() -> Iterator[Path]:
 def test_the_kernel_counts_whom_its_killer_ended(group: Path) -> None:
     code = (
         "import subprocess, sys\n"
-        "from reshard.guard.memory import oom_kills\n"
+        "from reshard.guard.watch.memory import oom_kills\n"
         f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
         "before = oom_kills()\n"
         "greedy = subprocess.run([sys.executable, '-c', 'bytearray(400 << 20)'])\n"

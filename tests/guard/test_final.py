@@ -14,9 +14,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from reshard.guard import acceptance
-from reshard.guard.checkpoints import Found, saved_in
-from reshard.guard.final import Ask, Finished, final_of
+from reshard.guard.end import acceptance
+from reshard.guard.end.checkpoints import Found, saved_in
+from reshard.guard.end.final import Ask, Finished, final_of
 from reshard.oracle.transformers import transformers_logits
 
 Models = Callable[..., Path]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.memory import Memory, rooms
-from reshard.guard.processes import Process, Tree
-from reshard.guard.watching import Notice
+from reshard.guard.watch.memory import Memory, rooms
+from reshard.guard.watch.processes import Process, Tree
+from reshard.guard.watch.watching import Notice
 
 MIB = 1 << 20
 

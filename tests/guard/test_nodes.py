@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard import nodes
-from reshard.guard.nodes import Meeting
+from reshard.guard.supervise import nodes
+from reshard.guard.supervise.nodes import Meeting
 
 
 @pytest.fixture

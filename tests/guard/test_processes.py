@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from reshard.guard.processes import Process, Processes, Tree, below, ranks_of
+from reshard.guard.watch.processes import Process, Processes, Tree, below, ranks_of
 
 
 @contextmanager

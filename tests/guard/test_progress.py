@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.progress import Progress, read
-from reshard.guard.watching import Line, Notice
+from reshard.guard.watch.progress import Progress, read
+from reshard.guard.watch.watching import Line, Notice
 
 LOGS = Path(__file__).parents[1] / "data/guard"
 

@@ -12,12 +12,12 @@ import pytest
 
 from reshard.base.errors import Problem
 from reshard.diagnosis.finding import Finding, Text
-from reshard.guard.command import Started
-from reshard.guard.end import Ran, continuing, ended
-from reshard.guard.failure import Failure
+from reshard.guard.command.read import Started
+from reshard.guard.end.failure import Failure
+from reshard.guard.end.report import Ran, continuing, ended
+from reshard.guard.end.requeue import is_cured, requeue, restarts
 from reshard.guard.options import Options
-from reshard.guard.requeue import is_cured, requeue, restarts
-from reshard.guard.supervision import Outcome
+from reshard.guard.supervise.supervision import Outcome
 from tests import slurm_cluster
 
 DATA = Path(__file__).parents[1] / "data"
@@ -99,7 +99,7 @@ JOB = f"""#!/bin/bash
 export PYTHONPATH={Path(__file__).parents[2] / "src"}
 exec {sys.executable} -c '
 import time
-from reshard.guard.requeue import requeue, restarts
+from reshard.guard.end.requeue import requeue, restarts
 print("start", restarts(), flush=True)
 print(requeue(2), flush=True)
 time.sleep(60 if restarts() < 2 else 0)

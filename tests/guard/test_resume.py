@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.checkpoints import Found
-from reshard.guard.command import Started
-from reshard.guard.resume import Resume, resume_of
+from reshard.guard.command.read import Started
+from reshard.guard.end.checkpoints import Found
+from reshard.guard.end.resume import Resume, resume_of
 
 OUT = Path("/out")
 TOOLS = {

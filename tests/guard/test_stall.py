@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from reshard.guard.processes import Processes, ranks_of
-from reshard.guard.progress import Progress
-from reshard.guard.stacks import py_spy, read_stack
-from reshard.guard.stall import Limits, Stall
+from reshard.guard.watch.processes import Processes, ranks_of
+from reshard.guard.watch.progress import Progress
+from reshard.guard.watch.stacks import py_spy, read_stack
+from reshard.guard.watch.stall import Limits, Stall
 from tests.guard.watched import SCRIPTS, TORCHRUN, Watched, watch
 
 SHORT = Limits(startup=20, stall=15, look=1.5, again=0.75, window=0.3)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.relay import Relay
+from reshard.guard.supervise.relay import Relay
 
 RESHARD = str(Path(sys.executable).with_name("reshard"))
 GUARD = (RESHARD, "guard", "--quiet", "--no-check", "--")

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from reshard.guard.processes import Processes, Tree
-from reshard.guard.watching import Line, Notice, Watcher
+from reshard.guard.watch.processes import Processes, Tree
+from reshard.guard.watch.watching import Line, Notice, Watcher
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.guard.complete import note_files
+from reshard.guard.end.complete import note_files
 from reshard.training import engines, signals, trl, worker
 from reshard.training.collective import highest, join
 from reshard.training.engine import Trained

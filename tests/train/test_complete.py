@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import reshard as api
-from reshard.guard.complete import SAVED
+from reshard.guard.end.complete import SAVED
 from reshard.training import trl
 from reshard.training.preflight import preflight
 from reshard.training.run import Run

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.diagnosis.environment import Environment
-from reshard.guard.complete import RECORD
+from reshard.guard.end.complete import RECORD
 from reshard.training import megatron, trl
 from reshard.training.engines import engine_named
 from reshard.training.launching.provenance import record_of, words_of

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from reshard.algebra.layout import Layout
 from reshard.cli.train import command as train
-from reshard.guard.failure import failure_in
+from reshard.guard.end.failure import failure_in
 from reshard.training.data.mix import Mix, Source
 from reshard.training.launching import launch
 from reshard.training.launching.ending import Screen, failure_of_rank, failure_of_ranks, print_end

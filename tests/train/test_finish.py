@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.guard.acceptance import checked
-from reshard.guard.final import Finished
+from reshard.guard.end.acceptance import checked
+from reshard.guard.end.final import Finished
 from reshard.oracle.transformers import transformers_logits
 from reshard.training import outputs
 from reshard.training.final.finish import export, finish

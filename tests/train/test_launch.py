@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError, RunFailedError
-from reshard.guard import nodes
-from reshard.guard.lifetime import children
+from reshard.guard.supervise import nodes
+from reshard.guard.supervise.lifetime import children
 from reshard.training.launching import launch
 from reshard.training.launching.ending import Screen, end
 from reshard.training.launching.places import first_host, place_of

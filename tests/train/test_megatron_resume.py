@@ -18,7 +18,7 @@ from reshard.algebra.layout import Layout
 from reshard.base.plain import put
 from reshard.engines.megatron.session import RankError
 from reshard.formats import open_checkpoint
-from reshard.guard.complete import RECORD, SAVED
+from reshard.guard.end.complete import RECORD, SAVED
 from reshard.training import megatron
 from reshard.training.engine import Trained
 from reshard.training.request import run_of as request_of

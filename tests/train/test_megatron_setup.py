@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.engines.megatron.session import RankError, run_ranks
-from reshard.guard.complete import RECORD
+from reshard.guard.end.complete import RECORD
 from reshard.training import megatron
 from reshard.training.engine import Trained
 from reshard.training.megatron import proof

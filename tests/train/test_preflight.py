@@ -14,7 +14,7 @@ import yaml
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
-from reshard.guard.complete import RECORD, note_files
+from reshard.guard.end.complete import RECORD, note_files
 from reshard.training.data.mix import mix_of, read_mix
 from reshard.training.outputs import clear
 from reshard.training.preconditions import config_problems

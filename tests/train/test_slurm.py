@@ -15,7 +15,7 @@ import pytest
 
 from reshard import train as train_from_python
 from reshard.base.installing import install_command
-from reshard.guard.lifetime import children
+from reshard.guard.supervise.lifetime import children
 from reshard.training.launching import slurm
 from reshard.training.run import Run
 from reshard.training.show.monitor import history_of

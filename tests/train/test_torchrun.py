@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.guard.lifetime import children
+from reshard.guard.supervise.lifetime import children
 from reshard.training.launching import launch
 from reshard.training.launching.ending import Screen
 from reshard.training.run import Ranks, Run

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from reshard.guard.complete import RECORD
+from reshard.guard.end.complete import RECORD
 from reshard.training.engine import Trained
 from reshard.training.run import Run
 from tests.environments import python

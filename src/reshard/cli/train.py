@@ -28,7 +28,7 @@ from reshard.training.run import Run
 from reshard.training.start import trained
 
 if TYPE_CHECKING:
-    from reshard.guard.final import Finished
+    from reshard.guard.end.final import Finished
     from reshard.training.launching.slurm import Submitted
     from reshard.training.outlook import Preflight
     from reshard.training.planning.plans import Plans

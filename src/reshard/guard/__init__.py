@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.options import takes
-from reshard.guard.announce import announce
 from reshard.guard.in_script import callback, check, explained
 from reshard.guard.options import Options
+from reshard.guard.watch.announce import announce
 
 if TYPE_CHECKING:
-    from reshard.guard.end import Report
+    from reshard.guard.end.report import Report
 
 __all__ = ["callback", "check", "explained", "run"]
 

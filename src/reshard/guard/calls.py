@@ -15,21 +15,21 @@ from reshard.base.arguments import Arguments
 from reshard.base.boundary import for_users
 from reshard.base.errors import ReshardError
 from reshard.base.plain import put
-from reshard.guard.announce import FOLDER
-from reshard.guard.before import Checked, check
-from reshard.guard.command import Command, Started, read_command
-from reshard.guard.end import Ran, Report, continuing, ended
-from reshard.guard.memory import Memory, oom_kills
-from reshard.guard.nodes import Meeting, first_to_fail, place_named
+from reshard.guard.check.before import Checked, check
+from reshard.guard.check.resources import models_of
+from reshard.guard.command.read import Command, Started, read_command
+from reshard.guard.end.report import Ran, Report, continuing, ended
 from reshard.guard.options import Options
-from reshard.guard.progress import Progress
-from reshard.guard.relay import Relay
-from reshard.guard.resources import models_of
 from reshard.guard.screen import Screen
-from reshard.guard.stacks import read_stack
-from reshard.guard.stall import Limits, Stall
-from reshard.guard.supervision import started, supervise
-from reshard.guard.watching import Notice, Watcher
+from reshard.guard.supervise.nodes import Meeting, first_to_fail, place_named
+from reshard.guard.supervise.relay import Relay
+from reshard.guard.supervise.supervision import started, supervise
+from reshard.guard.watch.announce import FOLDER
+from reshard.guard.watch.memory import Memory, oom_kills
+from reshard.guard.watch.progress import Progress
+from reshard.guard.watch.stacks import read_stack
+from reshard.guard.watch.stall import Limits, Stall
+from reshard.guard.watch.watching import Notice, Watcher
 
 HOME = "reshard-guard"
 """Where the folders of runs are, in the working folder."""

@@ -6,8 +6,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reshard.base.shown import escape, escape_lines
-from reshard.guard.relay import Relay
-from reshard.guard.watching import Notice
+from reshard.guard.supervise.relay import Relay
+from reshard.guard.watch.watching import Notice
 
 if TYPE_CHECKING:
     from rich.console import Console

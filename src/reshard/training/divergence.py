@@ -97,7 +97,10 @@ def assert_finite_base(model: Path) -> None:
 
     It is called once the loss is not finite, so that healthy runs do not read their base twice.
     """
-    from reshard.guard.finite import damaged, nonfinite  # with all formats, and only if a loss is not finite
+    from reshard.guard.end.finite import (  # with all formats, and only if a loss is not finite
+        damaged,
+        nonfinite,
+    )
 
     rank, ranks = place()
     try:

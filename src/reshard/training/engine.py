@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem
-from reshard.guard.complete import lacking
+from reshard.guard.end.complete import lacking
 from reshard.training.data.tokens import EVERYTHING, Learning, Sample
 from reshard.training.run import SIZES, Run
 

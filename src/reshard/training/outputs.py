@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.guard.complete import RECORD
+from reshard.guard.end.complete import RECORD
 from reshard.training.engines import MODULES, engine_named
 from reshard.training.run import Run
 from reshard.transfer import locks

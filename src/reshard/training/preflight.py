@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from reshard.base.errors import GIB, Problem, ReshardError, memory_size, when
 from reshard.checks.environment import Environment, Gpu, look_around
-from reshard.guard.complete import RECORD
+from reshard.guard.end.complete import RECORD
 from reshard.training import data, evaluation, memory, preconditions
 from reshard.training.data.drawn import Drawn, drawn_of, first_of, lengths_of, unheard, unlike
 from reshard.training.data.faults import Template

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
-from reshard.guard.complete import lacking
+from reshard.guard.end.complete import lacking
 from reshard.training.engines import engine_of
 from reshard.training.run import Run
 

@@ -15,7 +15,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.base.options import Option
 from reshard.base.plain_yaml import repeated_keys, yaml_of
 from reshard.base.suggest import did_you_mean
-from reshard.guard.complete import RECORD
+from reshard.guard.end.complete import RECORD
 from reshard.stores import at_home
 from reshard.training.data import SUFFIXES, not_found
 from reshard.training.data.mix import absolute, read_mix

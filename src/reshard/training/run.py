@@ -10,7 +10,7 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.base.errors import UNUSABLE, ReshardError
 from reshard.base.plain import json_of
-from reshard.guard.complete import RECORD
+from reshard.guard.end.complete import RECORD
 from reshard.training.data.mix import Mix, mix_of
 from reshard.training.options import OURS, RunOptions
 

@@ -20,8 +20,8 @@ from multiprocessing.context import BaseContext, ForkContext, ForkProcess, Spawn
 from pathlib import Path
 from typing import Any
 
-from reshard.guard.lifetime import end_with_parent
-from reshard.guard.passing import Signals
+from reshard.guard.supervise.lifetime import end_with_parent
+from reshard.guard.supervise.passing import Signals
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals of schedulers, launchers and terminals before they end a process. SIGHUP stays ignored under nohup."""

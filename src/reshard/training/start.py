@@ -14,7 +14,7 @@ from reshard.training.options import OURS, StartOptions
 from reshard.training.run import Run
 
 if TYPE_CHECKING:
-    from reshard.guard.final import Finished
+    from reshard.guard.end.final import Finished
     from reshard.training.launching.ending import Screen
     from reshard.training.launching.slurm import Submitted
     from reshard.training.launching.torchrun import Torchrun

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain import put
-from reshard.guard.lifetime import end_with_parent
+from reshard.guard.supervise.lifetime import end_with_parent
 from reshard.training import signals
 from reshard.training.collective import meet
 from reshard.training.engines import engine_of

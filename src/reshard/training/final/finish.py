@@ -17,11 +17,11 @@ from reshard.base.arguments import OnBytes
 from reshard.base.errors import Problem, ReshardError
 from reshard.commands.conversion import Conversion, How, convert
 from reshard.formats import huggingface, open_checkpoint
-from reshard.guard.acceptance import Origin
-from reshard.guard.complete import RECORD
-from reshard.guard.failure import Failure
-from reshard.guard.final import Finished, made, named, options_for
-from reshard.guard.publish import UNCHECKED
+from reshard.guard.end.acceptance import Origin
+from reshard.guard.end.complete import RECORD
+from reshard.guard.end.failure import Failure
+from reshard.guard.end.final import Finished, made, named, options_for
+from reshard.guard.end.publish import UNCHECKED
 from reshard.hub.pull import here
 from reshard.training.engine import Trained
 from reshard.training.engines import engine_of

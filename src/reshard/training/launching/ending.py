@@ -22,7 +22,7 @@ from reshard.training.show.monitor import append
 from reshard.training.worker import PROBLEMS, claim
 
 if TYPE_CHECKING:
-    from reshard.guard.failure import Failure
+    from reshard.guard.end.failure import Failure
 
 GRACE = 2.0
 """Seconds that a rank waits for another rank to report the failure by which this one ended."""
@@ -63,10 +63,10 @@ def print_end(
     run: Run, failure: Failure | None, screen: Screen, log: Path | None = None, place: Place | None = None
 ) -> None:
     """Print why a run ended, the last checkpoint, and how to continue with the launcher of `place`."""
-    from reshard.guard.checkpoints import Found, Saved
-    from reshard.guard.end import Report
-    from reshard.guard.resume import Resume
-    from reshard.guard.supervision import Outcome
+    from reshard.guard.end.checkpoints import Found, Saved
+    from reshard.guard.end.report import Report
+    from reshard.guard.end.resume import Resume
+    from reshard.guard.supervise.supervision import Outcome
 
     saved = None
     if run.ranks.node_rank == 0:
@@ -90,8 +90,8 @@ def failure_of_ranks(run: Run, log: Path, status: int, *, ranks: int = 0) -> Fai
 
     `ranks` is their number, 0 if unknown, and `status` that of their parent.
     """
-    from reshard.guard.failure import Failure, Seen, read_failure
-    from reshard.guard.passing import signal_name
+    from reshard.guard.end.failure import Failure, Seen, read_failure
+    from reshard.guard.supervise.passing import signal_name
 
     if status < 0:
         return Failure(
@@ -103,7 +103,7 @@ def failure_of_ranks(run: Run, log: Path, status: int, *, ranks: int = 0) -> Fai
 
 def failure_of_rank(run: Run, rank: int, error: Exception) -> Failure | None:
     """Why this rank failed, under a foreign launcher; None if another rank tells why the run failed."""
-    from reshard.guard.failure import Seen, failure_in
+    from reshard.guard.end.failure import Seen, failure_in
 
     words = "".join(traceback.format_exception(error))
     failure = failure_in("this rank", words, Seen(frozenset({"reshard"}), _scripts(run), run.output))

@@ -23,18 +23,18 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, RunFailedError
 from reshard.base.plain import put
 from reshard.base.shown import escape
-from reshard.guard import nodes
-from reshard.guard.complete import RECORD
-from reshard.guard.lifetime import children
-from reshard.guard.memory import Memory
-from reshard.guard.processes import Processes
-from reshard.guard.progress import Progress
-from reshard.guard.relay import Relay
+from reshard.guard.end.complete import RECORD
 from reshard.guard.screen import print_notice
-from reshard.guard.stacks import read_stack
-from reshard.guard.stall import Limits, Stall
-from reshard.guard.supervision import supervise
-from reshard.guard.watching import Line, Notice
+from reshard.guard.supervise import nodes
+from reshard.guard.supervise.lifetime import children
+from reshard.guard.supervise.relay import Relay
+from reshard.guard.supervise.supervision import supervise
+from reshard.guard.watch.memory import Memory
+from reshard.guard.watch.processes import Processes
+from reshard.guard.watch.progress import Progress
+from reshard.guard.watch.stacks import read_stack
+from reshard.guard.watch.stall import Limits, Stall
+from reshard.guard.watch.watching import Line, Notice
 from reshard.training import signals
 from reshard.training.launching.ending import Screen, end, failure_of_rank, failure_of_ranks, print_end
 from reshard.training.launching.places import Place, forget, place_of
@@ -329,7 +329,7 @@ def _told(run: Run, status: int, ranks: _Ranks, screen: Screen) -> int:
 
 def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | None = None) -> ReshardError:
     """The error if ranks refuse to continue. Before the first step it is not a failure, and nothing was left behind."""
-    from reshard.guard.failure import Failure  # with the doctor
+    from reshard.guard.end.failure import Failure  # with the doctor
 
     failure = Failure.of_problems(problems, "the run", "was stopped")
     if not begun(run.output):
@@ -344,7 +344,7 @@ def interrupted(
     run: Run, how: str, screen: Screen | None = None, log: Path | None = None, place: Place | None = None
 ) -> None:
     """Report which signal ended a run, and what is left of it."""
-    from reshard.guard.failure import Failure  # with the doctor
+    from reshard.guard.end.failure import Failure  # with the doctor
 
     failure = Failure("the run", (), (), f"was {how}")
     end(run, "interrupted", failure, place=place)

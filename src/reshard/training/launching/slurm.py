@@ -28,7 +28,7 @@ from reshard.cluster.slurm import (
     settings_error,
     submitit_executor,
 )
-from reshard.guard.passing import Signals
+from reshard.guard.supervise.passing import Signals
 from reshard.training.engines import engine_of
 from reshard.training.launching.places import port_of
 from reshard.training.launching.provenance import words_of

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.base.plain import put
-from reshard.guard.announce import FOLDER
-from reshard.guard.complete import RECORD
-from reshard.guard.lifetime import end_with_parent
+from reshard.guard.end.complete import RECORD
+from reshard.guard.supervise.lifetime import end_with_parent
+from reshard.guard.watch.announce import FOLDER
 
 if TYPE_CHECKING:
     from reshard.training.outlook import Preflight

@@ -13,7 +13,7 @@ from reshard.checks.machine import old_gpus
 from reshard.folders import iterations
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
-from reshard.guard.complete import SAVED
+from reshard.guard.end.complete import SAVED
 from reshard.model.described import describe
 from reshard.model.resolve import resolve
 from reshard.training.findings import in_training, lacking, of_fact

@@ -25,7 +25,7 @@ from reshard.folders.companions import find_companions
 from reshard.folders.provenance import RUN_CONFIG
 from reshard.formats.megatron.common import read_common
 from reshard.formats.megatron.request import LORA
-from reshard.guard.complete import RECORD, note_files
+from reshard.guard.end.complete import RECORD, note_files
 from reshard.stores.hub import name_of
 from reshard.training.engines import engine_of
 from reshard.training.megatron.lora import is_adapter

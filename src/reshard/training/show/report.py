@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import GIB, Problem, ReshardError, memory_size
-from reshard.guard.complete import RECORD
+from reshard.guard.end.complete import RECORD
 from reshard.pages.writing import GENERATOR, charts_script, in_the_way, replace_page, write_page
 from reshard.stores import realpath
 from reshard.training.methods import LOSS, Measure, headline, words_for

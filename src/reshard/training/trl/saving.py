@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.base.plain import put
 from reshard.folders.companions import CONFIG, find_companions, read_object
-from reshard.guard.complete import RECORD, SAVED, note_files
+from reshard.guard.end.complete import RECORD, SAVED, note_files
 from reshard.stores.hub import name_of
 from reshard.training.run import Run, read_record
 from reshard.training.trl import weights

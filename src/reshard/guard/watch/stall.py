@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from reshard.base.errors import Problem
-from reshard.guard.flights import ask_for_dumps, described, read_dumps
-from reshard.guard.processes import Process, Processes, below, ranks_of
-from reshard.guard.progress import Progress
-from reshard.guard.stacks import Stack
-from reshard.guard.watching import Line, Notice
+from reshard.guard.watch.flights import ask_for_dumps, described, read_dumps
+from reshard.guard.watch.processes import Process, Processes, below, ranks_of
+from reshard.guard.watch.progress import Progress
+from reshard.guard.watch.stacks import Stack
+from reshard.guard.watch.watching import Line, Notice
 
 _BUSY = 0.05
 """Share of a processor above which a process is not idle: watchdogs, loggers and launchers that poll stay below."""

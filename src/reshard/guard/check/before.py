@@ -16,10 +16,10 @@ from reshard.diagnosis.environment import diagnose_environment
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.rules import in_words
 from reshard.diagnosis.spelling import Usage, spelled
-from reshard.guard import outputs, resources
-from reshard.guard.asking import Question
-from reshard.guard.command import Command
-from reshard.guard.settings import NAMED, plain_source, source_of
+from reshard.guard.check import outputs, resources
+from reshard.guard.check.asking import Question
+from reshard.guard.command.read import Command
+from reshard.guard.command.settings import NAMED, plain_source, source_of
 
 TESTED = {"transformers": ">=4.31", "torch": ">=2.0"}
 """The releases that the doctor's rules know."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from reshard.base.errors import Problem, memory_size
 from reshard.checks.environment import Environment
-from reshard.guard.command import Command
-from reshard.guard.memory import rooms
-from reshard.guard.settings import plain_source
+from reshard.guard.command.read import Command
+from reshard.guard.command.settings import plain_source
+from reshard.guard.watch.memory import rooms
 
 MODELS = (
     *("model_name_or_path", "model", "base_model", "model_id", "model_path", "actor_rollout_ref.model.path"),

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.guard.announce import SIGNAL, stack_file
-from reshard.guard.processes import Process
+from reshard.guard.watch.announce import SIGNAL, stack_file
+from reshard.guard.watch.processes import Process
 
 _COLLECTIVES = re.compile(
     r"torch/distributed/(?:distributed_c10d|c10d_logger|_functional_collectives|rendezvous)\.py$"

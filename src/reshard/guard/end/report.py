@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.guard.options import Options
-from reshard.guard.passing import signal_name
-from reshard.guard.supervision import Outcome
+from reshard.guard.supervise.passing import signal_name
+from reshard.guard.supervise.supervision import Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from reshard.base.errors import Problem
-    from reshard.guard.checkpoints import Saved
-    from reshard.guard.command import Started
-    from reshard.guard.failure import Failure
-    from reshard.guard.final import Finished
-    from reshard.guard.resume import Resume
+    from reshard.guard.command.read import Started
+    from reshard.guard.end.checkpoints import Saved
+    from reshard.guard.end.failure import Failure
+    from reshard.guard.end.final import Finished
+    from reshard.guard.end.resume import Resume
 
 WORDS = {
     "en": {
@@ -148,7 +148,7 @@ class Report:
         if self.failure is None or self.elsewhere:
             _print(lines, console)
             return
-        from reshard.guard.failure import print_what, print_why
+        from reshard.guard.end.failure import print_what, print_why
 
         print_what(self.failure, console)
         _print(lines, console)
@@ -244,7 +244,7 @@ class _End:
 
     def _saved(self) -> Saved:
         """What the run has saved: below the working folder only what has changed since the start."""
-        from reshard.guard.checkpoints import saved_in
+        from reshard.guard.end.checkpoints import saved_in
 
         return saved_in(self.where, 0.0 if self.ran.output else self.outcome.began)
 
@@ -252,7 +252,7 @@ class _End:
         stopped = self.outcome.stopped
         if stopped is None and (self.outcome.signal or not self.outcome.status):
             return None
-        from reshard.guard.failure import Failure, Seen, read_failure  # takes 1 s
+        from reshard.guard.end.failure import Failure, Seen, read_failure  # takes 1 s
 
         if stopped:
             return Failure.of_notice(stopped)
@@ -262,7 +262,7 @@ class _End:
         return read_failure(ran.log, Seen(ran.tools, scripts, ran.output, *how))
 
     def _resume(self, saved: Saved) -> Resume | None:
-        from reshard.guard.resume import resume_of
+        from reshard.guard.end.resume import resume_of
 
         return resume_of(self.ran.started, saved.last) if saved.last else None
 
@@ -270,7 +270,7 @@ class _End:
         """The folder of `--final`, of a run that was not broken off."""
         if not self.options.final or self.outcome.status or self.outcome.stopped:
             return None
-        from reshard.guard.final import Ask, final_of, missing
+        from reshard.guard.end.final import Ask, final_of, missing
 
         if saved.weights is None:
             return missing(self.options.final, self.where)
@@ -280,7 +280,7 @@ class _End:
 
     def _requeued(self, failure: Failure | None, saved: Saved, resume: Resume | None) -> str | Problem:
         """A job is not requeued if it would begin again, although there is a checkpoint."""
-        from reshard.guard.requeue import is_cured, requeue
+        from reshard.guard.end.requeue import is_cured, requeue
 
         known = self.ran.output is not None and resume is not None and resume.words is not None
         goes_on = saved.last is None or known
@@ -299,12 +299,12 @@ def ended(
 
 def continuing(ran: Ran, options: Options) -> tuple[str, ...] | None:
     """In a job that Slurm has requeued for `--requeue`: the command that continues, if there is a checkpoint."""
-    from reshard.guard.requeue import restarts
+    from reshard.guard.end.requeue import restarts
 
     if not (options.requeue and restarts() and ran.output):
         return None
-    from reshard.guard.checkpoints import saved_in
-    from reshard.guard.resume import resume_of
+    from reshard.guard.end.checkpoints import saved_in
+    from reshard.guard.end.resume import resume_of
 
     found = saved_in(ran.output).last
     return resume_of(ran.started, found).words if found else None

@@ -16,11 +16,11 @@ from reshard.folders.provenance import BASE, find_hints
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Kind
-from reshard.guard import acceptance
-from reshard.guard.acceptance import Check, Origin, checked
-from reshard.guard.checkpoints import Found
-from reshard.guard.finite import assert_finite
-from reshard.guard.publish import UNCHECKED, publish
+from reshard.guard.end import acceptance
+from reshard.guard.end.acceptance import Check, Origin, checked
+from reshard.guard.end.checkpoints import Found
+from reshard.guard.end.finite import assert_finite
+from reshard.guard.end.publish import UNCHECKED, publish
 from reshard.planning import Options
 from reshard.stores.hub import cached, may_have
 

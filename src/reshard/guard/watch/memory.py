@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.base.errors import Problem, size
-from reshard.guard.processes import Process, Processes
-from reshard.guard.watching import Line, Notice
+from reshard.guard.watch.processes import Process, Processes
+from reshard.guard.watch.watching import Line, Notice
 
 _NEARLY = 0.05
 """Share of free memory below which to warn, and again at each half of it."""

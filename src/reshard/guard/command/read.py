@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.guard.interpreters import PYTHON, interpreter_of, program, shebang
-from reshard.guard.launchers import LAUNCHERS, Gpus, Launcher, options_of
-from reshard.guard.settings import Settings, merged, of_file, output_of, typed
-from reshard.guard.shells import the_launch
-from reshard.guard.tools import IN_PYTHON, TOOLS, Tool
-from reshard.guard.wrappers import unwrapped
+from reshard.guard.command.interpreters import PYTHON, interpreter_of, program, shebang
+from reshard.guard.command.launchers import LAUNCHERS, Gpus, Launcher, options_of
+from reshard.guard.command.settings import Settings, merged, of_file, output_of, typed
+from reshard.guard.command.shells import the_launch
+from reshard.guard.command.tools import IN_PYTHON, TOOLS, Tool
+from reshard.guard.command.wrappers import unwrapped
 
 DEEPEST = 10
 """How many programs of a command may start each other."""

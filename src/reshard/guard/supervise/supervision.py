@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.guard.lifetime import end_with_parent
-from reshard.guard.passing import Signals
-from reshard.guard.processes import Processes, Tree
-from reshard.guard.relay import Relay, Stream
-from reshard.guard.watching import Line, Notice, Watcher
+from reshard.guard.supervise.lifetime import end_with_parent
+from reshard.guard.supervise.passing import Signals
+from reshard.guard.supervise.relay import Relay, Stream
+from reshard.guard.watch.processes import Processes, Tree
+from reshard.guard.watch.watching import Line, Notice, Watcher
 
 TICK = 1.0
 """Seconds between two looks at the processes."""

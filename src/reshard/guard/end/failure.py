@@ -28,9 +28,9 @@ from reshard.diagnosis.match import first_failure
 from reshard.diagnosis.scripts import diagnose_script
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.words import aside
-from reshard.guard.passing import signal_name
-from reshard.guard.relay import without_times
-from reshard.guard.watching import Notice
+from reshard.guard.supervise.passing import signal_name
+from reshard.guard.supervise.relay import without_times
+from reshard.guard.watch.watching import Notice
 
 FRAMES = 6
 """Frames of a traceback that are shown, counted from its end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.guard.launchers import LAUNCHERS, YES, Gpus
+from reshard.guard.command.launchers import LAUNCHERS, YES, Gpus
 
 
 @dataclass(frozen=True)

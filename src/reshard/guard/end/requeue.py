@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from reshard.base.errors import Problem
 
 if TYPE_CHECKING:
-    from reshard.guard.failure import Failure
+    from reshard.guard.end.failure import Failure
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 CURED = frozenset(

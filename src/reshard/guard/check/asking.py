@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.checks.environment import NAMES, Environment, ask, environment_of, find_gpus, why_silent
-from reshard.guard.command import Command
+from reshard.guard.command.read import Command
 
 KNOWN = (
     "bitsandbytes",

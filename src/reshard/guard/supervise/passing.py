@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from reshard.guard.lifetime import end_with_parent
+from reshard.guard.supervise.lifetime import end_with_parent
 
 PASSED = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),

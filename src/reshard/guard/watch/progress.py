@@ -11,8 +11,8 @@ from statistics import median
 from typing import NamedTuple
 
 from reshard.base.errors import Problem
-from reshard.guard.processes import Processes
-from reshard.guard.watching import Line, Notice
+from reshard.guard.watch.processes import Processes
+from reshard.guard.watch.watching import Line, Notice
 
 _N, _TOTAL = r"(?P<n>\d(?:[\d.,]*\d)?[kMGT]?)", r"(?P<total>\d(?:[\d.,]*\d)?[kMGT]?)"
 _COUNTERS = [

@@ -16,8 +16,8 @@ from packaging.version import InvalidVersion, Version
 from reshard.base.errors import ReshardError
 from reshard.diagnosis.source import Call, Source, read_source
 from reshard.folders.descent import RUN
-from reshard.guard.checkpoints import Found
-from reshard.guard.command import Started
+from reshard.guard.command.read import Started
+from reshard.guard.end.checkpoints import Found
 
 OPTION = "resume_from_checkpoint"
 """The Trainer's, and what most scripts call theirs."""

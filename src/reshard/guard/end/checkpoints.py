@@ -15,7 +15,7 @@ from reshard.folders import iterations
 from reshard.folders.descent import STEPS
 from reshard.formats import detect, huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
-from reshard.guard.complete import lacking
+from reshard.guard.end.complete import lacking
 from reshard.stores.names import declared
 
 DEPTH = 4

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from reshard.guard.watching import Line
+from reshard.guard.watch.watching import Line
 
 LONGEST = 1 << 16
 """Bytes after which a line without an end is taken for a line."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from reshard.base.errors import Problem
-from reshard.guard.processes import Processes
+from reshard.guard.watch.processes import Processes
 
 
 @dataclass(frozen=True)

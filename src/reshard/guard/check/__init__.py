@@ -1,0 +1,1 @@
+"""Checks of a command before it starts."""

@@ -1,0 +1,1 @@
+"""A training command, read without executing anything."""

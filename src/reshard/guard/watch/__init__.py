@@ -1,0 +1,1 @@
+"""What a guard sees in a run: progress, processes, stalls, memory."""
