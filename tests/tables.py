@@ -69,7 +69,7 @@ TABLES = {
     "Family": (DOCS / "families.md", families),
     "Model": (DOCS / "add-a-family.md", undeclared),
     "Option of guard": (DOCS / "guard.md", partial(options, Options, "guard")),
-    "Option of train": (DOCS / "training.md", partial(options, StartOptions, "train", "sft")),
+    "Option of train": (DOCS / "training-options.md", partial(options, StartOptions, "train", "sft")),
 }
 """The page and the rows of each table, by the title of its first column."""
 

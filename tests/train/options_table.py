@@ -1,4 +1,4 @@
-"""The table in docs/training.md of the options that engines pass through: `python -m tests.train.options_table`."""
+"""The table in docs/training-options.md of the options that engines pass through: `python -m tests.train.options_table`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.training.trl import config_fields
 from reshard.training.trl import refusals as of_trl
 from reshard.training.trl.methods import WAYS
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training-options.md"
 BEGIN, END = "<!-- options: python -m tests.train.options_table -->\n", "<!-- /options -->\n"
 
 
