@@ -153,13 +153,14 @@ class Looking:
             self._take(engine_of(run).looks.loaded(run, self.options, self.environment))
             result = self._loaded(result, self.options) if not self.stops else result
         told = self.machine or self.placed or self.options is None
+        command = [] if told else self._try(lambda: launch.command(run)) or []
         unique = list(dict.fromkeys(self.found))
         return replace(
             result,
             problems=[each for each in unique if each.severity == "error"],
             warnings=[each for each in unique if each.severity != "error"],
             files=_files(run, result.batches),
-            command=[] if told else self._try(lambda: launch.command(run)) or [],
+            command=command,
         )
 
     def _loaded(self, result: Preflight, options: dict[str, Any]) -> Preflight:
