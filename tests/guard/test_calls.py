@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,20 @@ def test_wrong_arguments_are_all_named_and_nothing_is_started(tmp_path: Path) ->
     with pytest.raises(TypeError, match="stal"):
         guard.run(["touch", "x"], stal=3)  # type: ignore[call-arg]
     assert not (tmp_path / "log").exists()
+
+
+def test_ranks_that_outlive_their_launcher_are_ended_with_the_run(tmp_path: Path) -> None:
+    """LLaMA-Factory's launcher leaves torchrun to itself when it gets SIGTERM."""
+    rank = "import time; time.sleep(3); print('step 2 loss nan', flush=True); time.sleep(100); print('on', flush=True)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    words = (sys.executable, "-c", launcher)
+    began = time.monotonic()
+    shown = subprocess.run(
+        [sys.executable, "-m", "reshard", "guard", "--no-check", "--", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert shown.returncode == 1 and "loss nan" in shown.stderr
+    assert time.monotonic() - began < 60, "nothing is left that holds the output"

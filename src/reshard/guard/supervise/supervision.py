@@ -153,6 +153,8 @@ class _Supervision:
             if time.monotonic() >= due:
                 self._tick()
                 due = time.monotonic() + self.every
+        if self.outcome.stopped:
+            self._end_left()
         self._drain()
         code = self.process.returncode
         self.outcome.status = code if code >= 0 else 128 - code
@@ -201,9 +203,7 @@ class _Supervision:
             self._tell(watcher.tick(time.time(), self.processes))
         if self.deadline is not None and time.monotonic() > self.deadline:
             self.outcome.killed = True
-            for pid in self.processes:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self._send(signal.SIGKILL)
 
     def _tell(self, notices: Iterable[Notice]) -> None:
         for notice in notices:
@@ -212,6 +212,18 @@ class _Supervision:
             if notice.stop and self.deadline is None:
                 self._end_in(PATIENCE)
                 self.process.terminate()
+
+    def _end_left(self) -> None:
+        """End what outlives a launcher that the guard has ended: those of DeepSpeed and LLaMA-Factory do not wait."""
+        self._send(signal.SIGTERM)
+        while any(map(_lives, self.processes)) and time.monotonic() < (self.deadline or 0):
+            self._wait(LAST)
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        for pid in self.processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _drain(self) -> None:
         """Pass on what is left. If other processes still write, a copy of this one goes on to pass it on."""
