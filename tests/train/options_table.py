@@ -1,4 +1,4 @@
-"""The table in docs/training-options.md of the options that engines pass through: `python -m tests.train.options_table`."""
+"""The table of options that engines pass through (docs/training-options.md): `python -m tests.train.options_table`."""
 
 from __future__ import annotations
 

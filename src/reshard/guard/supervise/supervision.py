@@ -216,12 +216,12 @@ class _Supervision:
     def _end_left(self) -> None:
         """End what outlives a launcher that the guard has ended: those of DeepSpeed and LLaMA-Factory do not wait."""
         self._send(signal.SIGTERM)
-        while any(map(_lives, self.processes)) and time.monotonic() < (self.deadline or 0):
+        while any(map(self.tree.lives, self.processes)) and time.monotonic() < (self.deadline or 0):
             self._wait(LAST)
         self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        for pid in self.processes:
+        for pid in filter(self.tree.lives, self.processes):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
