@@ -219,3 +219,9 @@ def test_a_loss_that_transformers_hides_ends_the_run(name: str) -> None:
     """It prints 0 in place of NaN, with a gradient norm that is NaN."""
     notices = told(*(LOGS / f"{name}.log").read_text(encoding="utf-8").replace("\r", "\n").splitlines())[1]
     assert [(each.problem.code, each.stop) for each in notices][:1] == [("loss-not-finite", True)]
+
+
+def test_a_step_of_grpo_that_fp16_skips_is_none() -> None:
+    """The loss of GRPO is 0 where the advantages of a group cancel out."""
+    skipped = "{'loss': '0.0', 'grad_norm': 'nan', 'learning_rate': '1e-06', 'reward': '0.5', 'epoch': '0.1'}"
+    assert told(skipped, skipped.replace("nan", "1.2"))[1] == []

@@ -30,7 +30,8 @@ NOT_HERE = {
         trained-weight-differs""",
     "a script of the user's, under the guard": "method-experimental model-needs-transformers-4",
     "another file or model, which the remedy asks for": """
-        dataset-test-split-size file-trained-and-evaluated-on model-quantized transformers-cannot-build""",
+        chat-template-without-marks dataset-test-split-size file-trained-and-evaluated-on
+        image-tokens-cut model-quantized transformers-cannot-build""",
 }
 """What an input needs that a dry run does not have here, and the codes of such problems."""
 

@@ -52,6 +52,7 @@ _NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*[1-9]")
 """Megatron-LM leaves the loss out of the average when it is NaN."""
 _ENTROPY_NAN = re.compile(r"\bentropy['\"]?\s*[:=]\s*['\"]?nan\b", re.IGNORECASE)
 _OTHER_NAN = re.compile(r"(?P<name>eval\w*[_/]loss)['\"]?\s*[:=]\s*['\"]?nan", re.IGNORECASE)
+_REWARD = re.compile(r"['\"]reward")
 _SUMMARY = "train_runtime"
 """In the last record of transformers, whose loss is an average, while the model is still to be saved."""
 _RECORD = re.compile(r"\{['\"]")
@@ -97,9 +98,14 @@ def read(text: str) -> Reading:
 
 
 def _of_nan(norm: float | None, text: str) -> bool:
-    """Whether a gradient norm is that of a NaN loss. DeepSpeed calls it infinite, as it does when it lowers the loss
-    scale; then the entropy that TRL prints tells."""
-    return norm is not None and (math.isnan(norm) or (math.isinf(norm) and bool(_ENTROPY_NAN.search(text))))
+    """Whether a gradient norm beside a loss of 0 is that of a NaN loss.
+
+    DeepSpeed calls it infinite, as it does when it lowers the loss scale; then the entropy that TRL prints tells. The
+    loss of GRPO is often 0, and fp16 skips steps whose gradients are not finite.
+    """
+    if norm is None or _REWARD.search(text):
+        return False
+    return math.isnan(norm) or (math.isinf(norm) and bool(_ENTROPY_NAN.search(text)))
 
 
 def _value(pattern: re.Pattern[str], text: str) -> float | None:
