@@ -15,8 +15,8 @@ import pytest
 
 from reshard.checks import probe
 from reshard.checks.environment import NAMES, find_gpus, look_around
-from reshard.guard.check import asking
-from reshard.guard.check.asking import Question
+from reshard.guard.before import asking
+from reshard.guard.before.asking import Question
 from reshard.guard.command.read import read_command
 from tests.environments import python
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import Problem
-from reshard.guard.check import resources
-from reshard.guard.check.before import Checked, check
+from reshard.guard.before import resources
+from reshard.guard.before.checks import Checked, check
 from reshard.guard.command.read import read_command
 from tests.environments import python
 from tests.guard.commands import FILES
@@ -307,7 +307,7 @@ def test_what_was_not_checked_is_said(folder: Path) -> None:
 def test_the_checks_take_half_a_second(folder: Path) -> None:
     code = (
         "import os, sys, time, pathlib; begin = time.process_time()\n"
-        "from reshard.guard.command.read import read_command\nfrom reshard.guard.check.before import check\n"
+        "from reshard.guard.command.read import read_command\nfrom reshard.guard.before.checks import check\n"
         "found = check(read_command(sys.argv[1:], dict(os.environ), pathlib.Path.cwd()))\n"
         "print(time.process_time() - begin, [m for m in ('numpy', 'torch', 'transformers') if m in sys.modules])"
     )

@@ -15,8 +15,8 @@ from reshard.base.arguments import Arguments
 from reshard.base.boundary import for_users
 from reshard.base.errors import ReshardError
 from reshard.base.plain import put
-from reshard.guard.check.before import Checked, check
-from reshard.guard.check.resources import models_of
+from reshard.guard.before.checks import Checked, check
+from reshard.guard.before.resources import models_of
 from reshard.guard.command.read import Command, Started, read_command
 from reshard.guard.end.report import Ran, Report, continuing, ended
 from reshard.guard.options import Options

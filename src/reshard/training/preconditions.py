@@ -14,7 +14,7 @@ from reshard.checks.machine import more_processes_than_gpus, torch_without_cuda
 from reshard.diagnosis.finding import Place
 from reshard.diagnosis.rules import told
 from reshard.folders.companions import CONFIG
-from reshard.guard.check.outputs import unwritable
+from reshard.guard.before.outputs import unwritable
 from reshard.guard.end.complete import RECORD, SAVED
 from reshard.stores.hub import url_of
 from reshard.training import data, outputs

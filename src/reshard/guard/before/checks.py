@@ -16,8 +16,8 @@ from reshard.diagnosis.environment import diagnose_environment
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.rules import in_words
 from reshard.diagnosis.spelling import Usage, spelled
-from reshard.guard.check import outputs, resources
-from reshard.guard.check.asking import Question
+from reshard.guard.before import outputs, resources
+from reshard.guard.before.asking import Question
 from reshard.guard.command.read import Command
 from reshard.guard.command.settings import NAMED, plain_source, source_of
 
