@@ -305,7 +305,8 @@ def data(name: str) -> Open:
 
         def counted(path: Path, method: str) -> None:
             rows = read_records(path, method, tokens.probe(tokenizer))
-            tokens.lengths(*tokens.draw(seen(row, method) for row in rows), tokenizer, 64)
+            drawn = tokens.draw(seen(row, method) for row in rows)
+            tokens.lengths(*drawn, 64, lambda row: list(tokens.samples(row, tokenizer)))
 
         def packed(path: Path, method: str) -> None:
             if method == "sft":

@@ -241,8 +241,8 @@ def test_the_model_of_a_script(script: str, folder: Path) -> None:
     shutil.copy(FILES / script, folder / "train.py")
     command = read_command(("torchrun", "train.py"), {}, folder)
     assert resources.models_of(command) == ["model"]
-    (folder / "train.py").write_text("from trl import SFTTrainer\nSFTTrainer(model=model)\n")
-    assert resources.models_of(read_command(("torchrun", "train.py"), {}, folder)) == []
+    (folder / "other.py").write_text("from trl import SFTTrainer\nSFTTrainer(model=model)\n")
+    assert resources.models_of(read_command(("torchrun", "other.py"), {}, folder)) == []
 
 
 def test_memory_and_disk_are_warnings(folder: Path) -> None:

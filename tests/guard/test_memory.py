@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 import time
 from pathlib import Path
 
@@ -111,5 +112,7 @@ def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_gpus_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     watcher = Memory()
-    tree = Tree(os.getpid())
-    assert list(watcher.tick(100, tree.snapshot())) == [] and len(tree.snapshot()) == 1
+    with subprocess.Popen(["/bin/sleep", "60"]) as lone:
+        tree = Tree(lone.pid)
+        assert list(watcher.tick(100, tree.snapshot())) == [] and len(tree.snapshot()) == 1
+        lone.kill()

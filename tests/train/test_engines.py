@@ -47,8 +47,8 @@ def test_only_the_list_of_engines_and_the_default_name_one() -> None:
         for path in OUTSIDE
     }
     named = {path: lines for path, lines in found.items() if lines}
-    assert named.keys() == {"engines.py", "run.py"}, named
-    assert len(named["engines.py"]) == len(MODULES) and len(named["run.py"]) == 1
+    assert named.keys() == {"options.py"}, named
+    assert len(named["options.py"]) == len(MODULES) + 1
 
 
 def test_the_look_would_see_a_name() -> None:

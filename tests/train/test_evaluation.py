@@ -15,7 +15,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from reshard.training.show.watch import Watch
 from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError
@@ -28,6 +27,7 @@ from reshard.training.preflight import preflight
 from reshard.training.request import check, run_of
 from reshard.training.run import Run
 from reshard.training.show import report, trackers
+from reshard.training.show.display import Display
 from reshard.training.show.monitor import History, Metrics, Row
 from reshard.training.trl import saving
 from tests.train.conftest import chats, prompts, write_lines
@@ -279,7 +279,7 @@ def test_evaluations_take_no_part_in_the_speed() -> None:
 def test_each_evaluation_is_a_line_and_a_row(run: Run) -> None:
     run.output.mkdir()
     console = Console(file=StringIO())
-    with Watch(run, console) as watch:
+    with Display(run, console) as watch:
         monitor = Metrics(run, 0, [watch.add])
         monitor.begin(4)
         monitor.evaluated(2, eval_loss=2.5, eval_mean_token_accuracy=0.75, seconds=1.0)

@@ -40,7 +40,7 @@ def test_a_run_that_is_in_order_is_told_what_it_will_do(run: Run) -> None:
     assert again == found.room.needed.step["activations"] < kept < found.room.by_length[2 * longest][0]
     assert f"{2 * longest} tokens" in rows["lengths"] and "recomputed" in rows["lengths"]
     assert {"run.json", "checkpoint-24/", "final/"} <= set(found.files)
-    assert "torch.distributed.run" in found.command and found.command[-1] == str(run.output / RECORD)
+    assert "reshard.training.worker" in found.command and found.command[-1] == str(run.output / RECORD)
 
 
 def test_an_engine_that_has_not_run_on_a_gpu_says_so(run: Run) -> None:

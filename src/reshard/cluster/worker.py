@@ -47,7 +47,7 @@ def _program() -> str:
     package, digest = Path(__file__).parents[1], sha256(f"{__version__} {np.__version__}".encode())
     for part in PROGRAM:
         for path in sorted((package / part).rglob("*.*")):  # tables of names, too
-            digest.update(b"" if path.suffix == ".pyc" else path.read_bytes())
+            digest.update(b"" if "__pycache__" in path.parts else path.read_bytes())
     return digest.hexdigest()
 
 
