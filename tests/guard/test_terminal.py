@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 from reshard.guard.supervise.relay import Relay
+from reshard.guard.supervise.supervision import supervise
+from reshard.guard.watch.processes import Processes, Tree
 
 RESHARD = str(Path(sys.executable).with_name("reshard"))
 GUARD = (RESHARD, "guard", "--quiet", "--no-check", "--")
@@ -139,6 +141,16 @@ def test_a_reader_that_left_is_a_broken_pipe_for_the_command() -> None:
     assert (done.stdout, done.stderr.startswith(b"broken")) == (b"y\n", True)
 
 
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [("yes | head -1", b"Broken pipe"), (f"{PYTHON} -c 'print(1)' > /dev/full", b"No space left on device")],
+)
+def test_output_that_leads_nowhere_is_the_cause(code: str, found: bytes) -> None:
+    done = subprocess.run(["bash", "-c", f"{shlex.join(GUARD)} {code}"], capture_output=True, check=False)
+    assert b"error: the command's stdout leads nowhere any more" in done.stderr and found in done.stderr
+    assert done.returncode == int(b"space" in found)  # else that of head
+
+
 COUNTS = """
 import signal, sys, time
 heard = []
@@ -220,6 +232,34 @@ def test_output_to_a_pipe_that_does_not_block_is_complete() -> None:
     assert (guard.returncode, len(lines), lines[-1]) == (0, 40_000, b"line 39999")
 
 
+def test_a_signal_reaches_a_command_whose_output_nobody_reads() -> None:
+    code = (
+        "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(7))\n"
+        "while True: os.write(1, bytes(65536))"
+    )
+    with subprocess.Popen([*GUARD, PYTHON, "-c", code], stdout=subprocess.PIPE) as guard:
+        assert guard.stdout
+        full, held = 1 << 16, b""
+        while int.from_bytes(held, sys.byteorder) < full:
+            held = fcntl.ioctl(guard.stdout, termios.FIONREAD, bytes(4))
+            time.sleep(0.02)
+        guard.terminate()
+        assert guard.wait(60) == 7
+
+
+def test_the_report_comes_after_output_that_is_read_slowly(tmp_path: Path) -> None:
+    words = [RESHARD, "guard", "--no-check", "--", PYTHON, "-c", "print('line\\n' * 40_000, end=''); 1 / 0"]
+    with (tmp_path / "screen").open("w+") as screen:
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=screen) as guard:
+            assert guard.stdout
+            time.sleep(2)
+            screen.seek(0)
+            assert "failed" not in screen.read()
+            assert guard.stdout.read().count(b"line\n") == 40_000
+        screen.seek(0)
+        assert (guard.returncode, "failed" in screen.read()) == (1, True)
+
+
 def test_a_line_without_an_end_is_looked_at_once_it_has_settled(tmp_path: Path) -> None:
     source, into = os.pipe()
     relay = Relay.kept(tmp_path / "log", source)
@@ -277,6 +317,27 @@ def test_a_command_may_remove_the_log(tmp_path: Path, status: int) -> None:
     code = f"echo hi; rm -r reshard-guard; exit {status}"
     done = subprocess.run([*GUARD, "bash", "-c", code], capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, b"error: the system" in done.stderr) == (status, b"hi\n", False)
+
+
+def test_ranks_are_remembered_if_their_launcher_ends_while_they_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, shots = subprocess.Popen(["bash", "-c", "RANK=0 sleep 50 & wait"]), []
+
+    def snapshot(tree: Tree) -> Processes:
+        if any(each.command == "sleep 50" for each in shots[-1:] and shots[-1].values()):
+            start.kill()
+            os.waitid(os.P_PID, start.pid, os.WEXITED | os.WNOWAIT)
+        shots.append(original(tree))
+        return shots[-1]
+
+    original = Tree.snapshot
+    monkeypatch.setattr(Tree, "snapshot", snapshot)
+    out, into = os.pipe()
+    os.close(into)
+    outcome = supervise(lambda: start, Relay.kept(tmp_path / "log", out), (), print, tick=0.05)
+    (rank,) = outcome.left
+    os.kill(rank, signal.SIGKILL)
 
 
 def test_ranks_that_outlive_their_launcher_are_named(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def _diagnosed(log: Log, content: str, root: Traceback | None, seen: Seen) -> li
 def _weighed(findings: list[Finding], root: Traceback | None, seen: Seen) -> tuple[Finding, ...]:
     """The findings, after what the guard saw if these only say that a rank was killed or waited for another one."""
     first = findings[0] if findings else None
-    guessed = root is None or is_consequence(root) or root.exception == EXIT
+    guessed = root is None or is_consequence(root) or root.exception in (EXIT, "BrokenPipeError")
     guessed = guessed or bool(first and first.code.startswith((KILLED, "hang")))
     if not guessed or (first and first.code.startswith("short-")):
         return tuple(findings)

@@ -55,6 +55,17 @@ class Stream:
     """The state that it has returned."""
     at_start: bool = True
     """Whether the last byte that was passed on ended a line."""
+    unwritten: bytes | memoryview = b""
+    """What the target does not take yet. Until it does, no more is read, so that the command waits as well."""
+    error: OSError | None = None
+    """Why the target takes nothing more."""
+
+    @property
+    def awaited(self) -> tuple[int, int]:
+        """A file descriptor, and the event of poll(2) after which the stream can go on."""
+        if self.unwritten and self.target is not None:
+            return self.target, select.POLLOUT
+        return self.source, select.POLLIN
 
     @staticmethod
     def to(target: int, name: str) -> Stream:
@@ -85,16 +96,21 @@ class Stream:
                 raise
             return None
 
-    def pass_on(self, content: bytes) -> bool:
-        """Write to the target. Returns false if nobody reads it any more: the command must learn that as well."""
+    def pass_on(self, content: bytes = b"") -> bool:
+        """Write to the target, as much as it takes now. Returns false once it takes no more at all."""
         if self.target is None:
             return True
-        self.at_start = content.endswith(b"\n")
+        if content:
+            self.at_start = content.endswith(b"\n")
+            self.unwritten = memoryview(content)
         try:
-            _write(self.target, memoryview(content))
-        except OSError:
-            return False
-        return True
+            while self.unwritten and _is_writable(self.target):
+                self.unwritten = self.unwritten[os.write(self.target, self.unwritten[: select.PIPE_BUF]) :]
+        except BlockingIOError:  # another program has made the target non-blocking
+            return True
+        except OSError as error:
+            self.error = error
+        return self.error is None
 
     def close(self) -> None:
         """Close the guard's end. A command that still writes sees a closed pipe."""
@@ -138,15 +154,18 @@ class Relay:
         for stream in self.streams:
             os.close(stream.end)
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether output waits for its reader."""
+        return any(each.unwritten for each in self.streams)
+
     def move(self, stream: Stream) -> list[Line]:
         """Pass on what there is. Returns the lines in it, and removes the stream at its end."""
-        content = stream.read()
-        if content and stream.pass_on(content):
-            return self._lines(stream, content)
-        if content != b"":
-            self.streams.remove(stream)
-            return self._lines(stream, b"\n" if stream.begun else b"")
-        return []
+        content = b"" if stream.unwritten else stream.read()
+        if content is not None and stream.pass_on(content):
+            return self._lines(stream, content) if content else []
+        self.streams.remove(stream)
+        return self._lines(stream, b"\n" if stream.begun else b"")
 
     def settled(self) -> list[Line]:
         """Lines without an end, such as progress bars, that have not changed since the last call; each once."""
@@ -185,13 +204,11 @@ class Relay:
             os.write(self._file, b"".join(lines))
 
 
-def _write(target: int, content: memoryview) -> None:
-    """Write all of it, also where another program has made the target non-blocking."""
-    while content:
-        with suppress(BlockingIOError):
-            content = content[os.write(target, content) :]
-        if content:
-            select.select([], [target], [])
+def _is_writable(target: int) -> bool:
+    """Whether it takes PIPE_BUF bytes without waiting, by pipe(7)."""
+    poll = select.poll()
+    poll.register(target, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def _appended(log: Path) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import selectors
+import select
 import signal
 import subprocess
 import time
@@ -27,6 +28,8 @@ LAST = 0.1
 """Seconds for output that is still on its way when the command has ended."""
 PATIENCE = 40.0
 """Seconds that a command gets to end after SIGTERM; torchrun gives its ranks 30 of them."""
+
+OUTPUT_CLOSED = "output-closed"
 
 
 @dataclass
@@ -123,6 +126,15 @@ def _not_started(word: str, error: OSError) -> Problem:
     )
 
 
+def _not_passed_on(stream: str, error: OSError) -> Problem:
+    return Problem(
+        OUTPUT_CLOSED,
+        f"the command's {stream} leads nowhere any more, so it could not print",
+        found=error.strerror,
+        remedy="let the program that reads it run to the end, or print to a file on a disk with free space",
+    )
+
+
 @dataclass
 class _Supervision:
     """A command while it runs."""
@@ -136,17 +148,15 @@ class _Supervision:
     every: float
     outcome: Outcome = field(default_factory=Outcome)
     processes: Processes = field(default_factory=dict)
-    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     deadline: float | None = None
     """When a command that was asked to end is killed, by the monotonic clock."""
+    lost: bool = False
+    """Whether output was lost that somebody still wanted: alone, the command could not have ended well."""
 
     def __post_init__(self) -> None:
         self.tree = Tree(self.process.pid)
 
     def follow(self) -> Outcome:
-        self.selector.register(self.signals.descriptor, selectors.EVENT_READ)
-        for stream in self.relay.streams:
-            self.selector.register(stream.source, selectors.EVENT_READ, stream)
         due = time.monotonic() + self.every
         while self.process.poll() is None:
             self._wait(due - time.monotonic())
@@ -157,7 +167,7 @@ class _Supervision:
             self._end_left()
         self._drain()
         code = self.process.returncode
-        self.outcome.status = code if code >= 0 else 128 - code
+        self.outcome.status = (code if code >= 0 else 128 - code) or int(self.lost)
         self.outcome.signal = self.signals.first
         self.outcome.left = tuple(
             pid for pid, each in self.processes.items() if each.rank is not None and self.tree.lives(pid)
@@ -166,17 +176,24 @@ class _Supervision:
 
     def _wait(self, seconds: float) -> None:
         """Until something happens, at most this long."""
-        for key, _ in self.selector.select(max(seconds, 0)):
-            if key.data is None:
-                self._hear()
+        streams = {stream.awaited[0]: stream for stream in self.relay.streams}
+        poll = select.poll()
+        poll.register(self.signals.descriptor, select.POLLIN)
+        for stream in streams.values():
+            poll.register(*stream.awaited)
+        for descriptor, _ in poll.poll(1000 * max(seconds, 0)):
+            if descriptor in streams:
+                self._move(streams[descriptor])
             else:
-                self._move(key.data)
+                self._hear()
 
     def _move(self, stream: Stream) -> None:
         self._look_at(self.relay.move(stream))
         if stream not in self.relay.streams:
-            self.selector.unregister(stream.source)
             stream.close()
+            if stream.error:
+                self.lost = self.lost or stream.error.errno != errno.EPIPE
+                self.outcome.notices.append(Notice(_not_passed_on(stream.name, stream.error)))
 
     def _look_at(self, lines: Iterable[Line]) -> None:
         for line in lines:
@@ -198,7 +215,10 @@ class _Supervision:
 
     def _tick(self) -> None:
         self._look_at(self.relay.settled())
-        self.processes = self.tree.snapshot()
+        processes = self.tree.snapshot()
+        if self.process.poll() is not None:
+            return  # what it has left behind is no longer below it: the snapshot before shows more
+        self.processes = processes
         for watcher in self.watchers:
             self._tell(watcher.tick(time.time(), self.processes))
         if self.deadline is not None and time.monotonic() > self.deadline:
@@ -230,7 +250,10 @@ class _Supervision:
         deadline = time.monotonic() + LAST
         while self.relay.streams and time.monotonic() < deadline:
             self._wait(LAST)
+            if self.relay.is_blocked and not self.signals.first:
+                deadline = time.monotonic() + LAST
         if self.relay.streams and not os.fork():
+            self.signals.restore()
             self.watchers = ()
             while self.relay.streams:
                 self._wait(TICK)
