@@ -25,7 +25,7 @@ from reshard.guard.end.acceptance import checked
 from reshard.guard.end.final import Finished
 from reshard.oracle.transformers import transformers_logits
 from reshard.training import outputs
-from reshard.training.final.finish import export, finish
+from reshard.training.finish import export, finish
 from reshard.training.outputs import clear
 from reshard.training.run import Run
 from tests.environments import python

@@ -15,7 +15,7 @@ import reshard as api
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.training import trl
-from reshard.training.final.finish import finish
+from reshard.training.finish import finish
 from reshard.training.run import Run
 from tests.train.trl_plans import ENVIRONMENTS, EVALUATED, FOUR_DIGITS, PLANS, run_of
 from tests.train.trl_runs import Ran, train

@@ -17,7 +17,7 @@ import reshard as api
 from reshard.base.errors import ReshardError
 from reshard.diagnosis.environment import Environment
 from reshard.training import trl
-from reshard.training.final.finish import finish
+from reshard.training.finish import finish
 from reshard.training.methods import EXPERIMENTAL, METHODS, generates, is_rewarded
 from reshard.training.preflight import preflight
 from reshard.training.run import Run

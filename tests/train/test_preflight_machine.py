@@ -18,6 +18,7 @@ from reshard.base.installing import install_command
 from reshard.diagnosis.environment import Environment
 from reshard.training import preconditions
 from reshard.training.engines import engine_of
+from reshard.training.findings import lacking
 from reshard.training.megatron import looks
 from reshard.training.outlook import Preflight
 from reshard.training.preflight import preflight
@@ -78,17 +79,17 @@ def test_packages_that_are_missing_or_old_come_with_the_command(run: Run) -> Non
     there = dict.fromkeys(engine_of(run).requires(run), "99") | {"peft": "0.20"}
     del there["trl"]
     missing, old = sorted(
-        preconditions.packages(run, there), key=lambda problem: str(problem.found), reverse=True
+        lacking(engine_of(run).requires(run), there), key=lambda problem: str(problem.found), reverse=True
     )
     assert (missing.message, missing.expected) == ("not installed: trl", "trl>=1.16,<1.17")
     assert missing.remedy == install_command("trl")
     assert (old.message, old.found) == ("reshard does not train with this version of peft", "0.20")
-    (new,) = preconditions.packages(run, there | {"trl": "1.17", "peft": "0.21"})
+    (new,) = lacking(engine_of(run).requires(run), there | {"trl": "1.17", "peft": "0.21"})
     assert (new.expected, new.remedy) == ("trl>=1.16,<1.17", "pip install 'trl>=1.16,<1.17'")
     zero = replace(run, parallel="zero3")
-    assert [p.message for p in preconditions.packages(zero, there | {"trl": "1.16", "peft": "0.21"})] == [
-        "not installed: deepspeed"
-    ]
+    assert [
+        p.message for p in lacking(engine_of(zero).requires(zero), there | {"trl": "1.16", "peft": "0.21"})
+    ] == ["not installed: deepspeed"]
 
 
 def test_an_old_megatron_core_cannot_share_query_groups(tiny: Callable[..., Path], run: Run) -> None:

@@ -35,7 +35,7 @@ def test_every_plan_has_the_losses_of_one_process(plan: str, ran: Trainer) -> No
 def test_ranks_take_digests_of_what_final_will_be(
     hf_model: Callable[..., Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    from reshard.training.final.finish import export
+    from reshard.training.finish import export
 
     base = hf_model("qwen3", dtype="bfloat16", num_hidden_layers=2)
     half = train(run_of("one", "dpo", base, data["dpo"], tmp_path / "out", False, 1, {}), 1)

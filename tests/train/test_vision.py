@@ -14,7 +14,7 @@ import pytest
 from reshard.diagnosis.environment import Environment
 from reshard.training import trl
 from reshard.training.data import read_records
-from reshard.training.final.finish import finish
+from reshard.training.finish import finish
 from reshard.training.preflight import preflight
 from reshard.training.run import Run
 from tests.environments import python

@@ -35,7 +35,7 @@ def command(
       reshard export OUT/iter_0000200 model               trained with Megatron-Core
       reshard export OUT/checkpoint-200 model --merge     a LoRA run, merged into its base
     """
-    from reshard.training.final.finish import export
+    from reshard.training.finish import export
 
     shown(
         lambda **hooks: export(checkpoint, dst, resume=not no_resume, **options, **hooks),

@@ -25,7 +25,6 @@ from reshard.training.engines import engine_named
 from reshard.training.methods import METHODS, elsewhere
 from reshard.training.options import StartOptions
 from reshard.training.run import Run
-from reshard.training.start import trained
 
 if TYPE_CHECKING:
     from reshard.guard.end.final import Finished
@@ -90,6 +89,7 @@ def _method(name: str, help_text: str) -> None:
             _print_options(name, given.get("engine", StartOptions.engine))
             return
         from reshard.diagnosis.words import locale_language
+        from reshard.training.start import trained
 
         silent = quiet or json_output
 

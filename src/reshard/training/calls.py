@@ -13,10 +13,10 @@ from reshard.base.options import About, takes
 from reshard.planning.naming import Types
 from reshard.training.methods import METHODS, elsewhere
 from reshard.training.options import StartOptions
-from reshard.training.start import Outcome, trained
 
 if TYPE_CHECKING:
     from reshard.commands.conversion import Conversion
+    from reshard.training.start import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,8 @@ def train(method: str, **given: Any) -> Outcome:
         arguments.choice("method", str(method), METHODS)
     asked = arguments.options(CallOptions, given)
     call = {name: asked.pop(name) for name in ("options", "quiet", "on_preflight") if name in asked}
+    from reshard.training.start import trained
+
     return trained(method, asked, **call)[1]
 
 
@@ -132,7 +134,7 @@ def export(
     given.switches(merge=merge, overwrite=overwrite, no_resume=no_resume)
     given.callbacks(on_bytes=on_bytes)
     given.settle()
-    from reshard.training.final import finish
+    from reshard.training import finish
 
     return finish.export(
         Path(checkpoint),

@@ -49,7 +49,7 @@ class Room:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Preflight:
     """The findings about a run. With `problems` it cannot start; unknown values are None."""
 

@@ -21,7 +21,7 @@ from reshard.training import data, outputs
 from reshard.training.data.images import has_processor
 from reshard.training.data.mix import Mix, are_indexed
 from reshard.training.engines import engine_of
-from reshard.training.findings import in_short, in_training, lacking, of_fact
+from reshard.training.findings import in_short, in_training, of_fact
 from reshard.training.run import Run, config_of, read_record
 
 HARMLESS = (
@@ -32,11 +32,6 @@ HARMLESS = (
     "checkpoint-old-gradient-checkpointing",
 )
 """The doctor's findings about a model folder that do not affect training, or that other checks cover."""
-
-
-def packages(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """Packages of the engine that are missing, or of untested versions."""
-    return lacking(engine_of(run).requires(run), installed)
 
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:

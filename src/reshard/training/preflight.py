@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -18,10 +18,10 @@ from reshard.training.data.images import Viewer, unsupported
 from reshard.training.data.mix import Mix, are_indexed
 from reshard.training.data.records import seen
 from reshard.training.data.tokens import LOOKED_AT, LOOKED_AT_IMAGES, Lengths, probe, samples
-from reshard.training.engine import Batches, Reading
-from reshard.training.engines import engine_of
+from reshard.training.engine import Batches, Precision, Reading
+from reshard.training.engines import engine_of, final_dtype
 from reshard.training.evaluation import Evaluation
-from reshard.training.final.dtype import final_dtype
+from reshard.training.findings import lacking
 from reshard.training.launching import launch
 from reshard.training.launching.places import place_of
 from reshard.training.memory import Memory
@@ -83,7 +83,8 @@ class Looking:
     overwrite: bool = False
     machine: Machine | None = None
     found: list[Problem] = field(default_factory=list)
-    options: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """All options of the engine; empty if some are wrong."""
     processes: int = 1
     world_size: int = 1
     placed: bool = True
@@ -94,11 +95,13 @@ class Looking:
     final_dtype: str | None = None
     viewer: Viewer = field(default_factory=Viewer)
     """Looks at the images of all data."""
+    result: Preflight = field(init=False)
+    """What is known when the engine's packages can be used."""
 
     @property
     def gpus(self) -> list[Gpu]:
         """The GPUs of the run; none on a CPU."""
-        return [] if (self.options or {}).get("use_cpu") else self.environment.visible
+        return [] if self.options.get("use_cpu") else self.environment.visible
 
     @property
     def stops(self) -> bool:
@@ -109,30 +112,30 @@ class Looking:
         """Check options and data, then the model's folder."""
         self._request()
         if not self.stops:
-            self._take(preconditions.model(self.run))
+            self.found += preconditions.model(self.run)
             if not self.stops:
-                self._take(engine_of(self.run).looks.model(self.run))
+                self.found += engine_of(self.run).looks.model(self.run)
                 self.final_dtype = final_dtype(self.run)
         return self
 
     def _request(self) -> None:
         run, engine = self.run, engine_of(self.run)
         self._try(lambda: check(run))
-        missing = list(preconditions.packages(run))
-        self._take(missing)
+        missing = list(lacking(engine.requires(run)))
+        self.found += missing
         if run.method in engine.methods and not missing:
-            self.options = self._try(lambda: engine.options(run))
+            self.options = self._try(lambda: engine.options(run)) or {}
         self.processes, self.world_size = self._ranks()
-        self._take(preconditions.ranks(self.processes, self.gpus))
-        if self.options is not None:
-            self._take(preconditions.machine(run, self.options, self.environment))
+        self.found += preconditions.ranks(self.processes, self.gpus)
+        if self.options:
+            self.found += preconditions.machine(run, self.options, self.environment)
             self._try(lambda: trackers.check(run))
         self.viewer.refusal = preconditions.without_images(run)
         self._read(data.ANY_TEMPLATE)
-        self._take(preconditions.unindexed(run))
-        self._take(tokenizer_missing(run))
-        self._take(preconditions.output(run, overwrite=self.overwrite))
-        self._take(self._try(lambda: list(evaluation.held_out(run))) or [])
+        self.found += preconditions.unindexed(run)
+        self.found += tokenizer_missing(run)
+        self.found += preconditions.output(run, overwrite=self.overwrite)
+        self._try(lambda: self.found.extend(evaluation.held_out(run)))
 
     def _read(self, template: Template) -> None:
         """Read all data; problems of records are reported after all are read."""
@@ -146,40 +149,35 @@ class Looking:
     def further(self) -> Preflight:
         """Check what needs the engine's packages, unless there are problems already; then describe the run."""
         run = self.run
-        result = Preflight(
+        self.result = result = Preflight(
             run, self.world_size, [], [], _devices(self.gpus), _seen(self.sources), self.sources
         )
-        if not self.stops and self.options is not None:
-            self._take(engine_of(run).looks.loaded(run, self.options, self.environment))
-            result = self._loaded(result, self.options) if not self.stops else result
-        told = self.machine or self.placed or self.options is None
-        command = [] if told else self._try(lambda: launch.command(run)) or []
+        if self.options and not self.stops:
+            self.found += engine_of(run).looks.loaded(run, self.options, self.environment)
+            if not self.stops:
+                self._loaded()
+        if self.options and not (self.machine or self.placed):
+            result.command = self._try(lambda: launch.command(run)) or []
         unique = list(dict.fromkeys(self.found))
-        return replace(
-            result,
-            problems=[each for each in unique if each.severity == "error"],
-            warnings=[each for each in unique if each.severity != "error"],
-            files=_files(run, result.batches),
-            command=command,
-        )
+        result.problems = [each for each in unique if each.severity == "error"]
+        result.warnings = [each for each in unique if each.severity != "error"]
+        result.files = _files(run, result.batches)
+        return result
 
-    def _loaded(self, result: Preflight, options: dict[str, Any]) -> Preflight:
+    def _loaded(self) -> None:
         """The tokenizer, and with it the lengths of records, steps, memory and disk."""
-        run = self.run
-        tokenizer = self._try(lambda: tokenizer_of(run, options))
+        run, result = self.run, self.result
+        tokenizer = self._try(lambda: tokenizer_of(run, self.options))
         template = probe(tokenizer) if tokenizer is not None else data.ANY_TEMPLATE
         if template.refuses:
             self._read(template)
         indexed = self._indexed(run) if are_indexed(run.data.paths) else None
-        records = indexed.records if indexed else _seen(self.sources)
-        result = replace(result, records=records, sources=[] if indexed else self.sources)
+        result.records = indexed.records if indexed else _seen(self.sources)
+        result.sources = [] if indexed else self.sources
         if run.eval_data:
-            result = self._evaluated(result, options, tokenizer)
-        if not records:
-            return result
-        room = memory.available(replace(self.environment, gpus=self.gpus), self.processes)
-        room = int(room * (1 - engine_of(run).estimates.reserved(run)))
-        return self._sized(result, options, tokenizer, room, indexed)
+            result.evaluation = self._evaluated(tokenizer)
+        if result.records:
+            self._sized(tokenizer, indexed)
 
     def _try(self, look: Callable[[], T]) -> T | None:
         try:
@@ -187,9 +185,6 @@ class Looking:
         except ReshardError as error:
             self.found += error.problems
             return None
-
-    def _take(self, problems: Iterable[Problem]) -> None:
-        self.found += problems
 
     def _ranks(self) -> tuple[int, int]:
         """The processes on this node, and on all nodes. Problems of the launcher's variables are reported."""
@@ -218,73 +213,70 @@ class Looking:
         look = engine_of(run).indexed
         return (self._try(lambda: look(run)) if look else None) or Lengths(0, 0, 0, 0, 0, 0)
 
-    def _evaluated(self, result: Preflight, options: dict[str, Any], tokenizer: Any) -> Preflight:
+    def _evaluated(self, tokenizer: Any) -> Evaluation | None:
         """Check the evaluation data in the same way as the training data."""
-        run, engine = evaluation.evaluated(self.run), engine_of(self.run)
+        run, when = evaluation.evaluated(self.run), engine_of(self.run).evaluation(self.run)
         if are_indexed(run.data.paths):
             found = self._indexed(run)
-            return replace(result, evaluation=Evaluation(found.records, engine.evaluation(self.run), found))
-        records = _seen(self.held_out)
-        if not (records and result.sources):
-            return result
-        trained, first = first_of(result.sources), first_of(self.held_out)
-        reading = self._reading(run, options, first)
-        wrong = unlike([*result.sources[:1], *self.held_out], mixed=reading.mixed)
-        self._take([*wrong, *evaluation.lacking(self.run, trained, first)])
+            return Evaluation(found.records, when, found)
+        records, sources = _seen(self.held_out), self.result.sources
+        if not (records and sources):
+            return None
+        trained, first = first_of(sources), first_of(self.held_out)
+        reading = self._reading(run, first)
+        wrong = unlike([*sources[:1], *self.held_out], mixed=reading.mixed)
+        self.found += [*wrong, *evaluation.lacking(self.run, trained, first)]
         lengths = None if wrong else self._lengths(run, self.held_out, tokenizer, reading)
-        return replace(result, evaluation=Evaluation(records, engine.evaluation(self.run), lengths))
+        return Evaluation(records, when, lengths)
 
-    def _sized(
-        self,
-        result: Preflight,
-        options: dict[str, Any],
-        tokenizer: Any,
-        room: int,
-        indexed: Lengths | None,
-    ) -> Preflight:
-        """Tokens, steps, memory and disk."""
-        run, engine, world_size, on_cpu = self.run, engine_of(self.run), self.world_size, not self.gpus
-        reading = self._reading(run, options, {"text": ""} if indexed else first_of(result.sources))
-        self._take(unlike(result.sources, mixed=reading.mixed))
-        self._take(unheard(run.system, result.sources))
+    def _sized(self, tokenizer: Any, indexed: Lengths | None) -> None:
+        """Tokens and steps, and with them memory and disk."""
+        run, engine, result = self.run, engine_of(self.run), self.result
+        reading = self._reading(run, {"text": ""} if indexed else first_of(result.sources))
+        self.found += [*unlike(result.sources, mixed=reading.mixed), *unheard(run.system, result.sources)]
         if reading.packed and tokenizer is None:
-            return result  # sequences are counted in tokens
-        lengths = indexed or self._lengths(run, result.sources, tokenizer, reading)
-        result = replace(result, lengths=lengths)
+            return  # sequences are counted in tokens
+        lengths = result.lengths = indexed or self._lengths(run, result.sources, tokenizer, reading)
         tokens = lengths.tokens if lengths else None
-        batches = self._try(lambda: engine.batches(run, world_size, result.records, tokens))
+        batches = self._try(lambda: engine.batches(run, self.world_size, result.records, tokens))
         if batches is None:
-            return result
-        self._take(_doubtful(run, result.records, batches, reading, self.viewer))
-        precision = engine.precision(run)
-        whole = replace(batches, length=_longest(run, batches, lengths, reading))
-        needed = self._try(lambda: memory.estimate(run, whole, precision, world_size, gpu=not on_cpu))
-        sized = replace(result, batches=batches, precision=precision, final_dtype=self.final_dtype)
-        if needed is None:
-            return sized
-        found = Room(needed, room, on_cpu, memory.by_length(run, whole, precision, world_size))
-        if self.machine:
-            usual = (
-                lengths.tokens // max(lengths.records, 1) if lengths and not reading.full else whole.length
-            )
-            asked = Asked(run, result.records, whole.length, min(usual, whole.length) or whole.length)
-            plans = plans_of(asked, self.machine)
-            sized = replace(sized, plans=plans)
-            self._take([plans.problem] if plans.problem else [])
-        elif not found.fits:
-            more = memory.plan_that_fits(
-                run, world_size, result.records, room, gpu=not on_cpu, length=whole.length
-            )
-            found = replace(found, proposal=more)
-            self.found.append(_too_large(run, found))
-        room_on_disk = preconditions.disk(run, _on_disk(run, options, needed, world_size, batches))
-        # Another machine may write to another disk.
-        self._take(replace(each, severity="warning") if self.machine else each for each in room_on_disk)
-        return replace(sized, room=found)
+            return
+        self.found += _doubtful(run, result.records, batches, reading, self.viewer)
+        result.batches, result.precision, result.final_dtype = (
+            batches,
+            engine.precision(run),
+            self.final_dtype,
+        )
+        longest = _longest(run, batches, lengths, reading)
+        usual = lengths.tokens // max(lengths.records, 1) if lengths and not reading.full else longest
+        self._fitted(replace(batches, length=longest), result.precision, min(usual, longest) or longest)
 
-    def _reading(self, run: Run, options: dict[str, Any], first: dict[str, Any]) -> Reading:
+    def _fitted(self, batches: Batches, precision: Precision, usual: int) -> None:
+        """Memory and disk for the longest sequences, and the plans for another machine, for `usual` ones."""
+        run, result, world_size, on_cpu = self.run, self.result, self.world_size, not self.gpus
+        needed = self._try(lambda: memory.estimate(run, batches, precision, world_size, gpu=not on_cpu))
+        if needed is None:
+            return
+        available = memory.available(replace(self.environment, gpus=self.gpus), self.processes)
+        available = int(available * (1 - engine_of(run).estimates.reserved(run)))
+        room = Room(needed, available, on_cpu, memory.by_length(run, batches, precision, world_size))
+        if self.machine:
+            plans = result.plans = plans_of(Asked(run, result.records, batches.length, usual), self.machine)
+            self.found += [plans.problem] if plans.problem else []
+        elif not room.fits:
+            more = memory.plan_that_fits(
+                run, world_size, result.records, available, gpu=not on_cpu, length=batches.length
+            )
+            room = replace(room, proposal=more)
+            self.found.append(_too_large(run, room))
+        on_disk = preconditions.disk(run, _on_disk(run, self.options, needed, world_size, batches))
+        # Another machine may write to another disk.
+        self.found += [replace(each, severity="warning") if self.machine else each for each in on_disk]
+        result.room = room
+
+    def _reading(self, run: Run, first: dict[str, Any]) -> Reading:
         """How records are read; those with images all in one shape, for the collator."""
-        found = engine_of(run).reading(run, options, first)
+        found = engine_of(run).reading(run, self.options, first)
         return replace(found, mixed=found.mixed and not self.viewer.seen)
 
     def _lengths(self, run: Run, sources: list[Drawn], tokenizer: Any, reading: Reading) -> Lengths | None:
@@ -296,7 +288,7 @@ class Looking:
             self.found.append(preconditions.template(run.model))
             return None
         found = sample and self._try(lambda: lengths_of(sources, run.method, reading.limit, sample, most))
-        self._take(_lengths_wrong(run, found, f"--{reading.length}") if found else ())
+        self.found += _lengths_wrong(run, found, f"--{reading.length}") if found else ()
         return found
 
     def _sampler(self, run: Run, tokenizer: Any, reading: Reading) -> tuple[Any, int]:
@@ -306,7 +298,7 @@ class Looking:
             return partial(samples, tokenizer=tokenizer, learning=reading.learning), LOOKED_AT
         if self.viewer.refusal:
             return None, 0
-        return self._try(lambda: of_images(run, self.options or {}, tokenizer)), LOOKED_AT_IMAGES
+        return self._try(lambda: of_images(run, self.options, tokenizer)), LOOKED_AT_IMAGES
 
 
 def _has_chats(values: list[Any]) -> bool:

@@ -8,18 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.base.errors import Problem, ReshardError
-from reshard.training import signals
+from reshard.base.errors import ReshardError
+from reshard.training import outputs, signals
+from reshard.training.engines import engine_of
+from reshard.training.launching import launch, slurm
+from reshard.training.launching.ending import Screen
+from reshard.training.launching.places import place_of
+from reshard.training.launching.torchrun import Torchrun
 from reshard.training.options import OURS, StartOptions
+from reshard.training.outlook import Preflight
+from reshard.training.planning.gpus import Machine, machine_asked
+from reshard.training.preconditions import config_problems
+from reshard.training.preflight import OF_THIS_MACHINE, look_first, preflight
+from reshard.training.request import run_of
 from reshard.training.run import Run
+from reshard.training.worker import restarted
 
 if TYPE_CHECKING:
     from reshard.guard.end.final import Finished
-    from reshard.training.launching.ending import Screen
-    from reshard.training.launching.slurm import Submitted
-    from reshard.training.launching.torchrun import Torchrun
-    from reshard.training.outlook import Preflight
-    from reshard.training.planning.gpus import Machine
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Outcome:
     status: int
     preflight: Preflight | None = None
     finished: Finished | None = None
-    submitted: Submitted | None = None
+    submitted: slurm.Submitted | None = None
     """The job, if the run was submitted to Slurm."""
 
     def __bool__(self) -> bool:
@@ -56,16 +62,12 @@ def trained(
     note: Callable[[str], None] = lambda text: None,
     quiet: bool = False,
     language: str = "en",
-    on_preflight: Callable[[Preflight], None] | None = None,
+    on_preflight: Callable[[Preflight], None] = lambda found: None,
 ) -> tuple[Run, Outcome]:
     """Do what is asked for with some of the `StartOptions`: train here, or submit the run. Raises ReshardError.
 
     The engine's options are the words of `rest`, and `options`.
     """
-    from reshard.training.planning.gpus import machine_asked
-    from reshard.training.preconditions import config_problems
-    from reshard.training.request import run_of
-
     asked = StartOptions(**given)
     config = Path(asked.config) if asked.config is not None else None
     run = run_of(method, {name: value for name, value in given.items() if name in OURS}, rest, config, note)
@@ -73,22 +75,26 @@ def trained(
     here = asked.slurm is None
     machine = machine_asked(asked.gpus, asked.gpu_memory, run.ranks.nnodes, dry_run=asked.dry_run and here)
 
-    def show(found: Preflight) -> list[Problem]:
-        if on_preflight:
-            on_preflight(found)
-        return [*(config_problems(config) if config else []), *found.problems]
+    def accepted(found: Preflight) -> Preflight:
+        on_preflight(found)
+        problems = [*(config_problems(config) if config else []), *found.problems]
+        if problems and not asked.dry_run:
+            launch.refuse(found.run, problems)
+        if problems:
+            raise ReshardError(problems)
+        return found
 
     if here:
-        return run, _start(run, asked, machine, show, quiet=quiet, language=language)
-    return run, _submit(run, asked, show)
+        return run, _start(run, asked, machine, accepted, Screen(quiet=quiet, language=language))
+    return run, _submit(run, asked, accepted)
 
 
-Show = Callable[["Preflight"], list[Problem]]
-"""Shows what was found, and returns all problems of the run."""
+Accepted = Callable[[Preflight], Preflight]
+"""Shows what was found, and returns it. Raises ReshardError with all problems of the run."""
 
 
 def _start(
-    run: Run, asked: StartOptions, machine: Machine | None, show: Show, *, quiet: bool, language: str
+    run: Run, asked: StartOptions, machine: Machine | None, accepted: Accepted, screen: Screen
 ) -> Outcome:
     """Train, or be one of the training ranks, and make the final folder.
 
@@ -96,31 +102,15 @@ def _start(
     Raises ReshardError with everything that prevents the run, before anything is started; also if ranks refuse to
     continue.
     """
-    from reshard.training import outputs
-    from reshard.training.engines import engine_of
-    from reshard.training.launching import launch
-    from reshard.training.launching.ending import Screen
-    from reshard.training.launching.places import place_of
-    from reshard.training.preflight import look_first, preflight
-    from reshard.training.worker import restarted
-
     if restarted() and place_of(run):
         going_on = engine_of(run).checkpoints.last(run.output) is not None
         run, asked = replace(run, resume=going_on), replace(asked, overwrite=asked.overwrite or not going_on)
-
-    def accepted(found: Preflight) -> Preflight:
-        problems = show(found)
-        if problems and not asked.dry_run:
-            launch.refuse(run, problems)
-        if problems:
-            raise ReshardError(problems)
-        return found
-
-    leads, screen = launch.leads(run), Screen(quiet=quiet, language=language)
+    leads = launch.leads(run)
     if asked.dry_run:  # another node can look at its own machine, too
         here = leads or not place_of(run)
-        found = preflight(run, overwrite=asked.overwrite, machine=machine) if here else None
-        return Outcome(0, accepted(found) if found else None)
+        return Outcome(
+            0, accepted(preflight(run, overwrite=asked.overwrite, machine=machine)) if here else None
+        )
     if not leads:
         launch.wait_for_first(run)
         return _through(run, None, None, screen)
@@ -133,11 +123,8 @@ def _start(
             return _through(run, found, started, screen)
 
 
-def _submit(run: Run, asked: StartOptions, show: Show) -> Outcome:
+def _submit(run: Run, asked: StartOptions, accepted: Accepted) -> Outcome:
     """Check a run, and submit it to Slurm. Raises ReshardError for all its problems."""
-    from reshard.training.launching import slurm
-    from reshard.training.preflight import OF_THIS_MACHINE, preflight
-
     run, submission = slurm.submission_of(run, str(asked.slurm))
     found = preflight(run, overwrite=asked.overwrite)
     found = replace(
@@ -146,26 +133,21 @@ def _submit(run: Run, asked: StartOptions, show: Show) -> Outcome:
         warnings=[each for each in found.warnings if each.code not in OF_THIS_MACHINE],
         command=[],
     )
-    if problems := show(found):
-        raise ReshardError(problems)
-    return Outcome(
-        0,
-        found,
-        submitted=None if asked.dry_run else slurm.submit(run, submission, overwrite=asked.overwrite),
-    )
+    accepted(found)
+    if asked.dry_run:
+        return Outcome(0, found)
+    return Outcome(0, found, submitted=slurm.submit(run, submission, overwrite=asked.overwrite))
 
 
 def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen: Screen) -> Outcome:
     """Launch and finish; or run as a rank that does neither the preflight nor the finish."""
-    from reshard.training.final.finish import finish
-    from reshard.training.launching import launch
-    from reshard.training.launching.places import place_of
-
     try:
         record = found.as_dict() if found else {}
         status = launch.launch(run, record, started=started, screen=screen)
         if status or not found:
             return Outcome(status, found)
+        from reshard.training.finish import finish  # with all formats
+
         with signals.raised():
             finished = finish(run)
     except signals.Stopped as stop:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.engines.megatron.load import checksum, live_tensors
-from reshard.training.final.dtype import final_dtype
+from reshard.training.engines import final_dtype
 from reshard.training.megatron.lora import is_adapter
 from reshard.training.megatron.setup import Trainee, gather_weights
 

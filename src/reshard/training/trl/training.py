@@ -8,8 +8,7 @@ from typing import Any
 from reshard.base.errors import ReshardError
 from reshard.training.collective import meet
 from reshard.training.engine import Trained
-from reshard.training.engines import engine_of
-from reshard.training.final.dtype import final_dtype
+from reshard.training.engines import engine_of, final_dtype
 from reshard.training.reading import reading
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics

@@ -24,8 +24,7 @@ from reshard.guard.end.final import Finished, made, named, options_for
 from reshard.guard.end.publish import UNCHECKED
 from reshard.hub.pull import here
 from reshard.training.engine import Trained
-from reshard.training.engines import engine_of
-from reshard.training.final.dtype import final_dtype
+from reshard.training.engines import engine_of, final_dtype
 from reshard.training.launching.ending import end
 from reshard.training.run import Run
 from reshard.training.worker import TRAINED

@@ -1,1 +1,0 @@
-"""Making and checking the final folder of a run."""
