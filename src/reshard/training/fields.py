@@ -144,11 +144,6 @@ def can_be_typed(hint: Any) -> bool:
     return bool(_members(hint))
 
 
-def is_optional(hint: Any) -> bool:
-    """Whether None is a valid value."""
-    return type(None) in get_args(hint)
-
-
 def kind(hint: Any) -> str:
     """A type in words: `int`, `full | selective`, `float or list of float`."""
     words = []
@@ -171,7 +166,7 @@ def literals(hint: Any) -> list[str]:
 def typed(value: Any, hint: Any) -> Any:
     """A value from the command line or a config file, converted to a type. Raises ValueError."""
     if value is None or (isinstance(value, str) and value.lower() == "none"):
-        if is_optional(hint):
+        if type(None) in get_args(hint):
             return None
         raise ValueError(value)
     several = not isinstance(value, str) or any(mark in value for mark in ", [")

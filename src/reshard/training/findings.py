@@ -11,7 +11,6 @@ from packaging.specifiers import SpecifierSet
 from reshard.base.errors import Problem
 from reshard.base.installing import install_command
 from reshard.checks.fact import Fact
-from reshard.checks.remedies import in_words_of
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.rules import in_words
 from reshard.diagnosis.spelling import Usage, spelled
@@ -86,8 +85,3 @@ def _install(packages: Sequence[str]) -> str:
     plain = [package for package in packages if package not in _LONE]
     commands = [install_command(*plain)] if plain else []
     return " && ".join(commands + [f"pip install {_LONE[each]}{each}" for each in packages if each in _LONE])
-
-
-def in_training(problem: Problem) -> Problem:
-    """A problem of a checkpoint or a layout, with a remedy that works in training."""
-    return in_words_of("train", problem)

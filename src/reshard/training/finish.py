@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reshard.base.arguments import OnBytes
 from reshard.base.errors import Problem, ReshardError
 from reshard.commands.conversion import Conversion, How, convert
 from reshard.formats import huggingface, open_checkpoint
@@ -32,7 +31,7 @@ from reshard.training.worker import TRAINED
 FINAL, MERGED = "final", "merged"
 
 
-def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
+def finish(run: Run) -> Finished:
     """Make and check the final folder of a run that has finished training.
 
     If a check fails, the folders keep the suffix `.unchecked`, and nothing else changes. What the user has added to
@@ -46,7 +45,7 @@ def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
     origin = Origin(run.model, bool(run.options.get("trust_remote_code")))
     checks = list(
         made(
-            lambda: export(trained.checkpoint, drafts[final], on_bytes=on_bytes),
+            lambda: export(trained.checkpoint, drafts[final]),
             trained.checkpoint,
             drafts[final],
             origin,
@@ -55,7 +54,7 @@ def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
         )
     )
     if merged and all(check.right for check in checks):
-        merge = partial(export, drafts[final], drafts[merged], merge=True, on_bytes=on_bytes)
+        merge = partial(export, drafts[final], drafts[merged], merge=True)
         checks += made(merge, final, drafts[merged], origin, is_adapter=False, of="merged: ")
     finished = named(drafts, final, merged, checks)
     problems = finished.problems

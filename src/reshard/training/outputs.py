@@ -25,12 +25,6 @@ MADE = {
 """Files that a run of any engine writes to its output."""
 
 
-def patterns() -> set[str]:
-    """Patterns of the files that runs write to their output. Engines' copies of the model's files are overwritten."""
-    engines = [engine_named(name) for name in MODULES]
-    return MADE | {pattern for each in engines for pattern in (each.checkpoints.pattern, *each.leaves)}
-
-
 def there(run: Run) -> list[Path]:
     """The contents of the output, except those of Slurm jobs, and files of other nodes that start before the first."""
     if not run.output.is_dir():
@@ -72,9 +66,10 @@ def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
 
 
 def made(run: Run) -> list[Path]:
-    """Files that an earlier run left in the output."""
-    mine = set(there(run))
-    return [path for pattern in patterns() for path in run.output.glob(pattern) if path in mine]
+    """Files that an earlier run left in the output. Engines' copies of the model's files are overwritten."""
+    mine, engines = set(there(run)), [engine_named(name) for name in MODULES]
+    patterns = MADE | {pattern for each in engines for pattern in (each.checkpoints.pattern, *each.leaves)}
+    return [path for pattern in patterns for path in run.output.glob(pattern) if path in mine]
 
 
 def clear(run: Run) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, listed, memory_size, when
 from reshard.checks.environment import Environment, Gpu
 from reshard.checks.machine import more_processes_than_gpus, torch_without_cuda
+from reshard.checks.remedies import in_words_of
 from reshard.diagnosis.finding import Place
 from reshard.diagnosis.rules import told
 from reshard.folders.companions import CONFIG
@@ -21,7 +22,7 @@ from reshard.training import data, outputs
 from reshard.training.data.images import has_processor
 from reshard.training.data.mix import Mix, are_indexed
 from reshard.training.engines import engine_of
-from reshard.training.findings import in_short, in_training, of_fact
+from reshard.training.findings import in_short, of_fact
 from reshard.training.run import Run, config_of, read_record
 
 HARMLESS = (
@@ -67,13 +68,13 @@ def model(run: Run) -> Iterator[Problem]:
             return
         findings, _ = diagnose_checkpoint(run.model)
     except ReshardError as error:
-        yield from map(in_training, error.problems)
+        yield from (in_words_of("train", each) for each in error.problems)
         return
     own = {problem.code: problem for problem in inspection.problems}
     for finding in findings:
         if finding.code not in HARMLESS:
             said = own.get(finding.code)
-            yield in_training(said) if said else in_short(finding)
+            yield in_words_of("train", said) if said else in_short(finding)
     yield from _named(found.path)
     yield from _quantized(run)
 

@@ -64,12 +64,6 @@ def processes(run: Run) -> int:
     return run.ranks.nproc or gpu_count() or 1
 
 
-def world_size(run: Run) -> int:
-    """The number of ranks of a run, over all nodes."""
-    place = place_of(run)
-    return place.world_size if place else processes(run) * run.ranks.nnodes
-
-
 def leads(run: Run) -> bool:
     """Whether this process acts for the run: it is rank 0, or the launcher on the first node."""
     place = place_of(run)

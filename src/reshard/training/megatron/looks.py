@@ -10,13 +10,14 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError
 from reshard.checks.environment import Environment
 from reshard.checks.machine import old_gpus
+from reshard.checks.remedies import in_words_of
 from reshard.folders import iterations
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
 from reshard.guard.end.complete import SAVED
 from reshard.model.described import describe
 from reshard.model.resolve import resolve
-from reshard.training.findings import in_training, lacking, of_fact
+from reshard.training.findings import lacking, of_fact
 from reshard.training.megatron.options import read
 from reshard.training.megatron.weights import layout_of
 from reshard.training.run import Run
@@ -60,7 +61,7 @@ def model(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Prob
 
             try_configs(model.args, options, replace(layout, cp=run.layout.cp))
     except ReshardError as error:
-        yield from map(in_training, error.problems)
+        yield from (in_words_of("train", each) for each in error.problems)
 
 
 def _known(folder: Path) -> None:

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,12 +118,12 @@ def write(output: Path, history: History | None = None) -> Path:
     return replace_page(output / REPORT, page([shown_of(output, history)]))
 
 
-def shown_of(output: Path, history: History | None = None) -> Shown:
-    """The run in `output`, from its record and metrics."""
+def shown_of(output: Path, history: History | None = None, name: str = "") -> Shown:
+    """The run in `output`, from its record and metrics; `name` is another one than that of the folder."""
     record: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         record = json.loads((output / RECORD).read_text(encoding="utf-8"))
-    return Shown(output.name or str(output), record, history or history_of(output), output)
+    return Shown(name or output.name or str(output), record, history or history_of(output), output)
 
 
 def draw(outputs: Sequence[Path], path: Path | None = None) -> tuple[Path, list[Shown]]:
@@ -140,7 +140,7 @@ def draw(outputs: Sequence[Path], path: Path | None = None) -> tuple[Path, list[
         raise ReshardError(problems)
     names = [realpath(output).name for output in outputs]
     shown = [
-        replace(shown_of(output), name=name if names.count(name) == 1 else str(output))
+        shown_of(output, name=name if names.count(name) == 1 else str(output))
         for output, name in zip(outputs, names, strict=True)
     ]
     return write_page(where, page(shown), "--output"), shown
