@@ -162,6 +162,7 @@ def _use(folder: Path) -> None:
 def main(folder: Path, module: str, words: Sequence[str]) -> None:
     """Run torchrun, or a single rank, and remove the folder at the end."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # until torchrun has its own
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)  # ranks would inherit that it is ignored
     try:
         if module != TORCHRUN:
             sys.exit(_run_alone(module, words))
