@@ -1,9 +1,12 @@
-"""Ctrl-C while the modules of a command are imported, when nothing has begun that would have to be ended."""
+"""Ctrl-C while the modules of a command are imported, and signals that end what it then does."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 ENDED = 128 + signal.SIGINT
 """Exit status after Ctrl-C, as for a program that SIGINT ends."""
@@ -23,3 +26,25 @@ def raise_again() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, which commands handle."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def raising(numbers: Sequence[signal.Signals], error: Callable[[int], BaseException]) -> Iterator[None]:
+    """Let signals raise an error, made from their number, and then ignore them: the program is already ending.
+
+    Ignored signals stay ignored: nohup does that to SIGHUP. Only the main thread may have handlers.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise error(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    free = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN] if is_main else []
+    before = {each: signal.signal(each, end) for each in free}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -8,7 +8,6 @@ import math
 import shlex
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import click
 
 from reshard.base.boundary import failed_to_print, problems_of
 from reshard.base.errors import Problem, ReshardError, RunFailedError, size
+from reshard.base.interrupts import raising
 from reshard.base.shown import escape, escape_lines, shown, shown_json, shown_lines, without_secrets
 from reshard.stores import StorePath
 
@@ -148,29 +148,17 @@ def clean_end(target: Path) -> Iterator[None]:
     """Let `ENDING` signals stop writing to `target` as Ctrl-C does, and raise Interrupted for all of them."""
     from reshard.transfer.uploading import unfinished_at  # imports numpy, which help texts do not need
 
-    def end(number: int, frame: Any) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # already ending
-        raise Interrupted(number)
-
-    # Ignored signals stay ignored: nohup does that to SIGHUP. Only the main thread may have handlers.
-    is_main = threading.current_thread() is threading.main_thread()
-    asked = [each for each in ENDING if signal.getsignal(each) is signal.SIG_DFL]
-    asked = asked if is_main else []
-    before = {each: signal.signal(each, end) for each in asked}
     found = _identity(target)
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
-        complete = None if _identity(target) in (None, found) else target
-        kept = []
-        with suppress(ReshardError):  # if a store does not answer, continuing the run reports it
-            kept = [each for each in unfinished_at(target) if each.nbytes and not each.live]
-        raise Interrupted(number, complete, kept[0] if kept else None) from error
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    with raising(ENDING, Interrupted):
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
+            complete = None if _identity(target) in (None, found) else target
+            kept = []
+            with suppress(ReshardError):  # if a store does not answer, continuing the run reports it
+                kept = [each for each in unfinished_at(target) if each.nbytes and not each.live]
+            raise Interrupted(number, complete, kept[0] if kept else None) from error
 
 
 def _identity(path: Path) -> tuple[int, int] | str | None:

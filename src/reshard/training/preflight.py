@@ -284,7 +284,8 @@ class Looking:
             return None
         sample, most = self._sampler(run, tokenizer, reading)
         values = [each for source in sources for each in seen(source.first, run.method).values()]
-        if not self.viewer.seen and _has_chats(values) and not tokenizer.chat_template:
+        has_chats = any(isinstance(each, list) and each and isinstance(each[0], dict) for each in values)
+        if not self.viewer.seen and has_chats and not tokenizer.chat_template:
             self.found.append(preconditions.template(run.model))
             return None
         found = sample and self._try(lambda: lengths_of(sources, run.method, reading.limit, sample, most))
@@ -299,10 +300,6 @@ class Looking:
         if self.viewer.refusal:
             return None, 0
         return self._try(lambda: of_images(run, self.options, tokenizer)), LOOKED_AT_IMAGES
-
-
-def _has_chats(values: list[Any]) -> bool:
-    return any(isinstance(each, list) and each and isinstance(each[0], dict) for each in values)
 
 
 def _lengths_wrong(run: Run, lengths: Lengths, longer: str) -> list[Problem]:

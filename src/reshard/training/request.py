@@ -17,6 +17,7 @@ from reshard.base.plain_yaml import repeated_keys, yaml_of
 from reshard.base.suggest import did_you_mean
 from reshard.guard.end.complete import RECORD
 from reshard.stores import at_home
+from reshard.stores.hub import url_of
 from reshard.training.data import SUFFIXES, not_found
 from reshard.training.data.mix import absolute, read_mix
 from reshard.training.engines import MODULES, engine_named, engine_of
@@ -232,19 +233,14 @@ def read_config(path: Path) -> Options:
 
 def recorded(output: Path) -> Options:
     """The options of an earlier attempt, so that `--resume -o OUT` need not repeat them; empty if there is none."""
-    folder = next((each for each in (output, *_last_checkpoints(output)) if (each / RECORD).is_file()), None)
+    saved = (engine_named(name).checkpoints.last(output) for name in MODULES)  # may be all that was copied
+    folder = next((each for each in (output, *saved) if each and (each / RECORD).is_file()), None)
     if folder is None:
         return {}
     run = Run.read(folder)
     asked = {name: value for name, value in run.asked.items() if name not in ("output", "resume")}
-    return {**asked, **run.options, "model": _recorded_model(run.model)}
-
-
-def _last_checkpoints(output: Path) -> Iterator[Path]:
-    """The last checkpoint of an engine below a folder, which may be all that was copied of a run."""
-    for name in MODULES:
-        if found := engine_named(name).checkpoints.last(output):
-            yield found
+    # The folder of a model may be missing on another machine.
+    return {**asked, **run.options, "model": str(run.model) if run.model.is_dir() else url_of(run.model)}
 
 
 def _local(asked: Options, split: str, note: Callable[[str], None]) -> Callable[[str], Path]:
@@ -259,13 +255,6 @@ def _local(asked: Options, split: str, note: Callable[[str], None]) -> Callable[
         return dataset_folder(word, asked[f"dataset_{split}_split"], asked["dataset_config"], note)
 
     return path_of
-
-
-def _recorded_model(folder: Path) -> str:
-    """The model of an earlier attempt; its Hub URL if the local folder is missing, as on another machine."""
-    from reshard.stores.hub import url_of
-
-    return str(folder) if folder.is_dir() else url_of(folder)
 
 
 def words(rest: Sequence[str]) -> list[tuple[str, Any]]:
@@ -335,9 +324,7 @@ def _number(option: Option, value: Any) -> int:
 
 def check(run: Run) -> None:
     """Refuse contradictory options, all at once. Raises ReshardError."""
-    problems = [problem for rule in _RULES for problem in rule(run)]
-    problems += engine_of(run).looks.asked(run)
-    if problems:
+    if problems := [*_folders(run), *_method(run), *_reward(run), *engine_of(run).looks.asked(run)]:
         raise ReshardError(problems)
 
 
@@ -374,6 +361,3 @@ def _reward(run: Run) -> Iterator[Problem]:
             found=f"--reward with {run.method}",
             remedy="leave it out",
         )
-
-
-_RULES = (_folders, _method, _reward)

@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess, SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from reshard.base.interrupts import raising
 from reshard.guard.supervise.lifetime import end_with_parent
 from reshard.guard.supervise.passing import Signals
 
@@ -216,20 +217,6 @@ def heard() -> int:
     return _listener.number if _listener else 0
 
 
-@contextmanager
-def raised() -> Iterator[None]:
+def raised() -> AbstractContextManager[None]:
     """Make the signals of `ENDING` raise `Stopped`, while no step runs."""
-
-    def stop(number: int, frame: Any) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # it is already ending
-        raise Stopped(number, why="no step was going on")
-
-    is_main = threading.current_thread() is threading.main_thread()
-    free = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN] if is_main else []
-    before = {each: signal.signal(each, stop) for each in free}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    return raising(ENDING, partial(Stopped, why="no step was going on"))

@@ -152,7 +152,9 @@ class Job:
 
     def checkpoint(self) -> Any:
         """The function that submitit requeues."""
-        return _delayed(replace(self, again=True))
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(replace(self, again=True))
 
     def words(self, saved: bool) -> list[str]:
         """The command of this node. After an interruption it continues from the last checkpoint if one was `saved`."""
@@ -167,9 +169,3 @@ class Job:
         run = replace(self.run, ranks=ranks, resume=self.run.resume or (again and saved))
         overwrite = ["--overwrite"] * (not run.resume and (self.overwrite or again))
         return [sys.executable, "-m", *words_of(run), *overwrite]
-
-
-def _delayed(job: Job) -> Any:
-    from submitit.helpers import DelayedSubmission
-
-    return DelayedSubmission(job)
