@@ -5,7 +5,6 @@ To add one, add an entry here, and one in each engine that has it (`trl/methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from reshard.base.errors import Problem
@@ -140,13 +139,9 @@ def headline(method: str | None) -> tuple[Measure, ...]:
     return METHODS[method].headline if method in METHODS else (LOSS,)
 
 
-def words_for(name: str, method: str | None = None) -> str:
+def words_for(name: str) -> str:
     """The words for a measure, by its name in `metrics.jsonl`; the name itself if there are none."""
-    known: Iterable[Measure] = (
-        *headline(method),
-        *COMMON,
-        *(each for m in METHODS.values() for each in m.headline),
-    )
+    known = (*COMMON, *(each for method in METHODS.values() for each in method.headline))
     return next((measure.words for measure in known if measure.name == name), name)
 
 

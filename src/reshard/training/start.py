@@ -141,6 +141,7 @@ def _submit(run: Run, asked: StartOptions, accepted: Accepted) -> Outcome:
 
 def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen: Screen) -> Outcome:
     """Launch and finish; or run as a rank that does neither the preflight nor the finish."""
+    place = place_of(run)  # before the launch sets torch's variables
     try:
         record = found.as_dict() if found else {}
         status = launch.launch(run, record, started=started, screen=screen)
@@ -151,6 +152,6 @@ def _through(run: Run, found: Preflight | None, started: Torchrun | None, screen
         with signals.raised():
             finished = finish(run)
     except signals.Stopped as stop:
-        launch.interrupted(run, str(stop), screen, place=place_of(run))
+        launch.interrupted(run, str(stop), screen, place=place)
         return Outcome(stop.status, found)
     return Outcome(0 if finished.whole else 1, found, finished)

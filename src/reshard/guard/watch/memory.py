@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from reshard.base.errors import Problem, size
 from reshard.guard.watch.processes import Process, Processes
-from reshard.guard.watch.watching import Line, Notice
+from reshard.guard.watch.watching import Notice, Watcher
 
 _NEARLY = 0.05
 """Share of free memory below which to warn, and again at each half of it."""
@@ -95,7 +95,7 @@ def oom_kills(system: Path = Path("/")) -> int:
 
 
 @dataclass
-class Memory:
+class Memory(Watcher):
     """A Watcher of free memory."""
 
     root: Path = Path("/")
@@ -108,10 +108,6 @@ class Memory:
     """When memory was last looked at, and what was free."""
     _smi: subprocess.Popen[str] | None = None
     _full: set[str] = field(default_factory=set)
-
-    def line(self, line: Line) -> Iterable[Notice]:
-        """Nothing."""
-        return ()
 
     def tick(self, now: float, processes: Processes) -> Iterator[Notice]:
         """Look at the memory of the largest process, where the others usually are, too."""

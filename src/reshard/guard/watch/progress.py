@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
 from reshard.base.errors import Problem
-from reshard.guard.watch.processes import Processes
-from reshard.guard.watch.watching import Line, Notice
+from reshard.guard.watch.watching import Line, Notice, Watcher
 
 _N, _TOTAL = r"(?P<n>\d(?:[\d.,]*\d)?[kMGT]?)", r"(?P<total>\d(?:[\d.,]*\d)?[kMGT]?)"
 _COUNTERS = [
@@ -114,7 +113,7 @@ def _value(pattern: re.Pattern[str], text: str) -> float | None:
 
 
 @dataclass
-class Progress:
+class Progress(Watcher):
     """A Watcher of counters and losses, which other Watchers ask for what it has learned. Times are in seconds."""
 
     nan_steps: int = 1
@@ -153,10 +152,6 @@ class Progress:
             self._advance(line.time, seen, seen.counter)
         yield from self._check_loss(line.rank, seen)
         yield from self._check_others(line.text, seen)
-
-    def tick(self, now: float, processes: Processes) -> Iterable[Notice]:
-        """Nothing: a run makes progress in what it prints."""
-        return ()
 
     def _advance(self, time: float, seen: Reading, counter: tuple[str, str]) -> None:
         earlier = self._counters.get(counter, [])[:_VALUES]

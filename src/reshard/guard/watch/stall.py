@@ -19,7 +19,7 @@ from reshard.guard.watch.flights import ask_for_dumps, described, read_dumps
 from reshard.guard.watch.processes import Process, Processes, below, ranks_of
 from reshard.guard.watch.progress import Progress
 from reshard.guard.watch.stacks import Stack
-from reshard.guard.watch.watching import Line, Notice
+from reshard.guard.watch.watching import Notice, Watcher
 
 _BUSY = 0.05
 """Share of a processor above which a process is not idle: watchdogs, loggers and launchers that poll stay below."""
@@ -107,7 +107,7 @@ class Look:
 
 
 @dataclass
-class Stall:
+class Stall(Watcher):
     """A Watcher that reports a run that stands still, once each time."""
 
     progress: Progress
@@ -129,10 +129,6 @@ class Stall:
 
     def __post_init__(self) -> None:
         self._activity = Activity(self.limits.window)
-
-    def line(self, line: Line) -> Iterable[Notice]:
-        """Nothing: `progress` reads the lines."""
-        return ()
 
     def tick(self, now: float, processes: Processes) -> Iterator[Notice]:
         """Judge the silence of the run."""

@@ -37,7 +37,9 @@ class Watcher(Protocol):
     """Is told each line as it is printed, and the processes of the run about once in a second."""
 
     def line(self, line: Line) -> Iterable[Notice]:
-        """What this line is reason to say."""
+        """What this line is reason to say; nothing by default."""
+        return ()
 
     def tick(self, now: float, processes: Processes) -> Iterable[Notice]:
-        """What the state of the processes is reason to say. `now` is in seconds since the epoch."""
+        """What the state of the processes is reason to say, by default nothing. `now` is in seconds since the epoch."""
+        return ()

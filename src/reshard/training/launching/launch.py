@@ -34,7 +34,7 @@ from reshard.guard.watch.processes import Processes
 from reshard.guard.watch.progress import Progress
 from reshard.guard.watch.stacks import read_stack
 from reshard.guard.watch.stall import Limits, Stall
-from reshard.guard.watch.watching import Line, Notice
+from reshard.guard.watch.watching import Line, Notice, Watcher
 from reshard.training import signals
 from reshard.training.launching.ending import Screen, end, failure_of_rank, failure_of_ranks, print_end
 from reshard.training.launching.places import Place, forget, place_of
@@ -203,7 +203,7 @@ def _prepare(run: Run, record: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class _Ranks:
+class _Ranks(Watcher):
     """The ranks while they run: a Watcher of their metrics, and what to do about signals."""
 
     run: Run
@@ -223,10 +223,6 @@ class _Ranks:
     """Whether Ctrl-C was pressed again."""
     late: bool = False
     """Whether they exceeded their time."""
-
-    def line(self, line: Line) -> Iterable[Notice]:
-        """Nothing: ranks write their metrics to a file."""
-        return ()
 
     def tick(self, now: float, processes: Processes) -> Iterable[Notice]:
         """Show new rows of the metrics."""
