@@ -74,3 +74,15 @@ def test_ranks_that_outlive_their_launcher_are_ended_with_the_run(tmp_path: Path
     )
     assert shown.returncode == 1 and "loss nan" in shown.stderr
     assert time.monotonic() - began < 60, "nothing is left that holds the output"
+
+
+@pytest.mark.parametrize("line", ["bash launch.sh", "env -C below python train.py"])
+def test_a_command_that_changes_its_folder_is_started_where_it_was_typed(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below/train.py").write_text("open('ran', 'w')")
+    (tmp_path / "launch.sh").write_text("cd below\npython train.py\n")
+    assert guard.run(line.split()).status == 0
+    assert (tmp_path / "below/ran").is_file()

@@ -40,7 +40,8 @@ def guarded(
     words: Sequence[str], options: Options, *, quiet: bool = False, stdout: int = 1, language: str = "en"
 ) -> Report:
     """Run a command under guard, with its stdout on the descriptor `stdout`. Raises ReshardError if it is refused."""
-    command = read_command(words, os.environ, Path.cwd())
+    here = Path.cwd()  # a command may go on in another folder: command.folder
+    command = read_command(words, os.environ, here)
     checked = _checked(command, Screen(quiet=quiet)) if options.check else Checked()
     try:
         folder = _folder_for(options)
@@ -60,7 +61,7 @@ def guarded(
     watchers = watchers_of(options, folder, environment)
     starts = continuing(ran, options) or words
     kills = oom_kills()
-    start = partial(started, starts, environment, command.folder, relay)
+    start = partial(started, starts, environment, here, relay)
     outcome = supervise(start, relay, watchers, screen.say)
     try:
         report = ended(replace(ran, oom_kills=oom_kills() - kills), outcome, options, screen.print)

@@ -24,6 +24,7 @@ class Command:
 
     words: tuple[str, ...]
     folder: Path
+    """Where the script runs; a launch script may go there first."""
     environment: Mapping[str, str]
     """With the variables that the command sets itself."""
     launcher: str = ""
