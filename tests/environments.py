@@ -133,6 +133,7 @@ ENVIRONMENTS = {
             *("check-jsonschema==0.39.0", "uv==0.13.9", "pipx==1.18.4"),
         )
     ),
+    "runners": Environment(("uv==0.13.9", "poetry==2.5.1", "pipenv==2026.10.3")),
     # Without its operators: they need CUDA (`tests/train/torchvision_ops`).
     "vision": Environment(("pillow",), ("torchvision==0.28.0",), on=TESTS),
     "docs": Environment(("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8"), on=TESTS),

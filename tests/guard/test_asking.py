@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -117,3 +118,74 @@ def test_other_environments(name: str, versions: dict[str, str], tmp_path: Path)
     answer = asked(f"{python(name)} train.py", tmp_path)
     assert answer.environment is not None and answer.environment.gpus == find_gpus()[0]
     assert versions.items() <= answer.versions.items()
+
+
+PROJECT = """\
+[project]
+name = "project"
+version = "1"
+requires-python = ">=3.11"
+dependencies = ["safetensors==0.4.5"]
+[tool.poetry]
+package-mode = false
+"""
+PIPFILE = '[packages]\nsafetensors = "==0.4.5"\n'
+INLINE = "# /// script\n# dependencies = ['safetensors==0.4.3']\n# ///\n"
+SHOWN = "import safetensors\nprint(safetensors.__version__)\n"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose environments exist."""
+    folder = tmp_path_factory.mktemp("project")
+    files = {"pyproject.toml": PROJECT, "Pipfile": PIPFILE, "t.py": SHOWN, "inline.py": INLINE + SHOWN}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (folder / "below").mkdir()
+    shutil.copy(folder / "t.py", folder / "below")
+    for words in (["uv", "sync"], ["pipenv", "install"]):  # Poetry uses what uv made
+        subprocess.run(words, cwd=folder, env=with_runners(folder), check=True, capture_output=True)
+    return folder
+
+
+def with_runners(folder: Path) -> dict[str, str]:
+    scripts = Path(python("runners")).parent
+    apart = {"UV_CACHE_DIR": str(folder / "cache"), "WORKON_HOME": str(folder / "homes")}
+    return {
+        **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")},
+        **apart,
+        "PIPENV_IGNORE_VIRTUALENVS": "1",
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "uv run t.py",
+        "uv run --with safetensors==0.4.4 t.py",
+        "uv run --isolated python t.py",
+        "uv run --directory below -m t",
+        "uv run inline.py",
+        "uv run --script inline.py",
+        "poetry run python t.py",
+        "pipenv run python t.py",
+    ],
+)
+def test_the_environment_in_which_a_runner_starts_a_script(line: str, project: Path) -> None:
+    variables = with_runners(project)
+    words = line.split()
+    ran = subprocess.run(words, cwd=project, env=variables, check=True, capture_output=True, text=True)
+    answer = Question(read_command(words, variables, project)).answer()
+    assert answer.environment is not None, answer.silence
+    assert answer.versions["safetensors"] == ran.stdout.split()[-1]
+
+
+@pytest.mark.slow
+def test_packages_that_uv_installs_before_the_start_are_not_judged(project: Path, tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "t.py"):
+        shutil.copy(project / name, tmp_path)
+    answer = Question(read_command(["uv", "run", "-m", "t"], with_runners(project), tmp_path)).answer()
+    assert "uv sync" in answer.silence and answer.missing == ()
+    assert {each.name for each in tmp_path.iterdir()} == {"pyproject.toml", "t.py"}

@@ -282,27 +282,27 @@ def test_the_interpreter_is_that_of_the_program(line: str) -> None:
     assert Path(ran.stdout.strip()).samefile(sys.prefix)
 
 
-def test_wrappers_bring_their_own_interpreter() -> None:
-    assert read("uv run --with trl torchrun t.py").interpreter == (
-        "uv",
-        "run",
-        "--no-sync",
-        "--with",
-        "trl",
-        "python",
-    )
-    assert read("uv run -p 3.11 python3.11 t.py").interpreter == (
-        "uv",
-        "run",
-        "--no-sync",
-        "-p",
-        "3.11",
-        "python3.11",
-    )
-    assert read("conda run -n e --no-capture-output accelerate launch t.py").interpreter == (
-        *("conda", "run", "-n", "e", "--no-capture-output", "python"),
-    )
-    assert read("poetry run python t.py").interpreter == ("poetry", "run", "python")
+@pytest.mark.parametrize(
+    ("line", "interpreter"),
+    [
+        ("uv run --with trl torchrun t.py", "uv run --no-sync --with trl python"),
+        ("uv -q run -p 3.11 python3.11 t.py", "uv -q run --no-sync -p 3.11 python3.11"),
+        ("uv run --no-sync t.py", "uv run --no-sync python"),
+        ("uv run --isolated -- t.py", "uv run --isolated -- python"),
+        ("conda run -n e --no-capture-output python t.py", "conda run -n e --no-capture-output python"),
+        ("poetry -C there run python t.py", "poetry -C /nowhere/there run python"),
+        ("pipenv --python 3.11 run python t.py", "pipenv --python 3.11 run python"),
+        ("pdm run -p . t.py", "pdm run -p . python"),
+    ],
+)
+def test_wrappers_bring_their_own_interpreter(line: str, interpreter: str) -> None:
+    command = read(line)
+    assert command.interpreter == tuple(interpreter.split())
+    assert command.script == command.folder / "t.py"
+    assert command.folder == Path("/nowhere", "there" if "there" in line else "")
+
+
+def test_wrappers_of_the_same_interpreter() -> None:
     plain = read("nohup nice -n 5 timeout -k 3 2h python t.py a")
     assert plain.interpreter == read("python t.py").interpreter and plain.arguments == ("a",)
 

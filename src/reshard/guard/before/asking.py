@@ -10,6 +10,7 @@ from typing import Any
 
 from reshard.checks.environment import NAMES, Environment, ask, environment_of, find_gpus, why_silent
 from reshard.guard.command.read import Command
+from reshard.guard.command.wrappers import sync_check
 
 KNOWN = (
     "bitsandbytes",
@@ -62,6 +63,8 @@ def _asked(command: Command) -> dict[str, Any] | str:
         return "the command does not show which Python it starts"
     modules = [command.module] if command.module else []
     try:
+        if _is_outdated(command):
+            return "uv changes them before the start; run `uv sync` first to have them checked"
         return ask(
             command.interpreter,
             command.environment,
@@ -73,3 +76,20 @@ def _asked(command: Command) -> dict[str, Any] | str:
         )
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return f"{' '.join(command.interpreter)}: {why_silent(error)}"
+
+
+def _is_outdated(command: Command) -> bool:
+    """Whether the packages that are installed now are not those of the run."""
+    words = sync_check(command.interpreter or ())
+    if not words or "--no-sync" in command.words:
+        return False
+    checked = subprocess.run(
+        words,
+        check=False,
+        env=command.environment,
+        cwd=command.folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=PATIENCE,
+    )
+    return checked.returncode == 1

@@ -12,7 +12,7 @@ from reshard.guard.command.launchers import LAUNCHERS, Gpus, Launcher, options_o
 from reshard.guard.command.settings import Settings, merged, of_file, output_of, typed
 from reshard.guard.command.shells import the_launch
 from reshard.guard.command.tools import IN_PYTHON, TOOLS, Tool
-from reshard.guard.command.wrappers import unwrapped
+from reshard.guard.command.wrappers import Wrapper, before_python, in_python, unwrapped
 
 DEEPEST = 10
 """How many programs of a command may start each other."""
@@ -131,13 +131,7 @@ class _Reading:
         if words[0] == "env":
             return self._of_env(words[1:])
         if found := unwrapped(words):
-            wrapper, own, inner = found
-            if wrapper.quietly is not None:
-                size = len(wrapper.words)
-                self.prefix = [*(self.prefix or ()), *own[:size], *wrapper.quietly, *own[size:]]
-                self.prefix = [word for word in self.prefix if word not in ("-m", "--module")]
-                inner = ["python", "-m", *inner] if {"-m", "--module"} & {*own} else inner
-            return inner
+            return self._of_wrapper(*found)
         name = Path(words[0]).name
         if name in SHELLS:
             return self._of_shell(words[1:])
@@ -155,6 +149,18 @@ class _Reading:
             elif option in ("-C", "--chdir") and words:
                 self.folder /= words.pop(0)
         return words
+
+    def _of_wrapper(self, wrapper: Wrapper, own: list[str], inner: list[str]) -> list[str]:
+        """The command in a wrapper, which may go to another folder, and bring its own Python."""
+        own = [part for word in own for part in (word.split("=", 1) if word.startswith("--") else [word])]
+        for at, word in enumerate(own[:-1]):
+            if word in wrapper.moving:
+                self.folder /= own[at + 1]
+                own[at + 1] = str(self.folder)
+        if wrapper.quietly is not None:
+            prefix = before_python(wrapper, own, self.folder / (inner or ["."])[0])
+            self.prefix = [*(self.prefix or ()), *prefix]
+        return in_python(wrapper, own, inner)
 
     def _of_shell(self, words: list[str]) -> list[str] | None:
         """The launch of a shell script, or of `bash -c`."""
