@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from reshard.guard.end import acceptance
+from reshard.guard.end import acceptance, finite
 from reshard.guard.end.checkpoints import Found, saved_in
 from reshard.guard.end.final import Ask, Finished, final_of
 from reshard.oracle.transformers import transformers_logits
@@ -111,3 +111,16 @@ def test_what_users_added_stays(hf_model: Models, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "final.unchecked", ignore_errors=True)
     assert final_of(found, tmp_path / "final", Ask(base=model)).whole
     assert (final / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, 9, 10])
+def test_weights_are_looked_through_to_their_end(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finite, "WINDOW", 4)
+    weight = torch.zeros(11)
+    save_file({"model.norm.weight": weight}, tmp_path / "model.safetensors")
+    assert finite.nonfinite(tmp_path) == []
+    weight[at] = torch.inf
+    save_file({"model.norm.weight": weight}, tmp_path / "model.safetensors")
+    assert finite.nonfinite(tmp_path) == ["model.norm.weight"]

@@ -62,5 +62,5 @@ def nonfinite(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 def _is_wrong(gatherer: Gatherer, tensor: Tensor) -> bool:
     begins = range(0, tensor.elements, WINDOW) if tensor.dtype.nonfinite else ()
-    sizes = ((begin, min(WINDOW, tensor.elements - begin)) for begin in begins)
-    return any(count_nonfinite(gatherer.read(tensor, *each), tensor.dtype) for each in sizes)
+    windows = ((begin, min(begin + WINDOW, tensor.elements)) for begin in begins)
+    return any(count_nonfinite(gatherer.read(tensor, *each), tensor.dtype) for each in windows)
