@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -139,6 +140,50 @@ def test_a_step_may_be_a_single_file(tmp_path: Path) -> None:
     assert saved.weights and (saved.weights.step, saved.weights.lacks) == (20, ("the optimizer states",))
     cut(tmp_path / "step_20.pt")
     assert saved_in(tmp_path).incomplete == {tmp_path / "step_20.pt": ["it is cut off"]}
+
+
+@pytest.mark.parametrize("first", [1, 2, 5, 9, 10])
+def test_a_checkpoint_with_nan_is_not_continued_from(first: int, tmp_path: Path) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
+    for step in range(1, 10):
+        if step == first:
+            layer[1].bias.data[2] = torch.nan
+        layer(torch.ones(4)).sum().backward()
+        optimizer.step()
+        file = tmp_path / f"step_{step}.pt"
+        torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        os.utime(file, (1000 * step, 1000 * step))
+    saved = saved_in(tmp_path)
+    assert (saved.last.step if saved.last else None) == (first - 1 or None)
+    assert saved.weights and saved.weights.step == 9, "--final does not take an older one instead"
+    if first < 10:
+        assert saved.weights.lacks[0].startswith("finite weights: ")
+
+
+def test_a_large_checkpoint_is_read_in_part(tmp_path: Path) -> None:
+    """Of a sparse file, which takes no room on the disk."""
+    step, size = tmp_path / "checkpoint-10", 1 << 36
+    step.mkdir()
+    for name in ("optimizer.pt", "trainer_state.json"):
+        (step / name).write_text("{}")
+    half = {"dtype": "BF16", "shape": [size // 4]}
+    entries = {
+        "a": {**half, "data_offsets": [0, size // 2]},
+        "b": {**half, "data_offsets": [size // 2, size]},
+    }
+    header = json.dumps(entries).encode()
+    with (step / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    begun = time.monotonic()
+    assert saved_in(tmp_path).last and time.monotonic() - begun < 10
+    with (step / "model.safetensors").open("r+b") as file:
+        file.seek(8 + len(header) + size // 2)
+        file.write(b"\xc0\x7f")
+    saved = saved_in(tmp_path)
+    assert saved.last is None and saved.weights
+    assert saved.weights.lacks == ("finite weights: b is NaN or infinite",)
 
 
 def test_the_folder_above_the_steps_is_no_step_though_a_model_was_saved_there(tmp_path: Path) -> None:

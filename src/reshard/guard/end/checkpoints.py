@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from reshard.folders.descent import STEPS
 from reshard.formats import detect, huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.guard.end.complete import lacking
+from reshard.guard.end.finite import diverged
 from reshard.stores.names import declared
 
 DEPTH = 4
@@ -23,7 +25,8 @@ DEPTH = 4
 MOST = 2000
 """Folders and files that are looked at, of an output folder or of one checkpoint."""
 TRIED = 6
-"""Checkpoints that are opened."""
+"""Checkpoints that are opened, besides those between which the last one before a NaN is looked for."""
+FINITE = "finite weights"
 STATE = "trainer_state.json"
 """What the Hugging Face Trainer writes after weights and optimizer (transformers.trainer)."""
 NAMES = (
@@ -59,6 +62,11 @@ class Found:
         """Whether a run can continue from it."""
         return not self.lacks
 
+    @property
+    def diverged(self) -> bool:
+        """Whether only its weights are wrong, and so are those of later ones."""
+        return any(each.startswith(FINITE) for each in self.lacks)
+
 
 @dataclass
 class Saved:
@@ -80,24 +88,49 @@ class Saved:
 
 def saved_in(folder: Path, since: float = 0.0) -> Saved:
     """The checkpoints in `folder` that have changed since a time in Unix seconds, until a complete one is found."""
-    saved = Saved()
-    for when, place in sorted(_candidates(folder, since), reverse=True)[:TRIED]:
-        lost = _lost(place)
-        try:
-            checkpoint = None if lost else open_checkpoint(place)
-        except (ReshardError, OSError) as error:
-            checkpoint, lost = None, [_said(error)] if _is_step(place) else []
-        if checkpoint and place == folder != checkpoint.path:
-            continue  # one of its steps
-        if checkpoint is None:
-            saved.incomplete |= {place: lost} if lost else {}
-            continue
-        saved.found.append(
-            Found(place, step_of(place), checkpoint.format, when, tuple(_missing(place, checkpoint)))
-        )
-        if saved.last:
+    saved, places = Saved(), sorted(_candidates(folder, since), reverse=True)
+    for _ in range(TRIED):
+        if not places or saved.last:
             break
+        (when, place), *places = places
+        found = _found(when, place, folder)
+        if isinstance(found, list):
+            saved.incomplete |= {place: found} if found else {}
+            continue
+        saved.found.append(found)
+        if found.diverged:
+            places = _before_nan(places, folder)
     return saved
+
+
+def _before_nan(places: list[tuple[float, Path]], top: Path) -> list[tuple[float, Path]]:
+    """The places without the later ones that have NaN, too: once weights are NaN, they stay so."""
+
+    def is_before(at: int) -> bool:
+        found = _found(*places[at], top)
+        return not (isinstance(found, Found) and found.diverged)
+
+    return places[bisect_left(range(len(places)), True, key=is_before) :]
+
+
+def _found(when: float, place: Path, top: Path) -> Found | list[str]:
+    """A checkpoint, or what shows that it is none; nothing if it may be anything, or is `top` with its steps."""
+    if lost := _lost(place):
+        return lost
+    try:
+        checkpoint = open_checkpoint(place)
+        if place == top != checkpoint.path:
+            return []
+        lacks = tuple(_missing(place, checkpoint)) or tuple(_nonfinite(checkpoint))
+    except (ReshardError, OSError) as error:
+        return [_said(error)] if _is_step(place) else []
+    return Found(place, step_of(place), checkpoint.format, when, lacks)
+
+
+def _nonfinite(checkpoint: Checkpoint) -> Iterator[str]:
+    """Saved between the first NaN and the line of the log that shows it."""
+    if name := diverged(checkpoint):
+        yield f"{FINITE}: {name} is NaN or infinite"
 
 
 def _is_step(place: Path) -> bool:

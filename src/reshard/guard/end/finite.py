@@ -15,9 +15,13 @@ from reshard.transfer.gather import Gatherer
 
 if TYPE_CHECKING:
     from reshard.commands.conversion import Conversion
+    from reshard.formats.checkpoint import Checkpoint
 
 WINDOW = 1 << 22
 """Elements that are read at a time."""
+SAMPLE = 1 << 28
+"""Bytes that are read of a checkpoint before it is named: at most some seconds, however large it is. One step after a
+loss is NaN, all weights that are trained are NaN, so the first elements of each tensor show it."""
 
 
 def assert_finite(made: Conversion, folder: Path, base: Path | None) -> None:
@@ -60,7 +64,18 @@ def nonfinite(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         return [name for name, tensor in tensors if _is_wrong(gatherer, tensor)]
 
 
-def _is_wrong(gatherer: Gatherer, tensor: Tensor) -> bool:
-    begins = range(0, tensor.elements, WINDOW) if tensor.dtype.nonfinite else ()
-    windows = ((begin, min(begin + WINDOW, tensor.elements)) for begin in begins)
+def diverged(checkpoint: Checkpoint) -> str | None:
+    """A tensor with NaN or Inf among the first elements of each, `SAMPLE` bytes in all; None if there is none."""
+    tensors = sorted(checkpoint.tensors.items())
+    share = SAMPLE // max(len(tensors), 1)
+    with closing(Files()) as files:
+        gatherer = Gatherer(files, None)
+        wrong = (name for name, each in tensors if _is_wrong(gatherer, each, share // each.dtype.itemsize))
+        return next(wrong, None)
+
+
+def _is_wrong(gatherer: Gatherer, tensor: Tensor, most: int | None = None) -> bool:
+    end = tensor.elements if most is None else min(most, tensor.elements)
+    begins = range(0, end, WINDOW) if tensor.dtype.nonfinite else ()
+    windows = ((begin, min(begin + WINDOW, end)) for begin in begins)
     return any(count_nonfinite(gatherer.read(tensor, *each), tensor.dtype) for each in windows)
