@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from reshard.guard.end import acceptance, finite
 from reshard.guard.end.checkpoints import Found, saved_in
 from reshard.guard.end.final import Ask, Finished, final_of
+from reshard.guard.end.publish import publish
 from reshard.oracle.transformers import transformers_logits
 
 Models = Callable[..., Path]
@@ -124,3 +125,12 @@ def test_weights_are_looked_through_to_their_end(
     weight[at] = torch.inf
     save_file({"model.norm.weight": weight}, tmp_path / "model.safetensors")
     assert finite.nonfinite(tmp_path) == ["model.norm.weight"]
+
+
+def test_a_model_that_reshard_did_not_write_is_kept(tmp_path: Path) -> None:
+    for name in ("draft", "final"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+    assert publish(tmp_path / "draft", tmp_path / "final") == ["model.safetensors.kept"]
+    assert (tmp_path / "final/model.safetensors").read_text() == "draft"
+    assert (tmp_path / "final/model.safetensors.kept").read_text() == "final"

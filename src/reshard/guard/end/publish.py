@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
-from reshard.folders.companions import FILES
+from reshard.folders.companions import FILES, RECORD
 from reshard.records.contents import foreign_in
 from reshard.records.record import digests_of, read_record
 
@@ -50,10 +50,17 @@ def _settled(aside: Path, place: Path) -> list[str]:
     if not place.exists():
         aside.rename(place)
         return []
-    kept = [_moved(aside / name, place / name).relative_to(place) for name in foreign_in(aside)]
+    kept = [_moved(aside / name, place / name).relative_to(place) for name in _of_the_user(aside)]
     aside.rename(rubbish)  # at once, so that no half of it is ever taken for the user's
     shutil.rmtree(rubbish)
     return sorted(map(str, kept))
+
+
+def _of_the_user(folder: Path) -> list[str]:
+    """What is the user's own in a folder: all of it, if reshard did not write there."""
+    return (
+        foreign_in(folder) if (folder / RECORD).is_file() else sorted(each.name for each in folder.iterdir())
+    )
 
 
 def _moved(file: Path, target: Path) -> Path:
