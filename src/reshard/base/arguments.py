@@ -116,11 +116,15 @@ class Arguments:
         if value is not None:
             self.count(name, value, least)
 
-    def number(self, name: str, value: Any) -> None:
-        """Check for a finite number, or None."""
+    def number(self, name: str, value: Any, least: float = -math.inf) -> None:
+        """Check for a finite number that is not below `least`, or None."""
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (is_number and _is_finite(value)):
-            self.wrong(name, value, "a finite number")
+        if value is not None and not (is_number and _is_finite(value) and value >= least):
+            self.wrong(
+                name,
+                value,
+                f"a finite number of at least {least}" if least > -math.inf else "a finite number",
+            )
 
     def counts(self, name: str, values: Any) -> None:
         """Check for several integers. Layout checks their values."""
@@ -191,7 +195,7 @@ class Arguments:
         elif kind is bool:
             self.switches(**{name: value})
         elif kind is float:
-            self.number(name, value)
+            self.number(name, value, about.least)
         elif kind is int and value not in about.choices:
             self.count(name, value, about.least)
         elif kind in (Path, PathLike):

@@ -48,7 +48,7 @@ class About:
     help: str
     metavar: str | None = None
     least: int = 0
-    """The smallest number."""
+    """The smallest number, in seconds for a duration."""
     choices: tuple[str, ...] = ()
     """The words that it takes; of a number, those that it takes as well."""
     also: str | None = None

@@ -15,15 +15,21 @@ from reshard.cli.options import LOCAL, AtLeast
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
-    """A duration with a unit."""
+    """A duration with a unit, of at least so many seconds."""
 
     name = "duration"
 
+    def __init__(self, least: int) -> None:
+        self._least = least
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
-            return seconds_of(value)
+            seconds = seconds_of(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        if seconds < self._least:
+            self.fail(f"{value} is less than {self._least}s", param, ctx)
+        return seconds
 
 
 def record_options(record: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -76,4 +82,6 @@ def _type(option: Option) -> click.ParamType[Any] | None:
     about = option.about
     if about.choices and option.kind is str:
         return click.Choice(about.choices)
-    return {float: Duration(), int: AtLeast(about.least, about.choices), Path: LOCAL}.get(option.kind)
+    return {float: Duration(about.least), int: AtLeast(about.least, about.choices), Path: LOCAL}.get(
+        option.kind
+    )

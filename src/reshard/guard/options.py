@@ -15,11 +15,11 @@ class Options:
 
     check: Annotated[bool, About("Check the command, its files and this machine before the start.")] = True
     startup: Annotated[
-        float, About("Longest time without any progress before the first step.", "DURATION")
+        float, About("Longest time without any progress before the first step.", "DURATION", least=1)
     ] = 900.0
-    stall: Annotated[float, About("Longest time without any progress after the first step.", "DURATION")] = (
-        600.0
-    )
+    stall: Annotated[
+        float, About("Longest time without any progress after the first step.", "DURATION", least=1)
+    ] = 600.0
     on_stall: Annotated[
         str, About("What to do about a run that stands still.", choices=("report", "stop"))
     ] = "report"
