@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from reshard import guard
 from reshard.base.errors import ReshardError
 from tests.commandline import apart, follows_schema
 
+DATA = Path(__file__).parents[1] / "data"
 FAILING = (sys.executable, "-c", "print('a line'); raise SystemExit(3)")
 
 
@@ -40,7 +42,7 @@ def test_what_is_refused_is_raised_and_printed(tmp_path: Path, monkeypatch: pyte
     assert done.returncode == 2
     follows_schema("guard", done.stdout)
     printed = [each["code"] for each in json.loads(done.stdout)["problems"]]
-    assert printed == [each.code for each in caught.value.problems] == ["command-not-started"]
+    assert printed == [each.code for each in caught.value.problems] == ["program-not-found"]
 
 
 def test_a_script_that_only_checks_does_not_import_what_runs_a_command() -> None:
@@ -86,3 +88,48 @@ def test_a_command_that_changes_its_folder_is_started_where_it_was_typed(
     (tmp_path / "launch.sh").write_text("cd below\npython train.py\n")
     assert guard.run(line.split()).status == 0
     assert (tmp_path / "below/ran").is_file()
+
+
+WRONG = {
+    "program-not-found": ("", "torchrn --nproc-per-node 2 train.py", "did you mean torchrun?"),
+    "value-invalid": ("--stall 0", "python train.py", "0 is less than 1s"),
+    "output-below-a-file": ("--output a-file", "python train.py", "--output a-file"),
+    "meeting-place-wrong": ("--meet node0:port", "python train.py", "node0:port"),
+    "final-in-use": (
+        "--final model",
+        "python train.py --model_name_or_path ./model",
+        "choose another folder",
+    ),
+    "final-has-a-model": ("--final model", "python train.py", "move this one away"),
+}
+
+
+@pytest.mark.parametrize("code", WRONG)
+def test_wrong_options_leave_no_log(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    Path("a-file").touch()
+    Path("train.py").write_text("open('ran', 'w')")
+    shutil.copytree(DATA / "mlx", "model")
+    options, command, told = WRONG[code]
+    done = apart("guard", "--json", *options.split(), "--", *command.split())
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert (done.returncode, problem["code"]) == (2, code)
+    assert told in str(problem)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a-file", "model", "train.py"]
+
+
+def test_variables_before_a_command_are_env_s() -> None:
+    with pytest.raises(ReshardError, match="env NAME=VALUE"):
+        guard.run(["CUDA_VISIBLE_DEVICES=0", "python", "train.py"])
+
+
+def test_a_script_without_a_first_line_is_the_shell_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("launch").write_text('words=("$@"); echo "there are ${#words[@]}"; exit 3\n')
+    Path("launch").chmod(0o755)
+    assert subprocess.run(["bash", "-c", "./launch a b"]).returncode == 3
+    assert guard.run(["./launch", "a", "b"]).status == 3
+    assert capfd.readouterr().out.count("there are 2\n") == 2

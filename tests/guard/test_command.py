@@ -324,6 +324,13 @@ def test_an_executable_script_with_a_shebang(tmp_path: Path) -> None:
     assert (command.launcher, command.script, command.interpreter) == ("python", script, (sys.executable,))
 
 
+def test_an_executable_script_without_a_shebang(tmp_path: Path) -> None:
+    (tmp_path / "launch").write_text("torchrun --nproc-per-node 2 train.py\n")
+    (tmp_path / "launch").chmod(0o755)
+    command = read("./launch", tmp_path)
+    assert (command.launcher, command.processes) == ("torchrun", 2)
+
+
 def test_variables_of_the_command() -> None:
     command = read("env -u GONE A=1 B=2 C=3 torchrun t.py", GONE="x", A="0")
     assert "GONE" not in command.environment

@@ -16,8 +16,10 @@ from reshard.base.boundary import for_users
 from reshard.base.errors import ReshardError
 from reshard.base.plain import put
 from reshard.guard.before.checks import Checked, check
+from reshard.guard.before.outputs import of_options
 from reshard.guard.before.resources import models_of
 from reshard.guard.command.read import Command, Started, read_command
+from reshard.guard.command.starting import as_started
 from reshard.guard.end.report import Ran, Report, continuing, ended
 from reshard.guard.options import Options
 from reshard.guard.screen import Screen
@@ -41,7 +43,10 @@ def guarded(
 ) -> Report:
     """Run a command under guard, with its stdout on the descriptor `stdout`. Raises ReshardError if it is refused."""
     here = Path.cwd()  # a command may go on in another folder: command.folder
+    as_started(words, os.environ, here)
     command = read_command(words, os.environ, here)
+    if problems := list(of_options(options, command)):
+        raise ReshardError(problems)
     checked = _checked(command, Screen(quiet=quiet)) if options.check else Checked()
     try:
         folder = _folder_for(options)
@@ -59,7 +64,7 @@ def guarded(
     screen.print(f"output is kept in {folder / LOG}")
     environment = {**os.environ, FOLDER: str(folder)}
     watchers = watchers_of(options, folder, environment)
-    starts = continuing(ran, options) or words
+    starts = as_started(continuing(ran, options) or words, os.environ, here)
     kills = oom_kills()
     start = partial(started, starts, environment, here, relay)
     outcome = supervise(start, relay, watchers, screen.say)

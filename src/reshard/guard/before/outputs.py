@@ -7,12 +7,56 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.base.errors import Problem, listed
+from reshard.folders.companions import RECORD
+from reshard.guard.before.resources import models_of
+from reshard.guard.command.read import Command
+from reshard.guard.options import Options
+from reshard.guard.supervise.nodes import place_named
 
 
-def unwritable(output: Path, option: str) -> Iterator[Problem]:
-    """Problems if the output cannot be created or written to."""
+def of_options(options: Options, command: Command) -> Iterator[Problem]:
+    """Problems of the folders that the guard's own options name."""
+    meeting = place_named(options.meet) if options.meet else None
+    final = options.final.absolute().parent if options.final else None
+    named = {"--output": options.output, "--final": final, "--meet": meeting}
+    for option, place in named.items():
+        if isinstance(place, Path):
+            yield from unwritable(place, option, is_folder=True)
+    if options.final:
+        yield from _taken(options.final, command)
+
+
+def _taken(final: Path, command: Command) -> Iterator[Problem]:
+    """A problem if the folder of `--final` is used by the command, or contains another model."""
+    used = [command.folder / name for name in (".", command.output or ".", *models_of(command))]
+    if any(each.resolve().is_relative_to(final.resolve()) for each in used):
+        yield Problem(
+            "final-in-use",
+            "the folder of --final is one that the command uses",
+            file=str(final),
+            rule="--final replaces a model that is in its folder",
+            remedy="choose another folder: --final DIR",
+        )
+    elif final.is_dir() and not (final / RECORD).is_file() and _has_model(final):
+        yield Problem(
+            "final-has-a-model",
+            "the folder of --final contains a model that reshard did not write",
+            file=str(final),
+            rule="--final replaces a model that is in its folder",
+            remedy="choose another folder, or move this one away first",
+        )
+
+
+def _has_model(folder: Path) -> bool:
+    from reshard.formats import detect  # takes a while
+
+    return detect(folder) is not None
+
+
+def unwritable(output: Path, option: str, *, is_folder: bool = False) -> Iterator[Problem]:
+    """Problems if the output cannot be created or written to; if it is a file, only where it must be a folder."""
     place = next(path for path in (output, *output.parents) if path.exists())
-    if place != output and not place.is_dir():
+    if not place.is_dir() and (is_folder or place != output):
         yield Problem(
             "output-below-a-file",
             "the output folder cannot be created: a file has its name",

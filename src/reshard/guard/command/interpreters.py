@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from shutil import which
 
@@ -20,6 +21,14 @@ def program(word: str, environment: Mapping[str, str], folder: Path) -> Path | N
         return folder / word if (folder / word).is_file() else None
     found = which(word, path=environment.get("PATH", os.defpath))
     return folder / found if found else None
+
+
+def is_of_shell(path: Path) -> bool:
+    """Whether a file is a script without a first line that names its program, as bash tells it from a binary."""
+    with suppress(OSError), path.open("rb") as file:
+        begin = file.read(80)
+        return not begin.startswith(b"#!") and b"\0" not in begin.partition(b"\n")[0]
+    return False
 
 
 def shebang(path: Path) -> list[str]:

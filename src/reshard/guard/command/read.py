@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.guard.command.interpreters import PYTHON, interpreter_of, program, shebang
+from reshard.guard.command.interpreters import PYTHON, interpreter_of, is_of_shell, program, shebang
 from reshard.guard.command.launchers import LAUNCHERS, Gpus, Launcher, options_of
 from reshard.guard.command.settings import Settings, merged, of_file, output_of, typed
 from reshard.guard.command.shells import the_launch
@@ -246,6 +246,8 @@ class _Reading:
             return self._of_launcher(known, words)
         path = program(words[0], self.environment, self.folder)
         first = shebang(path) if path else []
+        if path and is_of_shell(path):
+            return ["bash", str(path), *words[1:]]
         if first and PYTHON.fullmatch(Path(first[0]).name):
             self._found(words[0])
             self.launcher = self.launcher or "python"

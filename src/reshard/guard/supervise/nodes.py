@@ -36,9 +36,19 @@ CHECKS = 1800.0
 
 
 def place_named(text: str) -> Path | tuple[str, int]:
-    """The place that --meet names: HOST:PORT, or else a folder."""
-    host, _, port = text.rpartition(":")
-    return (host.strip("[]"), int(port)) if host and port.isdecimal() and "/" not in text else Path(text)
+    """The place that --meet names: HOST:PORT, or else a folder. Raises ReshardError if it is neither."""
+    host, colon, port = text.rpartition(":")
+    if not colon or "/" in text:
+        return Path(text)
+    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ReshardError(
+            "meeting-place-wrong",
+            "--meet names neither a folder nor an address",
+            expected="a shared folder, or HOST:PORT of the first node",
+            found=text,
+            remedy="correct it, for example: --meet /shared/run1, or --meet node0:29500",
+        )
+    return host.strip("[]"), int(port)
 
 
 def first_to_fail(said: Sequence[Told]) -> Told:
