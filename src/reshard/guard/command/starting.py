@@ -30,14 +30,14 @@ def as_started(words: Sequence[str], environment: Mapping[str, str], folder: Pat
             "program-not-found",
             "the program of the command is not found",
             found=shown(words[0]),
-            remedy=_instead(words[0], environment, folder),
+            remedy=_instead(words[0]),
         )
     shell = "bash" if which("bash", path=environment.get("PATH", os.defpath)) else "sh"
     return [shell, str(path), *words[1:]] if is_of_shell(path) else list(words)
 
 
-def _instead(word: str, environment: Mapping[str, str], folder: Path) -> str:
+def _instead(word: str) -> str:
     if re.match(r"[A-Za-z_]\w*=", word):
         return "set variables by env: reshard guard -- env NAME=VALUE COMMAND …"
-    there = [each for each in COMMON if program(each, environment, folder)]
-    return did_you_mean(word, there, "check its name, and activate the environment that has it")
+    known = () if word in COMMON else COMMON
+    return did_you_mean(word, known, "check its name, and activate the environment that has it")
