@@ -133,6 +133,10 @@ ENVIRONMENTS = {
             *("check-jsonschema==0.39.0", "uv==0.13.9", "pipx==1.18.4"),
         )
     ),
+    # Its command line and schema: its own requirements are for GPUs.
+    "axolotl": Environment(
+        ("colorama", "python-dotenv", "addict", "fire", "einops"), ("axolotl==0.19.0",), on=TESTS
+    ),
     "runners": Environment(("uv==0.13.9", "poetry==2.5.1", "pipenv==2026.10.3")),
     # Without its operators: they need CUDA (`tests/train/torchvision_ops`).
     "vision": Environment(("pillow",), ("torchvision==0.28.0",), on=TESTS),

@@ -282,6 +282,49 @@ def test_the_interpreter_is_that_of_the_program(line: str) -> None:
     assert Path(ran.stdout.strip()).samefile(sys.prefix)
 
 
+AXOLOTL = """
+import json, os, sys
+from axolotl.cli.utils import train
+
+def show(program, words, environment):
+    print("launches", json.dumps(words))
+    os._exit(0)
+
+os.execvpe = show
+train._launch_python_training = lambda config, values: show("", ["python", "-m", "axolotl.cli.train", config], {})
+from axolotl.cli.main import main
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a.yaml",
+        "a.yaml --num-processes 2 --main-process-port 1234 --learning-rate 1e-5",
+        "--launcher=torchrun a.yaml -- --nproc_per_node 2 --rdzv_endpoint=h:29400 --nnodes 2",
+        "a.yaml --nproc_per_node=2 --launcher torchrun --output-dir here",
+        "a.yaml --launcher python",
+        "a.yaml --use-ray",
+    ],
+)
+def test_axolotl_as_it_launches_itself(line: str, tmp_path: Path) -> None:
+    """As far as the words that a launcher reads."""
+    (tmp_path / "a.yaml").write_text("base_model: m\noutput_dir: there\n")
+    words = [python("axolotl"), "-c", AXOLOTL, "train", *line.split()]
+    environment = {**os.environ, "PATH": f"{Path(words[0]).parent}:{HERE['PATH']}"}
+    ran = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    launched = re.search(r"^launches (.*)", ran.stdout, re.MULTILINE)
+    assert launched, ran.stderr
+    own = read_command(json.loads(launched[1]), environment, tmp_path)
+    command = read_command(["axolotl", "train", *line.split()], environment, tmp_path)
+    for name in ("module", "processes", "nodes", "rendezvous"):
+        assert getattr(command, name) == getattr(own, name), name
+    assert command.output == tmp_path / ("here" if "here" in line else "there")
+    assert command.interpreter == (words[0],) and command.arguments[0] == own.arguments[0]
+
+
 @pytest.mark.parametrize(
     ("line", "interpreter"),
     [

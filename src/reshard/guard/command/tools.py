@@ -49,8 +49,14 @@ def _llamafactory(words: Sequence[str], environment: Mapping[str, str], gpus: Gp
     return [*_torchrun(here, OF_TORCHRUN), *script]
 
 
+OF_ACCELERATE = (
+    *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "config_file"),
+)
+OF_LAUNCHERS = (*OF_ACCELERATE, *(name.lower() for name in OF_TORCHRUN), "rdzv_endpoint", "rdzv_backend")
+
+
 def _axolotl(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -> list[str]:
-    """As `axolotl.cli.utils.train.launch_training` does: what follows `--` is the launcher's."""
+    """As `axolotl.cli.utils.train.launch_training` does: options that axolotl does not know are the launcher's."""
     at = words.index("--") if "--" in words else len(words)
     inner, script = list(words[at + 1 :]), ["-m", "axolotl.cli.train"]
     given = [part for word in words[1:at] for part in _parted(word)]
@@ -58,14 +64,17 @@ def _axolotl(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -
     while given:
         word = given.pop(0)
         name = word.lstrip("-").replace("-", "_")
+        if name == "cloud":
+            return []  # it runs on another machine
         if name == "launcher" and given:
             launcher = given.pop(0)
-        elif name in ("num_processes", "main_process_port") and given:
-            inner = [f"--{name}", given.pop(0), *inner]
+        elif name in OF_LAUNCHERS and given:
+            inner += [f"--{name}", given.pop(0)]
         else:
             rest.append(word)
     start = {"accelerate": ["accelerate", "launch", *inner], "torchrun": ["torchrun", *inner]}
-    return [*start.get(launcher, ["python"]), *script, *rest]
+    python = launcher not in start or "--use-ray" in rest
+    return [*(["python"] if python else start[launcher]), *script, *rest]
 
 
 def _trl(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -> list[str]:
@@ -79,10 +88,7 @@ def _trl(words: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -> li
         name = word.lstrip("-").replace("-", "_")
         if name == "accelerate_config" and given:
             inner += ["--config_file", given.pop(0)]
-        elif (
-            name in ("num_processes", "num_machines", "machine_rank", "main_process_port", "config_file")
-            and given
-        ):
+        elif name in OF_ACCELERATE and given:
             inner += [f"--{name}", given.pop(0)]
         elif word.startswith("--") and name in accelerate.flags - {"debug"}:
             inner.append(word)
