@@ -168,6 +168,8 @@ SOUND = {
     "LLaMA-Factory": f"{SFT}finetuning_type: lora\nquantization_bit: 4\nwarmup_ratio: 0.1\n",
     "LLaMA-Factory's merge": "model_name_or_path: m\ntemplate: qwen3\nadapter_name_or_path: a\nexport_dir: o\n",
     "Axolotl": "base_model: m\nwarmup_ratio: 0.1\noutput_dir: o\n",
+    "Axolotl with FSDP2": "base_model: m\nlr_scheduler: cosine\nfsdp_version: 2\nfsdp_config:\n"
+    "  state_dict_type: FULL_STATE_DICT\n  fsdp_reshard_after_forward: true\n",
     "ms-swift": "rlhf_type: grpo\nmodel: m\nnum_generations: 1\noutput_dir: o\n",
     "GRPO": "output_dir: o\nnum_generations: 8\nmax_completion_length: 2048\nlearning_rate: 1e-6\n",
 }

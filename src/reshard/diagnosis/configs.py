@@ -59,7 +59,7 @@ OF_FSDP1 = (
 
 
 def _accelerate(config: ConfigText) -> Iterator[Finding]:
-    if not config.content.keys() & OF_ACCELERATE:
+    if _program(config) != "accelerate":
         return
     if config.get("fsdp_config.fsdp_state_dict_type") == "SHARDED_STATE_DICT":
         where = config.changed("fsdp_config.fsdp_state_dict_type", "FULL_STATE_DICT")
@@ -320,12 +320,12 @@ def _program(config: ConfigText) -> str | None:
     given = config.content
     if isinstance(given.get("zero_optimization"), Mapping):
         return "deepspeed"
+    if "base_model" in given:  # it may have an `fsdp_config`, with keys of axolotl's
+        return "axolotl"
     if given.keys() & OF_ACCELERATE:
         return "accelerate"
     if _is_llamafactory(config):
         return "llamafactory"
-    if "base_model" in given:
-        return "axolotl"
     if given.keys() & OF_SWIFT:
         return "ms-swift"
     return "trl" if RUN & given.keys() and not FOREIGN & given.keys() else None
