@@ -325,6 +325,39 @@ def test_axolotl_as_it_launches_itself(line: str, tmp_path: Path) -> None:
     assert command.interpreter == (words[0],) and command.arguments[0] == own.arguments[0]
 
 
+HYDRA = """
+import sys, verl.trainer.config
+from pathlib import Path
+from hydra import compose, initialize_config_dir
+folder = str(Path(verl.trainer.config.__file__).parent)
+with initialize_config_dir(folder, version_base=None):
+    print(compose(sys.argv[1], overrides=sys.argv[2:]).trainer.default_local_dir)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "config", "line"),
+    [
+        ("main_ppo", "ppo_trainer", "data.train_batch_size=8"),
+        (
+            "main_ppo",
+            "ppo_trainer",
+            "trainer.experiment_name=e1 ++trainer.project_name='\"a b\"' +trainer.x=1",
+        ),
+        ("main_ppo", "ppo_megatron_trainer", "trainer.default_local_dir=there"),
+        ("sft_trainer", "sft_trainer_engine", "trainer.experiment_name=e1"),
+        ("sft_trainer", "sft_trainer_engine", ""),
+    ],
+)
+def test_the_output_of_verl_as_hydra_composes_it(module: str, config: str, line: str, tmp_path: Path) -> None:
+    words = shlex.split(line)
+    ran = subprocess.run([python("verl"), "-c", HYDRA, config, *words], capture_output=True, text=True)
+    command = read_command(["python", "-m", f"verl.trainer.{module}", *words], HERE, tmp_path)
+    assert command.launcher == "verl"
+    assert command.output == tmp_path / ran.stdout.splitlines()[-1], ran.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "interpreter"),
     [

@@ -214,14 +214,8 @@ class _Reading:
             if module in each.modules:
                 self.launcher = "" if self.launcher == "python" else self.launcher
                 return [each.programs[0], *arguments]
-        name, defaults = next(
-            (
-                (name, defaults)
-                for name, begin, defaults in IN_PYTHON
-                if module.split(".")[0] == begin.split(".")[0]
-            ),
-            ("", {}),
-        )
+        known = ((name, defaults) for name, modules, defaults in IN_PYTHON if re.match(modules, module))
+        name, defaults = next(known, ("", {}))
         self.launcher = name if name and self.launcher == "python" else self.launcher
         self.module, self.arguments, self.defaults = module, arguments, self.defaults or defaults
         return None

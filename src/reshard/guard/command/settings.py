@@ -25,6 +25,8 @@ OUTPUTS = (
     *("checkpoint_dir", "ckpt_dir", "output_path", "save_path"),
 )
 """Names of the folder for checkpoints, the most usual one first."""
+_QUOTED = re.compile(r"^(['\"])(.*)\1$", re.DOTALL)
+"""Quotes that Hydra and OmegaConf take away."""
 _DOTTED = re.compile(r"(?:\+{0,2})([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 
 
@@ -37,7 +39,7 @@ def typed(words: Sequence[str], target: str, line: int | None = None) -> Setting
         at += 1
         if not _is_option(word):
             if match := _DOTTED.fullmatch(word):
-                found[match[1]] = match[2], Place(target, line, word)
+                found[match[1]] = _QUOTED.sub(r"\2", match[2]), Place(target, line, word)
             continue
         name, given, value = word.lstrip("-").partition("=")
         values = [value] if given else []

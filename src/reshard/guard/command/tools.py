@@ -107,6 +107,8 @@ VERL = {
     "trainer.experiment_name": "gsm8k",
 }
 """What verl's config/ppo_trainer.yaml says, if the command says nothing else."""
+VERL_SFT = {**VERL, "trainer.project_name": "gsm8k-sft", "trainer.experiment_name": "test"}
+"""The same of its config/sft_trainer_engine.yaml."""
 TOOLS = (
     Tool(
         "swift",
@@ -134,5 +136,9 @@ TOOLS = (
     Tool("axolotl", ("axolotl",), ("train",), _axolotl, ("axolotl.cli.main",), {"output_dir": "./model-out"}),
     Tool("trl", ("trl",), ("sft", "dpo", "kto", "grpo", "rloo", "reward"), _trl, ("trl.cli",)),
 )
-IN_PYTHON = (("verl", "verl", VERL), ("axolotl", "axolotl.cli", TOOLS[3].defaults))
-"""Tools whose modules Python runs directly: their name, the beginning of such modules, and their settings."""
+IN_PYTHON = (
+    ("verl", r"verl\.trainer\.\w*sft_trainer", VERL_SFT),
+    ("verl", r"verl\.", VERL),
+    ("axolotl", r"axolotl\.", TOOLS[3].defaults),
+)
+"""Tools whose modules Python runs directly: their name, an expression for these modules, and their settings."""
