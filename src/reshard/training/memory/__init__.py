@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,18 +55,13 @@ def by_length(
     run: Run, batches: Batches, precision: Precision, world_size: int
 ) -> dict[int, tuple[int, int]]:
     """Bytes of activations at half, once and twice the length: if kept, and if recomputed."""
-    return {
-        length: (
-            _activations(run, replace(batches, length=length), precision, world_size, again=False),
-            _activations(run, replace(batches, length=length), precision, world_size, again=True),
-        )
-        for length in (max(batches.length // 2, 1), batches.length, batches.length * 2)
-    }
 
+    def activations(length: int, again: bool) -> int:
+        other = replace(batches, length=length), replace(precision, recomputation=again)
+        return estimate(run, *other, world_size).step["activations"]
 
-def _activations(run: Run, batches: Batches, precision: Precision, world_size: int, *, again: bool) -> int:
-    precision = replace(precision, recomputation=again)
-    return estimate(run, batches, precision, world_size).step["activations"]
+    lengths = max(batches.length // 2, 1), batches.length, batches.length * 2
+    return {length: (activations(length, False), activations(length, True)) for length in lengths}
 
 
 def fits(memory: Memory, available: int) -> bool:
@@ -84,9 +80,11 @@ def available(environment: Environment, processes: int) -> int:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan that fits: the flags to add to the command, and its memory."""
+    """A plan: the flags to add to the command, the run with them, its batches, and its memory."""
 
     flags: tuple[str, ...]
+    run: Run
+    batches: Batches
     memory: Memory
 
     def __str__(self) -> str:
@@ -99,34 +97,33 @@ def plan_that_fits(
     """The cheapest change of the plan that fits into `room` bytes; None if none of those tried does.
 
     The method, the data and LoRA do not change: these are up to the user. The samples per step do not change either.
+    """
+    plans = proposals(run, world_size, samples, length, gpu=gpu)
+    return next((plan for plan in plans if fits(plan.memory, room)), None)
+
+
+def proposals(
+    run: Run, world_size: int, samples: int, length: int, *, gpu: bool = True
+) -> Iterator[Proposal]:
+    """The requested plan and others, the cheapest first, without those that the engine refuses.
+
     `length` is that of the longest sequence, if it is known better than from the options.
     """
-    for flags, other in candidates(run, world_size):
-        memory = tried(other, world_size, samples, length, gpu=gpu)
-        if memory is not None and fits(memory, room):
-            return Proposal(flags, memory)
-    return None
-
-
-def tried(run: Run, world_size: int, samples: int, length: int, *, gpu: bool) -> Memory | None:
-    """The memory of another plan; None if the engine refuses it."""
     engine = engine_of(run)
-    try:
-        batches = engine.batches(run, world_size, samples)
-        batches = replace(batches, length=length or batches.length)
-        return estimate(run, batches, engine.precision(run), world_size, gpu=gpu)
-    except ReshardError:
-        return None
+    for flags, other in _candidates(run, world_size):
+        with suppress(ReshardError):
+            batches = engine.batches(other, world_size, samples)
+            whole = replace(batches, length=length or batches.length)
+            memory = estimate(other, whole, engine.precision(other), world_size, gpu=gpu)
+            yield Proposal(flags, other, batches, memory)
 
 
-def candidates(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
-    """Other plans than the requested one, the cheapest first; smaller batches come last."""
+def _candidates(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
+    """The requested plan and others, the cheapest first; smaller batches come last."""
     of_engine = engine_of(run).estimates
-    nothing: dict[str, object] = {}
-    for batch in (nothing, of_engine.smaller_batch(run)):
+    for batch in ({}, *filter(None, [of_engine.smaller_batch(run)])):
         for flags, other in (((), run), *of_engine.parallelisms(run, world_size)):
             for saving in of_engine.savings(run):
                 options = {**saving, **batch}
-                if flags or options:
-                    words = tuple(f"--{name} {value}" for name, value in options.items())
-                    yield (*flags, *words), replace(other, options={**run.options, **options})
+                words = tuple(f"--{name} {value}" for name, value in options.items())
+                yield (*flags, *words), replace(other, options={**run.options, **options})

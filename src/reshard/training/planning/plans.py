@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from reshard.base.errors import GIB, Problem, ReshardError
 from reshard.training import memory
-from reshard.training.engine import Batches
 from reshard.training.engines import engine_of
 from reshard.training.launching.provenance import words_of
-from reshard.training.memory import USABLE, Memory
+from reshard.training.memory import USABLE, Proposal
 from reshard.training.planning.gpus import CARDS, Machine, planned_for
 from reshard.training.planning.speed import MADE_OF
 from reshard.training.run import Run
@@ -22,13 +23,9 @@ MOST = 1024
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A plan that fits: the flags to add to the command, its memory and its estimated speed."""
+class Plan(Proposal):
+    """A plan that fits, in words, with its estimated speed."""
 
-    run: Run
-    flags: tuple[str, ...]
-    memory: Memory
-    batches: Batches
     words: str
     tokens: float
     """Estimated tokens per second on all GPUs."""
@@ -81,40 +78,36 @@ class Asked:
 
 def plans_of(asked: Asked, machine: Machine) -> Plans:
     """All plans of a run that fit a machine, fastest first."""
-    found = _fitting(asked, machine)
-    if found:
-        return Plans(machine, tuple(found))
-    return Plans(machine, (), _nothing_fits(asked, machine))
-
-
-def _fitting(asked: Asked, machine: Machine) -> list[Plan]:
-    world_size = machine.count * machine.nodes
-    engine = engine_of(asked.run)
-    found = []
     with planned_for(machine.environment()):
-        for flags, run in _ways(asked.run, world_size):
-            taken = memory.tried(run, world_size, asked.samples, asked.longest, gpu=True)
-            if taken is None:
-                continue  # the engine refuses it
-            room = int(machine.card.bytes * (1 - engine.estimates.reserved(run)))
-            if not memory.fits(taken, room):
-                continue
-            batches = engine.batches(run, world_size, asked.samples)
-            usual = replace(batches, length=asked.usual or batches.length)
-            work = engine.estimates.work(run, usual, engine.precision(run), world_size)
-            tokens = batches.samples * usual.length / work.seconds(machine)
-            words = " · ".join(
-                [*engine.plan(run, world_size), *(flag.lstrip("-") for flag in _options(flags))]
-            )
-            command = tuple(words_of(_on(run, machine)))
-            found.append(Plan(run, flags, taken, batches, words or "one process", tokens, command))
-    return sorted(found, key=lambda plan: (-plan.tokens, len(plan.flags)))
+        found = [_measured(plan, asked.usual, machine) for plan in _tried(asked, machine, fitting=True)]
+    found.sort(key=lambda plan: (-plan.tokens, len(plan.flags)))
+    return Plans(machine, tuple(found), None if found else _nothing_fits(asked, machine))
 
 
-def _ways(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
-    """The run as requested, and alternatives to it."""
-    yield (), run
-    yield from memory.candidates(run, world_size)
+def _tried(asked: Asked, machine: Machine, *, fitting: bool = False) -> list[Proposal]:
+    """The plans that the engine accepts on a machine; only those `fitting` into its memory, if requested."""
+    with planned_for(machine.environment()):
+        plans = memory.proposals(asked.run, machine.count * machine.nodes, asked.samples, asked.longest)
+        return [plan for plan in plans if not fitting or memory.fits(plan.memory, _room(plan.run, machine))]
+
+
+def _room(run: Run, machine: Machine) -> int:
+    """Bytes of each GPU that are not for other purposes, such as vLLM."""
+    return int(machine.card.bytes * (1 - engine_of(run).estimates.reserved(run)))
+
+
+def _measured(plan: Proposal, length: int, machine: Machine) -> Plan:
+    """A plan with its speed for sequences of a usual length."""
+    run, engine, world_size = plan.run, engine_of(plan.run), machine.count * machine.nodes
+    usual = replace(plan.batches, length=length or plan.batches.length)
+    work = engine.estimates.work(run, usual, engine.precision(run), world_size)
+    words = [*engine.plan(run, world_size), *(flag.lstrip("-") for flag in _options(plan.flags))]
+    return Plan(
+        **vars(plan),
+        words=" · ".join(words) or "one process",
+        tokens=usual.samples * usual.length / work.seconds(machine),
+        command=tuple(words_of(_on(run, machine))),
+    )
 
 
 def _on(run: Run, machine: Machine) -> Run:
@@ -132,15 +125,17 @@ def _options(flags: tuple[str, ...]) -> list[str]:
 
 
 def _nothing_fits(asked: Asked, machine: Machine) -> Problem:
-    least = _least(asked, machine)
+    least = min((plan.memory.total for plan in _tried(asked, machine)), default=None)
     takes = (
-        f"the plan that takes least takes {least.total / GIB:.1f} GiB of each"
-        if least
-        else "no plan is possible"
+        f"the plan that takes least takes {least / GIB:.1f} GiB of each" if least else "no plan is possible"
     )
-    larger = [str(each) for each in _larger(asked, machine)]
-    lora = "" if asked.run.lora or not _with_lora(asked, machine) else "--lora on the same GPUs"
-    ways = [*([lora] if lora else []), *larger]
+    ways = list[str]()
+    lora = replace(asked, run=replace(asked.run, lora=True))
+    with suppress(ReshardError):
+        ways += ["--lora on the same GPUs"] * (
+            not asked.run.lora and bool(_tried(lora, machine, fitting=True))
+        )
+    ways += map(str, _larger(asked, machine))
     return Problem(
         "run-exceeds-planned-machine",
         "nothing fits on these GPUs",
@@ -153,48 +148,17 @@ def _nothing_fits(asked: Asked, machine: Machine) -> Problem:
     )
 
 
-def _least(asked: Asked, machine: Machine) -> Memory | None:
-    world_size = machine.count * machine.nodes
-    with planned_for(machine.environment()):
-        tried = (
-            memory.tried(run, world_size, asked.samples, asked.longest, gpu=True)
-            for _, run in _ways(asked.run, world_size)
-        )
-        return min((each for each in tried if each), key=lambda each: each.total, default=None)
-
-
-def _with_lora(asked: Asked, machine: Machine) -> bool:
-    try:
-        return bool(_fitting(replace(asked, run=replace(asked.run, lora=True)), machine))
-    except ReshardError:
-        return False
-
-
 def _larger(asked: Asked, machine: Machine) -> Iterator[Machine]:
     """The least number of the same GPUs that fits, by doubling; and the smallest GPU of which as many fit."""
-    more = machine
-    while (count := more.count * more.nodes) < MOST:
-        more = _doubled(more)
-        if _fitting(asked, more):
-            yield more
-            break
-        if count >= 8 and not _shrinks(asked, more):
-            break
-    cards = (card for card in CARDS if card.bytes > machine.card.bytes)
-    for card in sorted(cards, key=lambda card: (card.memory, card.tflops)):
-        if _fitting(asked, replace(machine, card=card)):
-            yield replace(machine, card=card)
-            return
+    cards = [card for card in CARDS if card.bytes > machine.card.bytes]
+    cards.sort(key=lambda card: (card.memory, card.tflops))
+    for machines in (_doubled(machine), (replace(machine, card=card) for card in cards)):
+        yield from islice((each for each in machines if _tried(asked, each, fitting=True)), 1)
 
 
-def _doubled(machine: Machine) -> Machine:
-    """The machine with twice as many GPUs: in the same node up to eight, then with more nodes."""
-    if machine.nodes == 1 and machine.count * 2 <= 8:
-        return replace(machine, count=machine.count * 2)
-    return replace(machine, nodes=machine.nodes * 2)
-
-
-def _shrinks(asked: Asked, machine: Machine) -> bool:
-    """Whether twice as many GPUs reduce the memory on each."""
-    now, then = _least(asked, machine), _least(asked, _doubled(machine))
-    return now is None or then is None or then.total < 0.99 * now.total
+def _doubled(machine: Machine) -> Iterator[Machine]:
+    """Machines with twice as many GPUs, and so on: in the same node up to eight, then with more nodes."""
+    while machine.count * machine.nodes < MOST:
+        more = "count" if machine.nodes == 1 and machine.count * 2 <= 8 else "nodes"
+        machine = replace(machine, **{more: 2 * getattr(machine, more)})
+        yield machine
