@@ -18,10 +18,8 @@ import tomllib
 from packaging.requirements import Requirement
 
 from reshard.training import trl
-from reshard.training.trl.evaluating import Evaluating
 from reshard.training.trl.methods import WAYS
-from reshard.training.trl.stopping import Stopping
-from reshard.training.trl.trainers import Saving
+from reshard.training.trl.overrides import Overrides
 
 SOURCE = Path(trl.__file__).parent
 
@@ -41,7 +39,7 @@ OVERRIDDEN = {
     "save_model": "complete weights under every plan",
     "training_step": "the loss of each step, however seldom it is logged",
 }
-"""Methods of the trainers that our mixins override, with the reason."""
+"""Methods of the trainers that our mixin overrides, with the reason."""
 
 USED = {
     "_get_learning_rate": ("transformers:Trainer", "for the message about a loss that is NaN"),
@@ -113,16 +111,12 @@ def overridden(mixin: type) -> Iterator[tuple[str, Any, Any]]:
                 yield name, ours, theirs
 
 
-MIXINS = (Stopping, Saving, Evaluating)
-
-
 def test_the_overridden_methods_are_those_listed() -> None:
-    assert {name for mixin in MIXINS for name, _, _ in overridden(mixin)} == OVERRIDDEN.keys()
+    assert {name for name, _, _ in overridden(Overrides)} == OVERRIDDEN.keys()
 
 
-@pytest.mark.parametrize("mixin", MIXINS)
-def test_an_override_takes_what_the_frameworks_pass(mixin: type) -> None:
-    for name, ours, theirs in overridden(mixin):
+def test_an_override_takes_what_the_frameworks_pass() -> None:
+    for name, ours, theirs in overridden(Overrides):
         asked, takes = parameters(theirs), parameters(ours)
         if Parameter.VAR_POSITIONAL in asked.values():
             continue  # TRL's own passes everything on

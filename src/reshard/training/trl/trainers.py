@@ -1,124 +1,25 @@
-"""TRL's trainers, with checkpoints of our own."""
+"""The trainer of a run: TRL's, extended by `overrides.py`, with the models and the data that it needs."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.base.errors import ReshardError
 from reshard.training import rewards
-from reshard.training.collective import meet
 from reshard.training.methods import is_rewarded
-from reshard.training.reading import reading
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
-from reshard.training.trl import devices, loading, saving
-from reshard.training.trl.evaluating import Evaluating
+from reshard.training.trl import devices, loading
 from reshard.training.trl.methods import WAYS
+from reshard.training.trl.overrides import Overrides
 from reshard.training.trl.rows import Data
-from reshard.training.trl.stopping import Stopping
-
-SHARDED = ("fsdp2", "tp")
-"""Plans under which parameters and optimizer states are DTensors."""
-
-
-if TYPE_CHECKING:
-    Base = Any
-else:
-    Base = object
-
-
-class Saving(Base):  # type: ignore[misc]
-    """A mixin for TRL's trainers: complete weights under every plan, and self-contained checkpoints.
-
-    Optimizers whose states are DTensors are saved by torch's distributed checkpoint, so that runs can resume from them.
-    """
-
-    asked: Run
-    monitor: Metrics
-    loraplus: float | None = None
-    """The factor between the learning rates of lora_B and lora_A."""
-    last_saved: Path | None = None
-    optimizer: Any
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        """transformers' optimizer, or PEFT's with two learning rates."""
-        if self.loraplus is None or self.optimizer is not None:
-            return super().create_optimizer(model)
-        from peft.optimizers import create_loraplus_optimizer
-
-        model = self.model if model is None else model
-        kind, given = self.get_optimizer_cls_and_kwargs(self.args, model)
-        decay = self.args.weight_decay
-        self.optimizer = create_loraplus_optimizer(
-            model, kind, loraplus_lr_ratio=self.loraplus, loraplus_weight_decay=decay, **given
-        )
-        # PEFT makes empty groups, whose states torch's distributed checkpoint cannot load.
-        groups = self.optimizer.param_groups
-        groups[:] = [group for group in groups if group["params"]]
-        return self.optimizer
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save weights, config and tokenizer. All ranks must call it."""
-        saving.write(self.asked, self.model, self.processing_class, Path(output_dir or self.args.output_dir))
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a checkpoint. It is complete once it has the record of the run; only then are older ones removed."""
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        super()._save_checkpoint(model, trial)
-        self.args.save_total_limit = limit
-        self.last_saved = self.asked.output / f"checkpoint-{self.state.global_step}"
-        meet()
-        if devices.rank() == 0:
-            saving.complete(self.asked, self.last_saved)
-            saving.rotate(self.asked.output, limit, self.state.best_global_step)
-            self.monitor.saved(self.last_saved)
-        meet()
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        import torch
-
-        if self.asked.parallel not in SHARDED:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        saving.save_optimizer(self.model, self.optimizer.optimizer, Path(output_dir))
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        import torch
-
-        folder = Path(checkpoint) if checkpoint else None
-        with reading(self.asked, folder):
-            if self.asked.parallel not in SHARDED or folder is None:
-                super()._load_optimizer_and_scheduler(checkpoint)
-                return
-            saving.load_optimizer(self.model, self.optimizer.optimizer, folder)
-            self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with reading(self.asked, Path(checkpoint) if checkpoint else None):
-            super()._load_rng_state(checkpoint)
-
-    def _run_epoch(self, *given: Any, **named: Any) -> None:
-        """transformers' epoch, but no step after the last: it would take one more from a checkpoint at `max_steps`."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return
-        super()._run_epoch(*given, **named)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: no model card is needed."""
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing: the weights were already loaded from there."""
 
 
 def trainer_class(run: Run, monitor: Metrics, loraplus: float | None = None) -> Any:
-    """TRL's trainer of a method, extended by our mixins."""
+    """TRL's trainer of a method, extended by our mixin."""
     base = WAYS[run.method].trainer_class()
     own = {"asked": run, "monitor": monitor, "loraplus": loraplus}
-    return type(base.__name__, (Stopping, Saving, Evaluating, base), own)
+    return type(base.__name__, (Overrides, base), own)
 
 
 def trainer_of(
