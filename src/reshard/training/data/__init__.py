@@ -103,10 +103,9 @@ def read_records(
     together as a ReshardError, by file and line.
     """
     faulty, first = _Faulty(), None
-    more = {"chosen": chosen, "system": system}
     for folder, where, row in _rows(path):
-        found = [row] if isinstance(row, Problem) else faults(row, method, template, **more)
-        problems = [replace(each, file=each.file or where) for each in found]
+        more = {"chosen": chosen, "system": system}
+        problems = [row] if isinstance(row, Problem) else list(faults(row, method, template, **more))
         if not problems:
             (shape,) = shapes_of(row, method, chosen)
             if shapes is not None:
@@ -114,10 +113,9 @@ def read_records(
             clean, problems = _viewed(standard(row, shape, system), folder, view)
             kind = kind_of(clean)
             first = first or (kind, where)
-            mixed = [] if kind == first[0] else [_mixed(kind, where, first)]
-            problems = [replace(each, file=each.file or where) for each in problems] + mixed
+            problems = problems if kind == first[0] else [*problems, _mixed(kind, *first)]
         if problems:
-            faulty.add(problems)
+            faulty.add(where, problems)
         else:
             yield clean
     if first is None and not faulty.count:
@@ -144,12 +142,11 @@ class _Faulty:
     places: dict[Problem, list[str]] = field(default_factory=dict)
     count: int = 0
 
-    def add(self, problems: list[Problem]) -> None:
+    def add(self, where: str, problems: list[Problem]) -> None:
         self.count += 1
         for problem in problems:
-            alike = replace(problem, file=None)
-            if alike in self.places or len(self.places) < NAMED:
-                self.places.setdefault(alike, []).append(problem.file or "")
+            if problem in self.places or len(self.places) < NAMED:
+                self.places.setdefault(problem, []).append(where)
 
     def end(self) -> None:
         problems = [replace(alike, file=listed(places, 3)) for alike, places in self.places.items()]
@@ -161,12 +158,11 @@ class _Faulty:
             raise ReshardError(problems)
 
 
-def _mixed(kind: str, where: str, first: tuple[str, str]) -> Problem:
+def _mixed(kind: str, expected: str, where: str) -> Problem:
     return Problem(
         "records-of-different-shapes",
         "the data has records of different shapes",
-        file=where,
-        expected=f"{first[0]}, as in {first[1]}",
+        expected=f"{expected}, as in {where}",
         found=kind,
         remedy="train on one shape, or convert the others to it",
     )
@@ -194,15 +190,10 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
                 yield from _whole(file, first + source.read())
                 return
             for number, line in chain([(begin, first)] if first else [], lines):
-                yield f"{file}:{number}", _parse(line, f"{file}:{number}")
+                yield f"{file}:{number}", _parse(line)
     except (OSError, EOFError, zlib.error) as error:
-        where, found = str(file), str(error)
-        yield (
-            where,
-            Problem(
-                "data-file-unreadable", "the file cannot be read", file=where, found=found, remedy=_AGAIN
-            ),
-        )
+        message, found = "the file cannot be read", str(error)
+        yield str(file), Problem("data-file-unreadable", message, found=found, remedy=_AGAIN)
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -211,23 +202,20 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[bytes]:
         yield line if number else line.removeprefix(b"\xef\xbb\xbf")
 
 
-def _parse(text: bytes, where: str) -> Any:
+def _parse(text: bytes) -> Any:
     """The value of a line, or its problem."""
     try:
         return json_of(text)
     except UnicodeDecodeError as error:
-        cure = "save the file as UTF-8"
-        return Problem("line-not-utf8", "a line is not UTF-8", file=where, found=str(error), remedy=cure)
+        message, cure = "a line is not UTF-8", "save the file as UTF-8"
+        return Problem("line-not-utf8", message, found=str(error), remedy=cure)
     except ValueError as error:
         if not text.endswith(b"\n"):
             end = "… " + text.decode("utf-8", "replace")[-40:]
-            return Problem(
-                "last-line-truncated", "the last line is cut off", file=where, found=end, remedy=_AGAIN
-            )
+            return Problem("last-line-truncated", "the last line is cut off", found=end, remedy=_AGAIN)
         return Problem(
             "line-not-json",
             "a line is not JSON",
-            file=where,
             expected="one JSON object on each line",
             found=str(error),
             remedy="fix it",
@@ -236,28 +224,21 @@ def _parse(text: bytes, where: str) -> Any:
 
 def _whole(file: Path, text: bytes) -> Iterator[tuple[str, Any]]:
     """The records of a file that is one JSON value."""
-    where = str(file)
     try:
         content = json_of(text)
     except ValueError as error:
-        yield (
-            where,
-            Problem("data-not-json", "not a JSON file", file=where, found=str(error), remedy=_AS_LINES),
-        )
+        yield str(file), Problem("data-not-json", "not a JSON file", found=str(error), remedy=_AS_LINES)
         return
     if isinstance(content, list):
         yield from ((f"{file}: record {number}", row) for number, row in enumerate(content, 1))
         return
-    yield (
-        where,
-        Problem(
-            "data-one-json-object",
-            "the file is one JSON object",
-            file=where,
-            expected="an array of records, or one record on each line",
-            remedy="keep the list of records that is inside, or move the file out of the folder",
-        ),
+    problem = Problem(
+        "data-one-json-object",
+        "the file is one JSON object",
+        expected="an array of records, or one record on each line",
+        remedy="keep the list of records that is inside, or move the file out of the folder",
     )
+    yield str(file), problem
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
@@ -276,8 +257,8 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
             yield f"{file}: row {number}", row
     except (arrow.ArrowException, ArithmeticError, ValueError, OSError) as error:
-        where, found = str(file), str(error).split("\n")[0]
-        yield where, Problem("data-not-parquet", "not a Parquet file", file=where, found=found, remedy=_AGAIN)
+        found = str(error).split("\n")[0]
+        yield str(file), Problem("data-not-parquet", "not a Parquet file", found=found, remedy=_AGAIN)
 
 
 def load_dataset(mix: Mix, method: str, **more: Any) -> Any:

@@ -201,12 +201,11 @@ _KINDS = {
 def _unfit(value: Any, name: str = "", depth: int = 0) -> Iterator[Problem]:
     """Problems of values anywhere in a record that an Arrow table cannot store: TRL keeps its data in one."""
     if isinstance(value, dict | list) and depth > DEEPEST:
-        expected, remedy = f"{DEEPEST} levels at most", "write what is nested as a string of JSON"
         yield Problem(
             "field-nested-too-deep",
             f"{name[:SHOWN]} … is nested too deep",
-            expected=expected,
-            remedy=remedy,
+            expected=f"{DEEPEST} levels at most",
+            remedy="write what is nested as a string of JSON",
         )
     elif isinstance(value, dict):
         for key, each in value.items():
@@ -219,13 +218,12 @@ def _unfit(value: Any, name: str = "", depth: int = 0) -> Iterator[Problem]:
     elif isinstance(value, str) and not _is_unicode(value):
         yield _half_a_character(_called(name))
     elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        expected, remedy = "an integer of 64 bits", "write it as a string"
         yield Problem(
             "field-number-too-large",
             f"{_called(name)} is too large a number",
-            expected=expected,
+            expected="an integer of 64 bits",
             found=show(value),
-            remedy=remedy,
+            remedy="write it as a string",
         )
 
 
@@ -250,19 +248,17 @@ def _of_besides(row: Row) -> Iterator[Problem]:
     with suppress(ValueError):
         given = tools_of(row)
     if given is not None and not (isinstance(given, list) and all(isinstance(each, dict) for each in given)):
-        expected = "a list of objects, each the JSON schema of a tool, or such a list as a string of JSON"
         yield Problem(
             "tools-not-a-list",
             '"tools" is not a list of tools',
-            expected=expected,
+            expected="a list of objects, each the JSON schema of a tool, or such a list as a string of JSON",
             found=show(tools),
         )
     if options is not None and not isinstance(options, dict):
-        expected = 'an object, for example {"enable_thinking": false}'
         yield Problem(
             "template-options-no-object",
             '"chat_template_kwargs" is not an object',
-            expected=expected,
+            expected='an object, for example {"enable_thinking": false}',
             found=show(options),
         )
 

@@ -75,7 +75,13 @@ def tokenize(run: Run, tokenizer: Any, learning: Learning, folder: Path) -> Toke
             _write(file, _samples(run, path, tokenizer, learning))
             if _versions(path) != before:
                 file.unlink(missing_ok=True)
-                raise _changed(path)
+                raise ReshardError(
+                    "data-changed-while-read",
+                    "the data changed while they were read",
+                    file=str(path),
+                    rule="tokens are cached under the digest of their data",
+                    remedy="wait until nothing writes to the data, and run the command again",
+                )
         files.append(file)
     return Tokenized(tuple(files), found)
 
@@ -84,16 +90,6 @@ def _versions(path: Path) -> list[tuple[Path, int, int, int]]:
     """Facts that show whether data changed while it was read."""
     stats = [(file, file.stat()) for file in files_of(path)]
     return [(file, stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in stats]
-
-
-def _changed(path: Path) -> ReshardError:
-    return ReshardError(
-        "data-changed-while-read",
-        "the data changed while they were read",
-        file=str(path),
-        rule="tokens are cached under the digest of their data",
-        remedy="wait until nothing writes to the data, and run the command again",
-    )
 
 
 def _state_of(run: Run, tokenizer: Any, learning: Learning) -> str:

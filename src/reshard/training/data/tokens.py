@@ -265,16 +265,13 @@ def probe(tokenizer: Any) -> Template:
     if not getattr(tokenizer, "chat_template", None):
         return Template()
     user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
+    takes = _rendered([user], tokenizer) is not None
     return Template(
-        refuses_system=not _renders([system, user], tokenizer) and _renders([user], tokenizer),
-        refuses_repeated=not _renders([user, user], tokenizer) and _renders([user], tokenizer),
+        refuses_system=takes and _rendered([system, user], tokenizer) is None,
+        refuses_repeated=takes and _rendered([user, user], tokenizer) is None,
         drops=_dropped(tokenizer),
         folder=str(tokenizer.name_or_path),
     )
-
-
-def _renders(messages: list[Row], tokenizer: Any) -> bool:
-    return _rendered(messages, tokenizer) is not None
 
 
 def _rendered(messages: list[Row], tokenizer: Any) -> str | None:
@@ -322,6 +319,5 @@ def lengths(
         answers = bool(row.keys() & {"messages", "text", "completion", "chosen", pretokenized.IDS})
         empty += answers and not any(any(each.learned[:limit]) for each in given)
     scale = records / len(drawn) if drawn else 0.0
-    counts = (round(count * scale) for count in (tokens, cut, empty))
-    tokens, cut, empty = counts
+    tokens, cut, empty = (round(count * scale) for count in (tokens, cut, empty))
     return Lengths(records, len(drawn), tokens, longest, cut, empty)
