@@ -309,7 +309,7 @@ def test_the_loss_of_packed_samples_is_that_of_samples_alone(
 def test_packing_is_refused_for_models_that_carry_a_state_through_a_sequence(run: Run) -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
-    from reshard.training.trl.trainers import check_packing
+    from reshard.training.trl.training import check_packing
 
     model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2))
     with pytest.raises(ReshardError, match="would see each other in this model"):

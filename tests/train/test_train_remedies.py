@@ -21,7 +21,7 @@ NOT_HERE = {
         vllm-plan-unsupported vllm-server-on-same-gpus vllm-server-raw-probabilities vllm-server-unreachable
         vllm-share-too-small""",
     "other packages, or other releases of them": """
-        deepspeed-not-installed package-version-unsupported quantized-base-sharded quantized-weights-trained
+        package-version-unsupported quantized-base-sharded quantized-weights-trained
         transformers-without-tp""",
     "the ranks, which have started": """
         adapter-targets-nothing checkpoint-not-loadable data-teach-nothing

@@ -153,11 +153,9 @@ def _import(reward: Named, folder: str) -> Any:
     try:
         return _of_file(reward.file) if reward.in_file else import_module(module)
     except Exception as error:
-        missing = isinstance(error, FileNotFoundError) and reward.in_file
-        missing |= (
-            isinstance(error, ModuleNotFoundError)
-            and (error.name or "").split(".")[0] == module.split(".")[0]
-        )
+        absent = FileNotFoundError if reward.in_file else ModuleNotFoundError
+        root = str(getattr(error, "name", "")).partition(".")[0]
+        missing = isinstance(error, absent) and (reward.in_file or root == module.partition(".")[0])
         raise ReshardError(
             "reward-module-missing" if missing else "reward-module-fails",
             "the module of --reward is not there" if missing else "the module of --reward cannot be imported",

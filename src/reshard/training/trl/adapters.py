@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, listed
@@ -19,9 +18,8 @@ def adapted(model: Any, options: Mapping[str, Any], way: Way) -> Any:
         {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}, model
     )
     linears = _linears(model)
-    names = _Names.of(model)
     tied = _is_tied(model)
-    found = _made(model, config, names, options, linears)
+    found = _made(model, config, options, linears)
     _check_head(found, way, linears)
     if tied and not _is_tied(found):
         raise ReshardError(
@@ -46,55 +44,50 @@ _CHOOSE = ("lora_target_modules", "lora_target_parameters", "lora_modules_to_sav
 """Options that choose what is adapted."""
 
 
-def _made(model: Any, config: Any, names: _Names, options: Mapping[str, Any], linears: list[str]) -> Any:
+def _made(model: Any, config: Any, options: Mapping[str, Any], linears: list[str]) -> Any:
     """PEFT's model. It refuses options only if nothing is adapted, and has then translated the names in its config."""
     import torch
     from peft import NoMatchingPeftModuleError, get_peft_model
 
+    # Those of tied parts more than once, and before PEFT changes them.
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    refusal, made = None, None
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT looks up names that transformers has changed
             made = get_peft_model(model, config)
     except (ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
-        unmatched = isinstance(error, NoMatchingPeftModuleError)
-        if unmatched and (problems := [*_unmatched(names, config, options, linears)]):
-            raise ReshardError(problems) from None
+        refusal = error
+    unmatched = isinstance(refusal, NoMatchingPeftModuleError)
+    wrong = _unmatched(modules, parameters, config, options, linears)
+    if (refusal is None or unmatched) and (problems := [*wrong]):
+        raise ReshardError(problems)
+    if refusal is not None:
         given = [f"--{name}" for name in _CHOOSE if options.get(name)] or [f"--{_CHOOSE[0]}"]
         raise ReshardError(
             "peft-cannot-adapt",
             "PEFT cannot adapt the model with these options",
-            found=str(error).split("\n")[0],
+            found=str(refusal).split("\n")[0],
             expected=_expected(linears) if unmatched else None,
             remedy=f"correct {' or '.join(given)}",
-        ) from None
-    if problems := [*_unmatched(names, config, options, linears)]:
-        raise ReshardError(problems)
+        )
     return made
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The names of a model before it is adapted; those of tied parts more than once."""
-
-    modules: tuple[str, ...]
-    parameters: tuple[str, ...]
-
-    @classmethod
-    def of(cls, model: Any) -> _Names:
-        """The names of a model."""
-        modules = tuple(name for name, _ in model.named_modules(remove_duplicate=False) if name)
-        return cls(modules, tuple(name for name, _ in model.named_parameters(remove_duplicate=False)))
-
-
 def _unmatched(
-    names: _Names, config: Any, options: Mapping[str, Any], linears: list[str]
+    modules: Sequence[str],
+    parameters: Sequence[str],
+    config: Any,
+    options: Mapping[str, Any],
+    linears: list[str],
 ) -> Iterator[Problem]:
     """A problem for each name that matches nothing: PEFT ignores it if another one matches."""
-    whole = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names.parameters})
+    whole = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in parameters})
     for option, matches, there, known in (
-        ("lora_target_modules", _is_end, names.modules, linears),
-        ("lora_target_parameters", _is_end, names.parameters, _ends(names.parameters, 2)),
-        ("lora_modules_to_save", str.endswith, names.modules, whole),
+        ("lora_target_modules", _is_end, modules, linears),
+        ("lora_target_parameters", _is_end, parameters, _ends(parameters, 2)),
+        ("lora_modules_to_save", str.endswith, modules, whole),
     ):
         for name in _asked(options.get(option), getattr(config, option.removeprefix("lora_"))):
             if not any(matches(each, name) for each in there):

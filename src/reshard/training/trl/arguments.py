@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from reshard.base.errors import ReshardError
@@ -31,7 +30,8 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
     arguments = WAYS[run.method].config_class()(
         **stated,
         output_dir=str(run.output),
-        model_init_kwargs=_of_reference(run, options),
+        # TRL loads a reference model with them; the model is loaded already.
+        model_init_kwargs=model_arguments(run, options) if has_reference(run, options) else None,
         **_of_plan(run, options),
     )
     if policy := _policy(run, options):
@@ -53,11 +53,6 @@ def _stated(run: Run, own: Mapping[str, Any]) -> dict[str, Any]:
     }
     skipped = ("output_dir", "model_init_kwargs", "fsdp", "fsdp_config", "deepspeed")
     return {name: value for name, value in own.items() if name not in skipped and value != usual.get(name)}
-
-
-def _of_reference(run: Run, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Arguments with which TRL loads a reference model; None if there is none, since the model is loaded already."""
-    return model_arguments(run, options) if has_reference(run, options) else None
 
 
 def model_arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,14 +112,7 @@ def has_reference(run: Run, options: Mapping[str, Any]) -> bool:
 
 
 def _zero(stage: int) -> dict[str, Any]:
-    """DeepSpeed's config, in which transformers fills in the "auto" values. Raises ReshardError without DeepSpeed."""
-    if find_spec("deepspeed") is None:
-        raise ReshardError(
-            "deepspeed-not-installed",
-            "DeepSpeed is not installed",
-            found=f"--parallel zero{stage}",
-            remedy="pip install deepspeed, or use --parallel fsdp2",
-        )
+    """DeepSpeed's config, in which transformers fills in the "auto" values."""
     sizes = {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
     return {
         "zero_optimization": {

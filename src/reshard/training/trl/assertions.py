@@ -38,7 +38,7 @@ def assert_plan(run: Run, trainer: Any) -> None:
         *_spread(run, trainer.model, "the model"),
         *_trainable(run, trainer),
         *_head(run, trainer),
-        *_misplaced(trainer, trainer.model, "the model"),
+        *misplaced(trainer.model, world_size(), trainer.accelerator.device),
         *_frozen(run, trainer),
         *_guarded(run, trainer),
     ]
@@ -148,10 +148,6 @@ def _head(run: Run, trainer: Any) -> list[Problem]:
     )
 
 
-def _misplaced(trainer: Any, model: Any, whose: str) -> Iterator[Problem]:
-    return misplaced(model, world_size(), trainer.accelerator.device, whose)
-
-
 def _frozen(run: Run, trainer: Any) -> Iterator[Problem]:
     """Check that a reference model or a teacher is sharded like the model, and separate from it."""
     own = {id(parameter) for parameter in trainer.model.parameters()}
@@ -159,7 +155,7 @@ def _frozen(run: Run, trainer: Any) -> Iterator[Problem]:
         if (frozen := getattr(trainer, name, None)) is None:
             continue
         yield from _spread(run, frozen, whose)
-        yield from _misplaced(trainer, frozen, whose)
+        yield from misplaced(frozen, world_size(), trainer.accelerator.device, whose)
         yield from when(
             any(id(parameter) in own for parameter in frozen.parameters()),
             "reference-model-shared",

@@ -22,7 +22,7 @@ OFTEN = 1.1
 
 
 def callback_of(run: Run, monitor: Metrics) -> Any:
-    """A TrainerCallback for a run; pass it the trainer with `watch`."""
+    """A TrainerCallback for a run, whose `trainer` is set before training."""
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):  # type: ignore[misc]
@@ -32,10 +32,6 @@ def callback_of(run: Run, monitor: Metrics) -> Any:
         _motion: Motion | None = None
         _tokens = 0.0
         _sampled = 0
-
-        def watch(self, trainer: Any) -> None:
-            """Set the trainer."""
-            self.trainer = trainer
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             assert_plan(run, self.trainer)

@@ -229,13 +229,12 @@ _INSTALL = re.compile(r"`(pip install [^`]*?)[.`]+(?:$|\s)")
 def _optimizer(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Problem]:
     """Let transformers make the optimizer of a weight: it reports a missing package before it uses the model."""
     names = ("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon")
-    given = {name: _value(typed[name]) for name in names if name in typed}
-    if not given:
+    if not (given := {name: typed[name] for name in names if name in typed}):
         return
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
 
-    chosen = OptimizerNames(_value(told["optim"]))
+    chosen = OptimizerNames(told["optim"])
     try:
         kind, arguments = Trainer.get_optimizer_cls_and_kwargs(
             SimpleNamespace(**{**told, "optim": chosen}), None
@@ -256,8 +255,7 @@ def _optimizer(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Pr
 def _schedule(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Problem]:
     """Let transformers make the schedule for a weight."""
     names = ("lr_scheduler_type", "lr_scheduler_kwargs")
-    given = {name: _value(typed[name]) for name in names if name in typed}
-    if not given:
+    if not (given := {name: typed[name] for name in names if name in typed}):
         return
     from torch.optim import SGD
     from transformers import get_scheduler
@@ -267,7 +265,7 @@ def _schedule(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Pro
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             get_scheduler(
-                _value(told["lr_scheduler_type"]),
+                told["lr_scheduler_type"],
                 SGD(_weights(), lr=float(told["learning_rate"])),
                 num_warmup_steps=1,
                 num_training_steps=steps if steps > 0 else _STEPS,
@@ -289,11 +287,6 @@ def _refused(what: str, given: Mapping[str, Any], why: str) -> Problem:
         found=" ".join(f"--{name} {value}" for name, value in given.items()),
         remedy="correct these options",
     )
-
-
-def _value(option: Any) -> Any:
-    """The value of an option, which may be a member of an enumeration."""
-    return getattr(option, "value", option)
 
 
 def _weights() -> list[Any]:

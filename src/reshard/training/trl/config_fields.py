@@ -111,7 +111,8 @@ def options_of(run: Run) -> dict[str, Any]:
             try:
                 given[name] = _typed(name, value, there[name].hint)
             except ValueError:
-                problems.append(_mistyped(name, value, there[name].hint))
+                words = _WORDS_FOR.get(kind(there[name].hint), kind(there[name].hint))
+                problems.append(mistyped(name, value, words, literals(there[name].hint)))
     problems += refusals.contradictions(run, given)
     if problems:
         raise ReshardError(problems)
@@ -174,10 +175,6 @@ _ELSEWHERE = {
     "epochs": "num_train_epochs",
 }
 """Names of the same options in Megatron-LM or in common use."""
-
-
-def _mistyped(name: str, value: Any, hint: Any) -> Problem:
-    return mistyped(name, value, _WORDS_FOR.get(kind(hint), kind(hint)), literals(hint))
 
 
 _WORDS_FOR = {"bool": "true or false", "int": "an integer", "float": "a number"}

@@ -64,14 +64,6 @@ def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> A
     return model
 
 
-def reference_of(run: Run, options: Mapping[str, Any]) -> Any:
-    """The reference model of DPO under FSDP2, sharded layer by layer.
-
-    TRL 1.16 shards it as one group (`prepare_fsdp`), so that each forward pass would gather all of it on each rank.
-    """
-    return _sharded(run.model, options, model_arguments(run, options))
-
-
 def teacher_of(run: Run, options: Mapping[str, Any], arguments: Any) -> Any:
     """The teacher: a path, which TRL loads with `arguments`; under FSDP2 a model, sharded layer by layer.
 
@@ -84,10 +76,14 @@ def teacher_of(run: Run, options: Mapping[str, Any], arguments: Any) -> Any:
         arguments.teacher_model_init_kwargs = given
         return folder
     arguments.teacher_model_init_kwargs = None  # TRL refuses them for a model
-    return _sharded(folder, options, {"dtype": None, **given})
+    return sharded(folder, options, {"dtype": None, **given})
 
 
-def _sharded(folder: str | Path, options: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+def sharded(folder: str | Path, options: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """A reference model or a teacher under FSDP2, sharded layer by layer.
+
+    TRL 1.16 shards a reference as one group (`prepare_fsdp`): each forward pass would gather all of it on each rank.
+    """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoModelForCausalLM

@@ -269,7 +269,7 @@ def _buckets(kind: str, trained: int, precision: Precision) -> int:
 def _step(case: _Case) -> dict[str, int]:
     """Activations, a tile of logits, and weights cast to 16 bits, which autocast keeps for the backward pass."""
     batches, precision, widths = case.batches, case.precision, case.widths
-    sequences = batches.per_device * sequences_of(case.run)
+    sequences = batches.per_device * WAYS[case.run.method].sequences
     tokens = sequences * batches.length
     kept = Kept(
         computed=precision.activations,
@@ -291,11 +291,6 @@ def _step(case: _Case) -> dict[str, int]:
         "weights in 16 bits": _casts(case),
         "merged experts": case.sizes.experts * precision.activations * merged,
     }
-
-
-def sequences_of(run: Run) -> int:
-    """Sequences of a sample that pass through the model at once."""
-    return WAYS[run.method].sequences
 
 
 def _casts(case: _Case) -> int:
@@ -341,18 +336,10 @@ def _generation(case: _Case) -> dict[str, int]:
 
 def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
     """Other parallelism over the same ranks, cheapest first."""
-    later = {
-        "ddp": ("fsdp2", "zero2", "zero3"),
-        "zero2": ("fsdp2", "zero3"),
-        "fsdp2": (),
-        "zero3": (),
-        "tp": (),
-    }
-    for kind in later[run.parallel] if world_size > 1 else ():
+    later = {"ddp": ("fsdp2", "zero2", "zero3"), "zero2": ("fsdp2", "zero3"), "tp": ("fsdp2",)}
+    for kind in later.get(run.parallel, ()) if world_size > 1 else ():
         if not kind.startswith("zero") or find_spec("deepspeed"):
-            yield (f"--parallel {kind}",), replace(run, parallel=kind)
-    if world_size > 1 and run.parallel == "tp":
-        yield ("--parallel fsdp2",), replace(run, parallel="fsdp2", layout=Layout())
+            yield (f"--parallel {kind}",), replace(run, parallel=kind, layout=Layout())
     if run.parallel == "ddp":
         for size in (2, 4, 8):
             if world_size % size == 0:

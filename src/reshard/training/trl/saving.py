@@ -39,8 +39,6 @@ def write(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
             stale.unlink(missing_ok=True)
     is_adapter = weights.is_adapter(model)
     _save(weights.tensors_of(model), folder, *((ADAPTER, math.inf) if is_adapter else (MODEL, SHARD)))
-    if rank() == 0 and is_adapter:
-        _adapter_config(run, model, folder)
     if rank() == 0:
         _beside(run, model, tokenizer, folder)
 
@@ -79,13 +77,6 @@ def _shards(tensors: Iterable[tuple[str, Any]], most: float) -> Iterator[dict[st
         yield shard
 
 
-def _adapter_config(run: Run, model: Any, folder: Path) -> None:
-    """Write adapter_config.json for inference: PEFT would write the mode in which the adapter is trained."""
-    config = copy(model.peft_config[model.active_adapter])
-    config.inference_mode, config.base_model_name_or_path = True, name_of(run.model)
-    config.save_pretrained(str(folder))
-
-
 def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
     """Copy the files of the base, so that its readers read the checkpoint too; save a changed tokenizer."""
     companions = find_companions(Sources(), run.model)
@@ -98,7 +89,11 @@ def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
     content = dict(read_object(run.model / CONFIG, Sources()))
     content["use_cache"] = True
-    if not weights.is_adapter(model):
+    if weights.is_adapter(model):  # for inference: PEFT would write the mode in which the adapter is trained
+        config = copy(model.peft_config[model.active_adapter])
+        config.inference_mode, config.base_model_name_or_path = True, name_of(run.model)
+        config.save_pretrained(str(folder))
+    else:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         known = [name for name in ("dtype", "torch_dtype") if name in content] or ["torch_dtype"]
         content.update(dict.fromkeys(known, dtype))

@@ -7,7 +7,8 @@ from reshard.training.memory.activations import Widths
 from reshard.training.planning.speed import Traffic, Work, flops_of_token, passes
 from reshard.training.run import Run, config_of
 from reshard.training.trl.config_fields import options_of
-from reshard.training.trl.memory import Sizes, sequences_of, sizes_of
+from reshard.training.trl.memory import Sizes, sizes_of
+from reshard.training.trl.methods import WAYS
 
 
 def work_of(run: Run, batches: Batches, precision: Precision, world_size: int) -> Work:
@@ -15,7 +16,7 @@ def work_of(run: Run, batches: Batches, precision: Precision, world_size: int) -
     options = options_of(run)
     sizes, widths = sizes_of(run, options), Widths.of(config_of(run.model))
     tp = run.layout.tp
-    micro = batches.per_device * sequences_of(run) * batches.length
+    micro = batches.per_device * WAYS[run.method].sequences * batches.length
     forward = flops_of_token(widths, batches.length)
     each = passes(recomputed=precision.recomputation, frozen=run.lora)
     reduced = 4 * (1 + precision.recomputation / 2) * widths.layers if tp > 1 else 0

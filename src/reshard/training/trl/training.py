@@ -6,25 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
+from reshard.training import rewards
 from reshard.training.collective import meet
 from reshard.training.engine import Trained
 from reshard.training.engines import engine_of, final_dtype
+from reshard.training.methods import is_rewarded
 from reshard.training.reading import reading
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
-from reshard.training.trl import arithmetic, checks, devices, loading, vision, weights
-from reshard.training.trl.arguments import arguments_of
+from reshard.training.trl import devices, loading, vision, weights
+from reshard.training.trl.arguments import arguments_of, model_arguments
 from reshard.training.trl.callback import callback_of
 from reshard.training.trl.config_fields import options_of
+from reshard.training.trl.methods import WAYS
+from reshard.training.trl.overrides import Overrides
 from reshard.training.trl.rows import Data, rows_of
-from reshard.training.trl.trainers import trainer_of
 
 
 def train_here(run: Run, monitor: Metrics) -> Trained:
     """Train on this rank. Raises ReshardError if a check fails, and whatever the frameworks raise."""
     options = options_of(run)
-    if wrong := list(checks.variables(run, options)):
-        raise ReshardError(wrong)
     devices.start(options, deepspeed=run.parallel.startswith("zero"))
     if options["use_cpu"]:
         devices.allow_cpu()
@@ -34,10 +35,12 @@ def train_here(run: Run, monitor: Metrics) -> Trained:
         arguments.eval_on_start = False
     tokenizer = loading.tokenizer_of(run, options)
     with rows_of(run, options, tokenizer, monitor) as data:
-        arithmetic.batches_of(run, options, devices.world_size(), len(data.train))
         processing = vision.prepare(run, arguments, options, tokenizer, data.train.column_names)
         with reading(run, checkpoint):
-            trainer = _trainer(run, monitor, arguments, options, processing, data, checkpoint)
+            model = loading.model_of(run, options, checkpoint)
+            trainer = _trainer(run, monitor, arguments, options, model, processing, data)
+            if checkpoint and run.lora and not run.parallel.startswith("zero"):
+                loading.load_adapter(trainer.model, checkpoint)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if trainer.stopped:
             raise trainer.stopped
@@ -61,16 +64,67 @@ def _trainer(
     monitor: Metrics,
     arguments: Any,
     options: dict[str, Any],
+    model: Any,
     tokenizer: Any,
     data: Data,
-    checkpoint: Path | None,
 ) -> Any:
-    model = loading.model_of(run, options, checkpoint)
-    callback = callback_of(run, monitor)
-    trainer = trainer_of(run, monitor, arguments, options, model, tokenizer, data, callback)
-    if checkpoint and run.lora and not run.parallel.startswith("zero"):
-        loading.load_adapter(trainer.model, checkpoint)
+    """TRL's trainer of a run with our mixin. Nothing is wrapped or sharded yet."""
+    from transformers import PrinterCallback, set_seed
+
+    if option := next((name for name in ("packing", "padding_free") if options.get(name)), None):
+        check_packing(run, model, option)
+    way, rewarded = WAYS[run.method], is_rewarded(run.method)
+    more: dict[str, Any] = {"reward_funcs": [rewards.load(each) for each in run.reward]} if rewarded else {}
+    shared = run.lora or bool(options.get("precompute_ref_log_probs"))
+    if way.reference(options) and not rewarded and run.parallel == "fsdp2" and not shared:
+        more["ref_model"] = loading.sharded(run.model, options, model_arguments(run, options))
+    if way.teacher:
+        more["teacher_model"] = loading.teacher_of(run, options, arguments)
+    if run.lora:
+        more["peft_config"] = loading.adapter_config(options, model)
+    save_only = arguments.save_only_model
+    arguments.save_only_model = save_only or run.parallel == "tp"
+    base, callback = way.trainer_class(), callback_of(run, monitor)
+    own = {"asked": run, "monitor": monitor, "loraplus": options["loraplus_lr_ratio"]}
+    trainer = type(base.__name__, (Overrides, base), own)(
+        model=model,
+        args=arguments,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        processing_class=tokenizer,
+        callbacks=[callback],
+        **more,
+    )
+    if run.parallel == "ddp" and devices.world_size() == 1:
+        devices.be_alone()
+    # Trainer refuses optimizers of models that were sharded on loading; `_save_optimizer…` saves them.
+    arguments.save_only_model = save_only
+    if run.lora and run.layout.tp > 1:
+        loading.mend_adapter(trainer.model)
+    if rewarded and run.layout.tp > 1:
+        # They compute one model and must draw the same completion; TRL seeds each process as if its data differed.
+        set_seed(arguments.seed + devices.rank() // run.layout.tp)
+    trainer.remove_callback(PrinterCallback)  # the monitor has the numbers; so errors stay visible in the log
+    callback.trainer = trainer
     return trainer
+
+
+def check_packing(run: Run, model: Any, option: str = "packing") -> None:
+    """Raise ReshardError if samples that share a sequence would attend to each other in a model.
+
+    TRL numbers the positions of each sample from 0, which the masks and kernels of transformers' own attention use.
+    """
+    if getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False):
+        return
+    raise ReshardError(
+        "model-mixes-packed-samples",
+        "samples that share a sequence would see each other in this model",
+        file=str(run.model),
+        rule="transformers keeps packed samples apart in its own attention; not in states that run through a "
+        "sequence, nor in a model's own attention",
+        found=f"--{option} with {type(model).__name__}",
+        remedy=f"leave out --{option}",
+    )
 
 
 def _finish(run: Run, trainer: Any, checkpoint: Path | None) -> Trained:

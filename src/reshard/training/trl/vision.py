@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.base.errors import Problem, ReshardError
+from reshard.base.errors import ReshardError
 from reshard.training.data import read_records
 from reshard.training.data.images import has_processor
 from reshard.training.data.mix import Mix
@@ -95,23 +95,17 @@ def prepare(run: Run, arguments: Any, options: Mapping[str, Any], tokenizer: Any
 
 def samples_of(run: Run, options: Mapping[str, Any], tokenizer: Any) -> Callable[[Row], list[Sample]]:
     """A function that makes the tokens of a record whose images are sizes, by TRL's collator. Raises ReshardError."""
-    if problems := [*_refused(options)]:
-        raise ReshardError(problems)
-    processor = processor_of(run, options, tokenizer)
-    return lambda row: _sample(row, processor, options)
-
-
-def _refused(options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of options that TRL refuses for images, when the ranks have loaded everything."""
     wrong = [f"--{name}" for name in ("packing", "padding_free") if options.get(name)]
     wrong += ["--truncation_mode keep_end"] if options.get("truncation_mode") == "keep_end" else []
-    if wrong:
-        yield Problem(
+    if wrong:  # TRL refuses them, when the ranks have loaded everything
+        raise ReshardError(
             "option-not-for-images",
             "TRL does not support this for records with images",
             found=" and ".join(wrong),
             remedy="leave it out",
         )
+    processor = processor_of(run, options, tokenizer)
+    return lambda row: _sample(row, processor, options)
 
 
 def learning_of(options: Mapping[str, Any], columns: Any) -> Learning:
