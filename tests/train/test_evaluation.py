@@ -29,7 +29,7 @@ from reshard.training.run import Run
 from reshard.training.show import report, trackers
 from reshard.training.show.display import Display
 from reshard.training.show.monitor import History, Metrics, Row
-from reshard.training.trl import saving
+from reshard.training.trl import checkpoints
 from tests.train.conftest import chats, prompts, write_lines
 
 NOWHERE = Environment({}, [], None, {})
@@ -234,9 +234,9 @@ def test_what_evaluations_cannot_give_is_refused(said: dict[str, Any], cure: str
 def test_the_best_checkpoint_stays_when_others_go(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    saving.rotate(tmp_path, 1, best=2)
+    checkpoints.rotate(tmp_path, 1, best=2)
     assert {folder.name for folder in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-10"}
-    saving.rotate(tmp_path, 1)
+    checkpoints.rotate(tmp_path, 1)
     assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-10"]
 
 

@@ -83,7 +83,7 @@ def trainable(run: Run, dtype: str = "float32") -> Any:
     from peft import get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from reshard.training.trl.loading import adapter_config
+    from reshard.training.trl.adapters import adapter_config
 
     config = AutoConfig.from_pretrained(str(run.model))
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

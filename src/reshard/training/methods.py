@@ -44,7 +44,8 @@ class Method:
     """Whether `--reward` rates the answers, in groups of answers to the same prompt."""
 
 
-_CHATS = ("chat", "ShareGPT", "Alpaca")
+CHATS = ("chat", "ShareGPT", "Alpaca")
+"""Shapes of data that become `messages`."""
 _PAIRS = ("preference pairs",)
 _PROMPTS = ("prompts",)
 _MARGIN = Measure("rewards/margins", "margin")
@@ -56,7 +57,7 @@ METHODS = {
         Method(
             "sft",
             "Supervised fine-tuning: chats, also with images, prompt and completion, plain text, or tokens.",
-            (*_CHATS, "prompt and completion", "plain text", "tokens"),
+            (*CHATS, "prompt and completion", "plain text", "tokens"),
             (LOSS, TOKEN_ACCURACY),
         ),
         Method(

@@ -15,7 +15,6 @@ from typing import Any
 from reshard.base.errors import Problem
 from reshard.training.data import images, pretokenized
 from reshard.training.data.records import (
-    CHATS,
     METHODS,
     ROLES,
     SHAPES,
@@ -25,7 +24,7 @@ from reshard.training.data.records import (
     tools_of,
     word_of,
 )
-from reshard.training.methods import generates, is_rewarded
+from reshard.training.methods import CHATS, generates, is_rewarded
 
 DEEPEST = 50
 """Maximum depth of nested lists and objects. Arrow stops at 64; schemas of tools have about ten."""

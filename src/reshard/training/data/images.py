@@ -24,11 +24,11 @@ MARK = "<image>"
 PAYLOADS = ("image", "path", "url")
 """Keys of an image part for its file, as in chat templates of transformers."""
 BESIDE = ("tools", "chat_template_kwargs")
-"""Columns that TRL's collator for images leaves out."""
-ROLES = ("system", "user", "assistant", "tool")
-"""Roles in chats with images (`trl.data_utils.prepare_multimodal_messages`)."""
+"""Columns that chat templates use besides the messages. TRL's collator for images leaves them out."""
 ROTATED = 5
 """The first of EXIF's orientations in which width and height are swapped."""
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles in chats with images (`trl.data_utils.prepare_multimodal_messages`)."""
 
 
 def has_processor(folder: Path) -> bool:

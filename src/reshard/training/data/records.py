@@ -14,8 +14,8 @@ from typing import Any
 from reshard.base.plain import json_of
 from reshard.training import methods
 from reshard.training.data import pretokenized
-from reshard.training.data.images import with_images
-from reshard.training.methods import generates
+from reshard.training.data.images import BESIDE, with_images
+from reshard.training.methods import CHATS, generates
 
 Row = dict[str, Any]
 
@@ -41,19 +41,17 @@ SHAPES = {
     "tokens": (pretokenized.IDS,),
 }
 """The columns that identify each shape, the more specific shape first."""
-CHATS = ("chat", "ShareGPT", "Alpaca")
-"""Shapes that become `messages`."""
 METHODS = {name: method.shapes for name, method in methods.METHODS.items()}
 """The shapes that each method supports."""
-DATA_SHAPES = tuple(shape.lower().replace(" ", "-") for shape in METHODS["sft"])
-"""Shapes as users type them; a record may fit several."""
-BESIDES = ("tools", "chat_template_kwargs")
-"""Columns that chat templates use in addition to the messages."""
 
 
 def word_of(shape: str) -> str:
     """A shape as users type it: `plain-text`."""
     return shape.lower().replace(" ", "-")
+
+
+DATA_SHAPES = tuple(map(word_of, METHODS["sft"]))
+"""Shapes as users type them; a record may fit several."""
 
 
 def shapes_of(row: Mapping[str, Any], method: str, chosen: str | None = None) -> list[str]:
@@ -84,7 +82,7 @@ def standard(row: Row, shape: str, system: str | None = None) -> Row:
 
 
 def _of_texts(row: Row, shape: str, system: str | None) -> Row:
-    beside = {key: row[key] for key in BESIDES if row.get(key) is not None}
+    beside = {key: row[key] for key in BESIDE if row.get(key) is not None}
     if shape in CHATS:
         return {"messages": _with_system(_chat(row, shape), row.get("system") or system), **beside}
     kept = _pair(row) if shape == "preference pairs" else {key: row[key] for key in SHAPES[shape]}

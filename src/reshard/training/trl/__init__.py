@@ -27,10 +27,10 @@ from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
 from reshard.training.trl import checks, memory, quantized, speed, vllm
 from reshard.training.trl.arithmetic import batches_of, evaluation_of, precision_of
+from reshard.training.trl.checkpoints import saved
 from reshard.training.trl.config_fields import known, options_of
 from reshard.training.trl.methods import WAYS
 from reshard.training.trl.rows import learning_of
-from reshard.training.trl.saving import saved
 
 NEEDS = {
     "torch": ">=2.6",

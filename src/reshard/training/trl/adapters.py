@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.suggest import did_you_mean
-from reshard.training.trl.loading import adapter_config
 from reshard.training.trl.methods import Way
 
 
@@ -31,6 +31,43 @@ def adapted(model: Any, options: Mapping[str, Any], way: Way) -> Any:
             "weights",
         )
     return found
+
+
+def adapter_config(options: Mapping[str, Any], model: Any) -> Any:
+    """PEFT's config for the adapter of a model that the options describe. `all-linear` means its language model."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options["lora_r"],
+        lora_alpha=options["lora_alpha"],
+        lora_dropout=options["lora_dropout"],
+        target_modules=_targets(options["lora_target_modules"]),
+        exclude_modules=_outside(model) if options["lora_target_modules"] == ["all-linear"] else None,
+        target_parameters=options["lora_target_parameters"],
+        modules_to_save=options["lora_modules_to_save"],
+        use_rslora=options["use_rslora"],
+        use_dora=options["use_dora"],
+    )
+
+
+def _outside(model: Any) -> str | None:
+    """A regular expression for the modules outside of the language model, if the model sees images."""
+    decoder = model.get_decoder() if getattr(model.config, "vision_config", None) else None
+    name = next((name for name, module in model.named_modules() if module is decoder), "")
+    return rf"(?!{re.escape(name)}\.).*" if name else None
+
+
+_NAME = re.compile(r"[\w.-]+")
+"""A module's name, as opposed to a regular expression."""
+
+
+def _targets(given: Any) -> Any:
+    """The modules to adapt: a list of names, or a text, which PEFT reads as all-linear or as a regular expression."""
+    if not (isinstance(given, list) and len(given) == 1):
+        return given
+    (only,) = given
+    return given if _NAME.fullmatch(only) and only.lower() != "all-linear" else only
 
 
 def _is_tied(model: Any) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
 from reshard.base.errors import ReshardError
 from reshard.training import rewards
 from reshard.training.methods import is_rewarded
@@ -99,9 +102,6 @@ def _policy(run: Run, options: Mapping[str, Any]) -> Any:
     half = "bfloat16" if options["bf16"] else "float16" if options["fp16"] else None
     if run.parallel != "fsdp2" or half is None:
         return None
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     dtype = getattr(torch, half)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
 

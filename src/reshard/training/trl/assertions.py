@@ -10,6 +10,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from reshard import guard
 from reshard.base.errors import Problem, ReshardError, listed, when
 from reshard.checks.device_maps import misplaced
@@ -85,8 +88,6 @@ def _wrapper(run: Run, trainer: Any) -> list[Problem]:
 
 def _spread(run: Run, model: Any, whose: str) -> list[Problem]:
     """A problem if parameters are not sharded where the plan shards them, or sharded where it does not."""
-    from torch.distributed.tensor import DTensor
-
     is_sharded = {
         name: isinstance(each, DTensor) or hasattr(each, "ds_id") for name, each in model.named_parameters()
     }
@@ -187,8 +188,6 @@ class Motion:
 
     def assert_moved(self) -> None:
         """Raise ReshardError on each rank if no weight of any rank changed."""
-        import torch
-
         after = self._sample()
         moved = any(not torch.equal(old, new) for old, new in zip(self._before, after, strict=True))
         if anywhere(moved):

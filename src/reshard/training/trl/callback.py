@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
 
+import torch
+
 from reshard.training import signals
 from reshard.training.methods import generates
 from reshard.training.run import Run
@@ -105,8 +107,6 @@ def _stepped(trainer: Any) -> bool:
 
 def _memory() -> int:
     """Peak memory of this rank in bytes: on its GPU, or on the host if it has none."""
-    import torch
-
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -7,6 +7,9 @@ import os
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from reshard.training.collective import join, place
 
 
@@ -15,9 +18,6 @@ def start(options: dict[str, Any], *, deepspeed: bool = False) -> None:
 
     Nothing may allocate on a GPU before this call, or every rank would make a context on the first GPU.
     """
-    import torch
-    import torch.distributed as dist
-
     local = int(os.environ.get("LOCAL_RANK", "0"))
     gpu = torch.cuda.is_available() and not options["use_cpu"]
     if gpu:

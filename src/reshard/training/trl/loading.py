@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reshard.base.errors import ReshardError
 from reshard.training import tokenizer as tokenizers
@@ -84,8 +88,6 @@ def sharded(folder: str | Path, options: Mapping[str, Any], given: Mapping[str, 
 
     TRL 1.16 shards a reference as one group (`prepare_fsdp`): each forward pass would gather all of it on each rank.
     """
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -100,52 +102,12 @@ def sharded(folder: str | Path, options: Mapping[str, Any], given: Mapping[str, 
     return model
 
 
-def adapter_config(options: Mapping[str, Any], model: Any) -> Any:
-    """PEFT's config for the adapter of a model that the options describe. `all-linear` means its language model."""
-    from peft import LoraConfig
-
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=options["lora_r"],
-        lora_alpha=options["lora_alpha"],
-        lora_dropout=options["lora_dropout"],
-        target_modules=_targets(options["lora_target_modules"]),
-        exclude_modules=_outside(model) if options["lora_target_modules"] == ["all-linear"] else None,
-        target_parameters=options["lora_target_parameters"],
-        modules_to_save=options["lora_modules_to_save"],
-        use_rslora=options["use_rslora"],
-        use_dora=options["use_dora"],
-    )
-
-
-def _outside(model: Any) -> str | None:
-    """A regular expression for the modules outside of the language model, if the model sees images."""
-    decoder = model.get_decoder() if getattr(model.config, "vision_config", None) else None
-    name = next((name for name, module in model.named_modules() if module is decoder), "")
-    return rf"(?!{re.escape(name)}\.).*" if name else None
-
-
-_NAME = re.compile(r"[\w.-]+")
-"""A module's name, as opposed to a regular expression."""
-
-
-def _targets(given: Any) -> Any:
-    """The modules to adapt: a list of names, or a text, which PEFT reads as all-linear or as a regular expression."""
-    if not (isinstance(given, list) and len(given) == 1):
-        return given
-    (only,) = given
-    return given if _NAME.fullmatch(only) and only.lower() != "all-linear" else only
-
-
 def mend_adapter(model: Any) -> None:
     """Give the adapter weights of tensor-parallel layers their full size: PEFT 0.21 makes row-parallel ones too small.
 
     `lora_A` of a row-parallel layer has the `in_features` of one rank's shard, too few for the forward pass of
     transformers; as ranks are seeded alike, each draws the same numbers, scaled for a layer of that size.
     """
-    import torch
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not (".lora_A." in name and isinstance(weight, DTensor)):
@@ -157,17 +119,12 @@ def mend_adapter(model: Any) -> None:
 
 
 def _put(target: Any, value: Any) -> None:
-    import torch
-
     with torch.no_grad():
         target.copy_(value)
 
 
 def load_adapter(model: Any, checkpoint: Path) -> None:
     """Replace the new adapter by that of a checkpoint. Raises ReshardError if they differ in structure."""
-    from safetensors.torch import load_file
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     file = checkpoint / "adapter_model.safetensors"
     saved, own = load_file(file), adapter_parameters(model)
     unlike = [name for name in saved.keys() & own.keys() if saved[name].shape != own[name].shape]

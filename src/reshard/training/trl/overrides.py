@@ -10,6 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from reshard.training import signals
 from reshard.training.collective import highest, meet
 from reshard.training.divergence import Divergence, assert_finite, beginnings, diverged, few
@@ -17,7 +20,7 @@ from reshard.training.methods import is_rewarded
 from reshard.training.reading import reading
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
-from reshard.training.trl import devices, saving
+from reshard.training.trl import checkpoints, devices, saving
 from reshard.training.trl.weights import reshard
 
 SHARDED = ("fsdp2", "tp")
@@ -88,13 +91,11 @@ class Overrides(Base):  # type: ignore[misc]
         meet()
         if devices.rank() == 0:
             saving.complete(self.asked, self.last_saved)
-            saving.rotate(self.asked.output, limit, self.state.best_global_step)
+            checkpoints.rotate(self.asked.output, limit, self.state.best_global_step)
             self.monitor.saved(self.last_saved)
         meet()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        import torch
-
         if self.asked.parallel not in SHARDED:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -103,8 +104,6 @@ class Overrides(Base):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        import torch
-
         folder = Path(checkpoint) if checkpoint else None
         with reading(self.asked, folder):
             if self.asked.parallel not in SHARDED or folder is None:
@@ -257,9 +256,6 @@ def undisturbed() -> Iterator[None]:
 
     Even a DataLoader that does not shuffle draws a random number.
     """
-    import numpy as np
-    import torch
-
     there = torch.cuda.is_available() and torch.cuda.is_initialized()
     before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([torch.cuda.current_device()] if there else []):

@@ -6,16 +6,21 @@ The record is written last, when all ranks are done: a folder without it is inco
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from copy import copy
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map, tree_map_only
+
 from reshard.base.plain import put
 from reshard.folders.companions import CONFIG, find_companions, read_object
-from reshard.guard.end.complete import RECORD, SAVED, note_files
+from reshard.guard.end.complete import RECORD, note_files
 from reshard.stores.hub import name_of
 from reshard.training.run import Run, read_record
 from reshard.training.trl import weights
@@ -26,7 +31,6 @@ from reshard.transfer.sources import Sources
 SHARD = 5 << 30
 """Maximum bytes of a weight file, and therefore of what is buffered before writing."""
 OPTIMIZER = "optimizer_0"
-STATE = "trainer_state.json"
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 
@@ -45,8 +49,6 @@ def write(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
 
 def _save(tensors: Iterable[tuple[str, Any]], folder: Path, name: str, most: float) -> None:
     """Write one file, or shards of at most `most` bytes and their index. Without tensors, write nothing."""
-    from safetensors.torch import save_file
-
     parts: list[list[str]] = []
     for shard in _shards(tensors, most):
         file = folder / f"part-{len(parts)}.safetensors"
@@ -119,40 +121,13 @@ def complete(run: Run, folder: Path) -> None:
     put(folder / RECORD, read_record(record) if record.is_file() else run.as_dict())
 
 
-def saved(output: Path) -> list[Path]:
-    """The checkpoints of an output that were saved completely, the latest last; older versions wrote no `SAVED`."""
-    return [
-        each
-        for each in _checkpoints(output)
-        if (each / RECORD).is_file() and any((each / name).is_file() for name in (SAVED, STATE))
-    ]
-
-
-def rotate(output: Path, limit: int | None, best: int | None = None) -> None:
-    """Remove all checkpoints except the latest `limit`, and that of step `best`."""
-    for old in _checkpoints(output)[:-limit] if limit else []:
-        if old.name != f"checkpoint-{best}":
-            shutil.rmtree(old)
-
-
-def _checkpoints(output: Path) -> list[Path]:
-    """The checkpoint folders, the latest last."""
-    found = [each for each in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", each.name)]
-    return sorted(found, key=lambda folder: int(folder.name.split("-")[1]))
-
-
 def save_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
     """Write the state of an optimizer over sharded parameters, each rank its shard. All ranks must call it."""
-    import torch.distributed.checkpoint as dcp
-
     dcp.save(_straight(_state_of(model, optimizer)), checkpoint_id=folder / OPTIMIZER)
 
 
 def load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
     """Read what `save_optimizer` wrote, on any number of ranks. All ranks must call it."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
     state = _state_of(model, optimizer)
     loaded = _straight(state)
     dcp.load(loaded, checkpoint_id=folder / OPTIMIZER)
@@ -160,8 +135,6 @@ def load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
 
 
 def _state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     return {"optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
@@ -171,8 +144,6 @@ def _straight(state: Any) -> Any:
     Shards of packed layers (gate and up in one tensor) consist of two parts, which torch 2.13 writes as if they were
     one.
     """
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.utils._pytree import tree_map_only
 
     def straight(value: Any) -> Any:
         return value.redistribute(
@@ -184,7 +155,6 @@ def _straight(state: Any) -> Any:
 
 def _placed(loaded: Any, like: Any) -> Any:
     """The inverse of `_straight`."""
-    from torch.utils._pytree import tree_map
 
     def placed(value: Any, other: Any) -> Any:
         return value.redistribute(placements=other.placements) if hasattr(other, "placements") else value

@@ -14,7 +14,7 @@ from reshard.training.methods import is_rewarded
 from reshard.training.reading import reading
 from reshard.training.run import Run
 from reshard.training.show.monitor import Metrics
-from reshard.training.trl import devices, loading, vision, weights
+from reshard.training.trl import adapters, devices, loading, vision, weights
 from reshard.training.trl.arguments import arguments_of, model_arguments
 from reshard.training.trl.callback import callback_of
 from reshard.training.trl.config_fields import options_of
@@ -81,7 +81,7 @@ def _trainer(
     if way.teacher:
         more["teacher_model"] = loading.teacher_of(run, options, arguments)
     if run.lora:
-        more["peft_config"] = loading.adapter_config(options, model)
+        more["peft_config"] = adapters.adapter_config(options, model)
     save_only = arguments.save_only_model
     arguments.save_only_model = save_only or run.parallel == "tp"
     base, callback = way.trainer_class(), callback_of(run, monitor)

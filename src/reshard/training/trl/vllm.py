@@ -33,13 +33,28 @@ def problems(run: Run, options: Mapping[str, Any], environment: Environment) -> 
     if not options.get("use_vllm"):
         return
     yield from _version()
-    yield from _plan(run, options)
+    yield from when(
+        run.parallel == "tp",
+        "vllm-plan-unsupported",
+        "vLLM cannot receive the weights of tensor-parallel ranks",
+        rule="TRL gathers weights for vLLM only under FSDP2 and DeepSpeed",
+        found="--use_vllm with --parallel tp",
+        remedy=f"{plan_instead(run)}; for tensor parallelism inside vLLM: --vllm_tensor_parallel_size",
+    )
     processes = run.ranks.nproc or len(environment.gpus) or 1
     if options["vllm_mode"] == "server":
         if not is_planned():
             yield from _server(run, options, environment, processes)
     elif options["vllm_mode"] == "colocate":
         yield from _beside(run, options, environment, processes)
+    else:
+        yield Problem(
+            "vllm-mode-unknown",
+            "vLLM has no such mode",
+            expected="colocate, server",
+            found=f"--vllm_mode {options['vllm_mode']}",
+            remedy="pass colocate to run it on the GPUs of the run, or server for one that runs elsewhere",
+        )
 
 
 def share(options: Mapping[str, Any]) -> float:
@@ -66,27 +81,6 @@ def _version() -> list[Problem]:
         remedy="pip install 'trl[vllm]'",
         severity="warning",
     )
-
-
-def _plan(run: Run, options: Mapping[str, Any]) -> list[Problem]:
-    return [
-        *when(
-            run.parallel == "tp",
-            "vllm-plan-unsupported",
-            "vLLM cannot receive the weights of tensor-parallel ranks",
-            rule="TRL gathers weights for vLLM only under FSDP2 and DeepSpeed",
-            found="--use_vllm with --parallel tp",
-            remedy=f"{plan_instead(run)}; for tensor parallelism inside vLLM: --vllm_tensor_parallel_size",
-        ),
-        *when(
-            options["vllm_mode"] not in ("server", "colocate"),
-            "vllm-mode-unknown",
-            "vLLM has no such mode",
-            expected="colocate, server",
-            found=f"--vllm_mode {options['vllm_mode']}",
-            remedy="pass colocate to run it on the GPUs of the run, or server for one that runs elsewhere",
-        ),
-    ]
 
 
 def _beside(run: Run, options: Mapping[str, Any], environment: Environment, processes: int) -> list[Problem]:

@@ -9,31 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from isal.isal_zlib import crc32
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from reshard.training.trl.devices import rank
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
-def tensors_of(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every tensor of the model's folder on the first rank; nothing on others. All ranks must iterate.
+def tensors_of(model: Any, only: set[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """Every tensor of the model's folder on the first rank, or `only` some; nothing on others. All ranks must iterate.
 
     An adapter's tensors have the names under which PEFT saves them.
     """
-    yield from _adapter(model) if is_adapter(model) else _full(model)
+    adapted = is_adapter(model)
+    for name, tensor in adapter_parameters(model).items() if adapted else _live(model):
+        whole = gathered(tensor) if only is None or name in only else None
+        if whole is not None:
+            yield from ({name: whole.contiguous()} if adapted else _hub(model, _clean(name), whole)).items()
 
 
 def digests_of(model: Any, dtype: str | None = None) -> dict[str, int]:
     """The CRC32 of each trained tensor's bytes, rounded to `dtype`, on the first rank. All ranks must call it."""
-    import torch
-
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if is_adapter(model):
-        return {name: _crc32(tensor) for name, tensor in _adapter(model)}
+    tensors = tensors_of(model, None if is_adapter(model) else trained)
     return {
         name: _crc32(tensor if dtype is None else tensor.to(getattr(torch, dtype)))
-        for name, tensor in _full(model, trained)
+        for name, tensor in tensors
     }
 
 
@@ -43,18 +47,7 @@ def is_adapter(model: Any) -> bool:
 
 
 def _crc32(tensor: Any) -> int:
-    import torch
-
     return int(crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
-
-
-def _full(model: Any, only: set[str] | None = None) -> Iterator[tuple[str, Any]]:
-    for name, tensor in _live(model):
-        if only is not None and name not in only:
-            continue
-        whole = gathered(tensor)
-        if whole is not None:
-            yield from _hub(model, _clean(name), whole).items()
 
 
 def _live(model: Any) -> Iterator[tuple[str, Any]]:
@@ -71,18 +64,9 @@ def reshard(model: Any) -> None:
     What is saved right after an evaluation would be full tensors, in memory that is reused, and not those of the
     optimizer.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _adapter(model: Any) -> Iterator[tuple[str, Any]]:
-    for name, parameter in adapter_parameters(model).items():
-        whole = gathered(parameter)
-        if whole is not None:
-            yield name, whole.contiguous()
 
 
 def adapter_parameters(model: Any) -> dict[str, Any]:
@@ -90,7 +74,6 @@ def adapter_parameters(model: Any) -> dict[str, Any]:
 
     PEFT renames numbers here: it would gather some of the parameters themselves.
     """
-    import torch
     from peft import get_peft_model_state_dict
 
     trained = [(_clean(name), each) for name, each in model.named_parameters() if each.requires_grad]
@@ -101,8 +84,6 @@ def adapter_parameters(model: Any) -> dict[str, Any]:
 
 def gathered(tensor: Any) -> Any:
     """A complete tensor in host memory on the first rank, None on others. All ranks must call it."""
-    from torch.distributed.tensor import DTensor
-
     if isinstance(tensor, DTensor):
         whole = tensor.detach().full_tensor()
         return whole.cpu() if rank() == 0 else None
