@@ -31,21 +31,27 @@ from reshard.training.megatron.weights import checksums, weights_of
 from reshard.training.run import Run
 from tests.train.conftest import write_lines
 from tests.train.megatron import Seen, run_of, train, write_chats
+from tests.train.trl_runs import train as start_ranks
 
 Tiny = Callable[..., Path]
 
 
-def test_torchrun_trains_through_the_worker(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_worker_trains(torchrun: bool, tiny: Tiny, tmp_path: Path) -> None:
+    """On ranks of torchrun, or with its variables; test_launch has torchrun start workers that train nothing."""
     run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Layout(tp=2), train_iters=2)
-    run.output.mkdir()
     record = run.output / RECORD
-    record.write_text(json.dumps(run.as_dict()))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "reshard.training.worker", str(record)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    if torchrun:
+        run.output.mkdir()
+        record.write_text(json.dumps(run.as_dict()))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["-m", "reshard.training.worker", str(record)]
+        done = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+    else:
+        assert not (ran := start_ranks(run, 2, start="fork")).failed, ran.log
     told = json.loads((run.output / "trained.json").read_text())
     assert told["step"] == 2
     assert Path(told["checkpoint"], RECORD).read_text() == record.read_text()

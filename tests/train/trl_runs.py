@@ -69,23 +69,27 @@ class Ran:
         return Trained(Path(content["checkpoint"]), content["step"], content["digests"])
 
 
-def train(run: Run, world_size: int, before: str = "", environment: str | None = None) -> Ran:
+def train(
+    run: Run, world_size: int, before: str = "", environment: str | None = None, start: str = "forkserver"
+) -> Ran:
     """Train on `ranks` ranks. `before` is a `module:function` that each rank calls first.
 
-    `environment` is one of `tests/environments.py`, if the tests' own lacks a package.
+    `environment` is one of `tests/environments.py`, if the tests' own lacks a package. `start` is how
+    multiprocessing starts ranks: by "fork" if this process, and not the server, has imported what they need.
     """
     run.output.mkdir(parents=True, exist_ok=True)
     (run.output / RECORD).write_text(json.dumps(run.as_dict()))
     if environment:
         words = [python(environment), "-m", "tests.train.trl_runs", str(run.output), str(world_size), before]
         return Ran(run, failed=subprocess.run(words, cwd=REPOSITORY, timeout=TIMEOUT).returncode != 0)
-    return Ran(run, failed=_failed(run.output, world_size, before))
+    return Ran(run, failed=_failed(run.output, world_size, before, start))
 
 
-def _failed(output: Path, world_size: int, before: str) -> bool:
+def _failed(output: Path, world_size: int, before: str, start: str = "forkserver") -> bool:
     """Run all ranks; returns whether one failed."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context: Any = get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(list(PRELOADED))
     port = _free_port()
     ranks = [
         context.Process(target=be_rank, args=(output, rank, world_size, port, before))
