@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from reshard.guard.end.report import Ran, Report, ended
 from reshard.guard.options import Options
 from reshard.guard.supervise.supervision import Outcome
 from reshard.guard.watch.watching import Notice
+from tests.train.trl_runs import server
 
 SCRIPT = """
 import os, signal
@@ -62,12 +64,24 @@ WORDS = (
 
 
 def run(folder: Path, words: tuple[str, ...], how: str = "") -> Outcome:
-    """Run a command as the guard does: its output in a log, its status as in a shell."""
+    """Run a script as the guard does: its output in a log, its status as in a shell."""
     began = time.time()
-    environment = {**os.environ, "HOW": how, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    with (folder / "output.log").open("wb") as log:
-        code = subprocess.run(words, cwd=folder, env=environment, stdout=log, stderr=log).returncode
-    return Outcome(code if code >= 0 else 128 - code, began=began)
+    process = server().Process(target=be_script, args=(folder, words, how))
+    process.start()
+    process.join()
+    return Outcome(process.exitcode if process.exitcode >= 0 else 128 - process.exitcode, began=began)
+
+
+def be_script(folder: Path, words: tuple[str, ...], how: str) -> None:
+    """What `words` would start, in a process that has imported the frameworks."""
+    os.chdir(folder)
+    os.environ["HOW"] = how
+    with open("output.log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    assert words[0] == "python"
+    sys.argv = list(words[1:])
+    runpy.run_path(words[1], run_name="__main__")
 
 
 def ran(folder: Path, **more: object) -> Ran:

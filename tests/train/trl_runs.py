@@ -85,11 +85,16 @@ def train(
     return Ran(run, failed=_failed(run.output, world_size, before, start))
 
 
+def server() -> Any:
+    """The context of multiprocessing whose processes are forked with the frameworks imported."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
 def _failed(output: Path, world_size: int, before: str, start: str = "forkserver") -> bool:
     """Run all ranks; returns whether one failed."""
-    context: Any = get_context(start)
-    if start == "forkserver":
-        context.set_forkserver_preload(list(PRELOADED))
+    context = server() if start == "forkserver" else get_context(start)
     port = _free_port()
     ranks = [
         context.Process(target=be_rank, args=(output, rank, world_size, port, before))
