@@ -32,6 +32,8 @@ class Watched(NamedTuple):
     notices: list[tuple[float, Notice]]
     lines: list[str]
     code: int | None
+    start: float = 0.0
+    """Seconds since the epoch."""
 
     @property
     def codes(self) -> list[str]:
@@ -48,10 +50,10 @@ def watch(
     command: Sequence[str | Path],
     *watchers: Watcher,
     environment: Mapping[str, str] | None = None,
-    act: Callable[[float, Processes, list[str]], None] = lambda passed, processes, lines: None,
+    act: Callable[[Processes, Watched], None] = lambda processes, seen: None,
     until: int | None = None,
     every: float = 0.1,
-    most: float = 90,
+    most: float = 300,
     stdin: int = subprocess.DEVNULL,
 ) -> Watched:
     """Run a command to its end, or until so many notices. `act` is called at each tick, and can send signals."""
@@ -72,7 +74,7 @@ def watch(
     printed: queue.Queue[Line] = queue.Queue()
     assert process.stdout is not None
     threading.Thread(target=_read, args=(process.stdout, printed), daemon=True).start()
-    seen = Watched([], [], None)
+    seen = Watched([], [], None, start)
     tree = Tree(process.pid)
     try:
         while process.poll() is None and (until is None or len(seen.notices) < until):
@@ -83,7 +85,7 @@ def watch(
                 _note(seen, start, (notice for each in watchers for notice in each.line(line)))
             now, processes = time.time(), tree.snapshot()
             _note(seen, start, (notice for each in watchers for notice in each.tick(now, processes)))
-            act(now - start, processes, seen.lines)
+            act(processes, seen)
             time.sleep(every)
     finally:
         left = tree.snapshot()
