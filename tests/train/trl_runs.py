@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from multiprocessing import get_context
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from reshard.guard.end.complete import RECORD
 from reshard.training.engine import Trained
@@ -27,6 +29,9 @@ PRELOADED = (
     *("reshard.training.trl.training", "reshard.training.worker", "datasets", "peft", "accelerate"),
     *("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
     *("transformers.models.qwen3.modeling_qwen3", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("numpy.ctypeslib", "peft.utils.transformers_weight_conversion", "torch.utils.serialization.config"),
+    *("torch.distributed.checkpoint.state_dict", "torch.distributed.checkpoint._fsspec_filesystem"),
+    "tests.train.warm",
 )
 TIMEOUT = 400
 REPOSITORY = Path(__file__).parents[2]
@@ -89,6 +94,9 @@ def server() -> Any:
     """The context of multiprocessing whose processes are forked with the frameworks imported."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    with patch.dict(os.environ, PYTHONPATH=path):  # for the last of them
+        ensure_running()
     return context
 
 
