@@ -19,6 +19,7 @@ from reshard.engines.megatron.session import RankError, run_ranks
 from reshard.training import megatron, signals
 from reshard.training.engine import Trained
 from reshard.training.run import Run
+from tests.train import warm_megatron  # noqa: F401
 from tests.train.conftest import chats, write_lines
 
 CHATS, HELD_OUT = chats()[:16], chats()[40:45]
