@@ -57,8 +57,19 @@ def test_the_rank_that_failed_first_is_told_and_its_cause_stands_last(make_run: 
     assert "<b>Why</b>" in why and "<b>Fix</b>" in why and "--resume" in why
 
 
+@pytest.mark.slow  # the next tests have the parts: the log of such ranks, and a rank that is killed
 def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Run]) -> None:
     text = failed(make_run(fail="kill", rank=1, at=1), "zh")
+    assert "rank 1 failed first" in text and "killed by SIGKILL" in text
+    assert "没有找到完整的检查点" in text
+    assert "进程被外部信号终止" in text
+
+
+def test_the_rank_that_torchrun_says_was_killed_is_told_in_chinese_too(tmp_path: Path) -> None:
+    run, console = replace(PLAIN, output=tmp_path), Console(file=StringIO(), width=300)
+    log = LOGS.parent / "guard/torchrun-kill.log"
+    print_end(run, failure_of_ranks(run, log, 1), Screen(console, language="zh"), log)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "rank 1 failed first" in text and "killed by SIGKILL" in text
     assert "没有找到完整的检查点" in text
     assert "进程被外部信号终止" in text

@@ -54,7 +54,14 @@ def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("ranks", "at", "failed", "outcome"), [(2, 1, False, "refused"), (1, 2, True, "failed")]
+    ("ranks", "at", "failed", "outcome"),
+    [
+        (1, 1, False, "refused"),
+        (1, 2, True, "failed"),
+        pytest.param(
+            2, 1, False, "refused", marks=pytest.mark.slow
+        ),  # the ranks tell it by a file in both cases
+    ],
 )
 def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
     make_run: Callable[..., Run], ranks: int, at: int, failed: bool, outcome: str
