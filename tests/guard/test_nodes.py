@@ -38,13 +38,13 @@ def test_all_learn_the_same(in_folder: bool, tmp_path: Path, port: int) -> None:
 def test_a_node_that_does_not_come_is_not_waited_for_longer_than_the_others_need(
     in_folder: bool, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "PATIENCE", 1.0)
+    monkeypatch.setattr(nodes, "PATIENCE", 2.0)
     here = [f"{node}: rank {node}" for node in range(2)]
     assert exchanged(tmp_path if in_folder else ("127.0.0.1", port), 3, 2) == [here] * 2
 
 
 def test_without_node_0_each_knows_itself(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "PATIENCE", 1.0)
+    monkeypatch.setattr(nodes, "PATIENCE", 2.0)
     assert Meeting(1, 2, ("127.0.0.1", port)).exchange({"who": "rank 1"}) == [{"who": "rank 1", "node": 1}]
 
 

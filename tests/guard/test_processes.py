@@ -39,10 +39,10 @@ RANKS = """
 import os, subprocess, sys, time
 def start(code, **variables):
     return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **variables}, stdout=subprocess.PIPE)
-worker = "import os, time; print(flush=True); os.fork(); time.sleep(100)"
+worker = "import os, time; os.fork() and print(flush=True); time.sleep(100)"
 for each in [start(worker, **{sys.argv[1]: str(rank), "WORLD_SIZE": "4"}) for rank in (2, 3)]:
     each.stdout.readline()
-time.sleep(0.2); print(flush=True); time.sleep(100)
+print(flush=True); time.sleep(100)
 """.replace("sys.argv[1]", "os.environ['NAME']")
 
 
@@ -103,21 +103,23 @@ def test_states_time_and_bytes() -> None:
     assert process.stdin is not None and process.stdout is not None
     tree = Tree(process.pid)
 
-    def now() -> Process:
-        time.sleep(0.1)
-        return tree.snapshot()[process.pid]
+    def reaching(state: str) -> Process:
+        deadline = time.monotonic() + 60
+        while (now := tree.snapshot()[process.pid]).state != state:
+            assert time.monotonic() < deadline, now
+            time.sleep(0.02)
+        return now
 
     process.stdout.readline()
-    before = now()
-    assert before.state == "S"
+    before = reaching("S")
     process.stdin.write(b"\n")
     process.stdout.readline()
-    after = now()
+    after = reaching("S")
     assert after.seconds > before.seconds and after.io - before.io > 1 << 20
     process.send_signal(signal.SIGSTOP)
-    assert now().state == "T"
+    reaching("T")
     process.kill()
-    assert now().state == "Z"
+    reaching("Z")
     process.communicate()
     assert tree.snapshot() == {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ CASES = (
         "killed",
         1,
         "rank 1 failed first",
-        "out/checkpoint-10\ncontinue from it: torchrun ",
+        "out/checkpoint-N\ncontinue from it: torchrun ",
     ),
     ("torchrun-trainer", "final", 0, "✓ loads strictly: 27 tensors", "the checked folder: final"),
     (
@@ -48,4 +49,7 @@ def test_the_screen_says(
     outcome = run(COMMANDS[name], prepare(tmp_path), {"none": NONE, **INJURIES}[injury], guard=())
     assert outcome.status == status, outcome.screen
     assert first in outcome.screen
-    assert then in outcome.screen.partition(first)[2], outcome.screen
+    after = re.sub(
+        r"checkpoint-\d+", "checkpoint-N", outcome.screen.partition(first)[2]
+    )  # a fast run has saved more
+    assert then in after, outcome.screen

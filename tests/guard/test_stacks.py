@@ -37,8 +37,8 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
         start_new_session=True,
     )
     tree = Tree(run.pid)
-    end = time.monotonic() + 60
-    while not (folder / "trace_0").exists():
+    end = time.monotonic() + 300
+    while not all((folder / f"trace_{rank}").exists() for rank in (0, 1)):
         assert run.poll() is None and time.monotonic() < end
         time.sleep(0.1)
     time.sleep(0.5)

@@ -131,7 +131,7 @@ def test_a_reader_that_left_is_a_broken_pipe_for_the_command() -> None:
         "import os\ntry:\n while True: os.write(1, b'y\\n')\nexcept BrokenPipeError: os.write(2, b'broken')"
     )
     words = shlex.join([*GUARD, PYTHON, "-c", code])
-    done = subprocess.run(["bash", "-c", f"{words} | head -1"], capture_output=True, check=True, timeout=60)
+    done = subprocess.run(["bash", "-c", f"{words} | head -1"], capture_output=True, check=True, timeout=300)
     assert (done.stdout, done.stderr.startswith(b"broken")) == (b"y\n", True)
 
 
@@ -184,7 +184,7 @@ def test_what_goes_on_after_the_command_still_prints() -> None:
         ["bash", "-c", shlex.join([*GUARD, "bash", "-c", later])], stdout=subprocess.PIPE
     ) as guard:
         try:
-            assert guard.wait(timeout=60) == 0
+            assert guard.wait(timeout=300) == 0
         finally:
             Path("go").touch()
         assert guard.stdout and guard.stdout.read() == b"now\nlater\n"
@@ -214,7 +214,7 @@ def test_the_log_keeps_lines_with_times_and_streams(tmp_path: Path) -> None:
 
 def test_the_command_inherits_descriptors() -> None:
     line = f"{shlex.join(GUARD)} cat <(echo from a descriptor)"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, check=True, timeout=60)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, check=True, timeout=300)
     assert done.stdout == b"from a descriptor\n"
 
 
@@ -299,14 +299,14 @@ def test_of_a_flood_the_losses_and_the_last_lines_are_looked_at(tmp_path: Path) 
 def test_a_second_run_with_the_same_log_folder_has_a_log_of_its_own(tmp_path: Path) -> None:
     for code in ("print('old')", "print('new')"):
         words = [*GUARD[:-1], "--log", str(tmp_path / "log"), "--", PYTHON, "-c", code]
-        subprocess.run(words, capture_output=True, check=True, timeout=60)
+        subprocess.run(words, capture_output=True, check=True, timeout=300)
     second = [path.read_text() for path in (tmp_path / "log").glob("*/output.log")]
     assert len(second) == 1 and "new" in second[0] and "old" not in second[0]
 
 
 def test_a_log_that_cannot_be_created_is_refused_with_its_option(tmp_path: Path) -> None:
     (tmp_path / "reshard-guard").touch()
-    done = subprocess.run([*GUARD, "true"], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([*GUARD, "true"], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 2 and "choose another one: --log DIR" in done.stderr
 
 
@@ -328,7 +328,7 @@ def test_ctrl_c_during_the_report_keeps_the_exit_status() -> None:
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_command_may_remove_the_log(tmp_path: Path, status: int) -> None:
     code = f"echo hi; rm -r reshard-guard; exit {status}"
-    done = subprocess.run([*GUARD, "bash", "-c", code], capture_output=True, check=False, timeout=60)
+    done = subprocess.run([*GUARD, "bash", "-c", code], capture_output=True, check=False, timeout=300)
     assert (done.returncode, done.stdout, b"error: the system" in done.stderr) == (status, b"hi\n", False)
 
 

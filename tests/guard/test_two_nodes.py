@@ -56,7 +56,7 @@ def test_both_nodes_name_the_rank_that_failed_first(
             )
         )
     try:
-        first, second = (guard.communicate(timeout=120)[1] for guard in guards)
+        first, second = (guard.communicate(timeout=300)[1] for guard in guards)
     finally:
         for guard in guards:
             guard.poll() is None and os.killpg(guard.pid, signal.SIGKILL)

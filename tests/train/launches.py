@@ -54,7 +54,7 @@ def start(run: Run, *before: str) -> subprocess.Popen[str]:
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
     """Wait until a condition holds, while a process must stay alive."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
         assert process is None or process.poll() is None, process.communicate()[1]

@@ -200,7 +200,7 @@ def test_the_same_command_on_two_nodes_is_one_run(make_run: Callable[..., Run]) 
         record.write_text(json.dumps(run.as_dict()))
         words = [sys.executable, "-c", LAUNCHER, str(record)]
         processes.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY))
-    second, first = (process.communicate(timeout=120)[1] for process in processes)
+    second, first = (process.communicate(timeout=300)[1] for process in processes)
     assert [process.returncode for process in processes] == [0, 0], first + second
     assert "step 3/3  loss 0.6667" in first and "step" not in second
     assert "rank 1 of 2 is there" in (run.output / "train-node1.log").read_text()

@@ -241,7 +241,7 @@ def test_charts_are_drawn_on_both_scales_without_a_browser(tmp_path: Path) -> No
     (tmp_path / "charts.js").write_text(charts_script())
     (tmp_path / "draw.js").write_text(DRAW % {"functions": functions, "chart": json.dumps(found)})
     drawn = subprocess.run(
-        ["node", tmp_path / "draw.js"], capture_output=True, text=True, check=True, timeout=30
+        ["node", tmp_path / "draw.js"], capture_output=True, text=True, check=True, timeout=300
     ).stdout
     linear, log = (ElementTree.fromstring(text) for text in json.loads(drawn))
     texts = [{each.text for each in plot.iter("{http://www.w3.org/2000/svg}text")} for plot in (linear, log)]

@@ -60,7 +60,7 @@ def test_a_signal_to_the_launcher_saves_the_step(sent: signal.Signals, make_run:
     process = start(run)
     started = pids(run.output)
     process.send_signal(sent)
-    shown = process.communicate(timeout=60)[1]
+    shown = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + sent, shown
     assert len(started) == 4
     until(lambda: not any(is_alive(pid) for pid in started))
@@ -84,7 +84,7 @@ def test_a_signal_to_one_rank_ends_all_of_them(make_run: Make) -> None:
     run = make_run(**GOING)
     process = start(run)
     os.kill(int((run.output / "pids/1").read_text().split()[0]), signal.SIGTERM)
-    shown = process.communicate(timeout=60)[1]
+    shown = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + signal.SIGTERM, shown
     assert_saved(run, signal.SIGTERM, shown)
 
@@ -93,7 +93,7 @@ def test_a_signal_to_torchrun_saves_the_step(make_run: Make) -> None:
     run = make_run(**GOING)
     process = start(run, *TORCHRUN)
     process.send_signal(signal.SIGTERM)
-    shown = process.communicate(timeout=60)[1]
+    shown = process.communicate(timeout=300)[1]
     assert process.returncode
     assert_saved(run, signal.SIGTERM, shown)
     assert shown.count("in the place that torchrun gave: rank 0 of 2") == 1
@@ -110,7 +110,7 @@ def test_a_signal_to_every_task_of_slurm_saves_the_step(make_run: Make) -> None:
     until(lambda: history_of(run.output).done >= 2, tasks[0])
     for task in tasks:
         task.send_signal(signal.SIGUSR1)
-    shown = [task.communicate(timeout=60)[1] for task in tasks]
+    shown = [task.communicate(timeout=300)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [128 + signal.SIGUSR1] * 2, shown
     assert_saved(run, signal.SIGUSR1, shown[0])
 
@@ -122,7 +122,7 @@ def test_a_step_that_takes_too_long_is_not_saved(before: tuple[str, ...], make_r
     process = start(run, *before)
     started = pids(run.output)
     process.send_signal(signal.SIGTERM)
-    shown = process.communicate(timeout=60)[1]
+    shown = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + signal.SIGTERM or before
     assert "interrupted by SIGTERM: the step was not finished and saved within 1 seconds" in shown
     assert "no complete checkpoint was found" in shown
@@ -165,7 +165,7 @@ def test_scancel_to_the_tasks_of_srun_saves_the_step(
     until(lambda: history_of(run.output).done >= 2, process)
     job = subprocess.check_output(["squeue", "-h", "-n", tmp_path.name, "-o", "%i"], text=True).strip()
     subprocess.run(["scancel", f"--signal={sent.name}", f"{job}.0"], check=True)
-    shown = process.communicate(timeout=60)[1]
+    shown = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + sent, shown
     assert_saved(run, sent, shown)
 
@@ -176,7 +176,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(make_run: Make) -> 
     process = begin(run)
     until(lambda: (run.output / "train.log").exists(), process)
     process.send_signal(signal.SIGTERM)
-    shown = process.communicate(timeout=60)[1]
+    shown = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + signal.SIGTERM
     assert "interrupted by SIGTERM: no step was finished" in shown
 
@@ -235,7 +235,7 @@ with signals.listening(None):
 
 
 def test_workers_of_a_loader_outlive_a_signal_to_all_processes() -> None:
-    done = subprocess.run([sys.executable, "-c", STEADY], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", STEADY], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["20", str(int(signal.SIGINT))], done.stderr
 
 
@@ -268,5 +268,5 @@ with signals.listening(None):
 @pytest.mark.parametrize("context", ["", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_that_have_just_begun_outlive_it_too(context: str) -> None:
     words = [sys.executable, "-c", BEGINNING, context]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["20", str(int(signal.SIGTERM))], done.stderr
