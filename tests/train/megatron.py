@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -98,8 +99,12 @@ def run_of(model: Path, data: Path, output: Path, layout: Layout | None = None, 
 
 def _rank(run: Run, dies_after: int) -> tuple[Seen, Trained]:
     seen = Seen(dies_after)
-    trained = megatron.ENGINE.train(run, seen)
-    return seen, trained
+    return seen, _trained(run, seen)
+
+
+def _trained(run: Run, seen: Seen) -> Trained:
+    gc.unfreeze = lambda: None  # reading the model would unfreeze what was imported, for each save to look at
+    return megatron.ENGINE.train(run, seen)
 
 
 def train(run: Run, world_size: int = 1) -> tuple[Seen, Trained]:
@@ -111,7 +116,7 @@ def _stopped(run: Run, after: int) -> tuple[Seen, tuple[int | None, Path | None]
     seen = Seen(signal_after=after)
     with signals.listening(None):
         try:
-            megatron.ENGINE.train(run, seen)
+            _trained(run, seen)
         except signals.Stopped as stop:
             return seen, (stop.step, stop.checkpoint)
     raise AssertionError("the run was not stopped")
