@@ -104,7 +104,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, stopped: list[int]) -> Itera
                 *("map:2", "compute:2", "step:20", "compute:2", "step:20", "save:2", "step:5", "pause:1.5"),
                 *("accumulate:1", "step:20"),
             ),
-            "data": partial(run, "step:10", "pause:5", "step:5"),
+            "data": partial(run, "step:10", "pause:9", "step:50"),
             "importing": partial(run, "step:20", environment={"NEVER_IMPORTS": "1"}, **until_said),
             "deadlock": partial(run, "step:20", "deadlock", **until_said),
             "loader": partial(run, "step:20", "loader", **until_said),
@@ -186,7 +186,7 @@ def plain_runs() -> Iterator[Runs]:
             "stopped": partial(plain, "step:80", before=LAUNCH, act=continue_rank_1()),
             "debugger": partial(plain, "step:5", "pdb", stdin=subprocess.PIPE, act=end_in_debugger()),
             "ended": partial(plain, "meet", before=LAUNCH, environment={**late, **meeting()}, until=1),
-            "idle": partial(plain, "step:10", "idle:7", "step:3"),
+            "idle": partial(plain, "step:10", "idle:9", "step:40"),
             "loop": partial(plain, "step:10", "busy:100", limits=limits, until=1),
             "start": partial(plain, "busy:100", limits=limits, until=1),
         }
