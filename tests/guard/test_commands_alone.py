@@ -22,4 +22,3 @@ def test_a_command_ends_as_it_did_in_its_time(name: str, tmp_path: Path) -> None
     else:
         assert outcome.status == 0, outcome.screen
         assert checkpoint.is_file() or any(checkpoint.iterdir())
-    assert outcome.seconds < 120
