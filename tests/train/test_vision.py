@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from reshard.base.errors import ReshardError
 from reshard.diagnosis.environment import Environment
 from reshard.training import trl
 from reshard.training.data import read_records
+from reshard.training.data.images import Viewer
 from reshard.training.finish import finish
 from reshard.training.preflight import preflight
 from reshard.training.run import Run
@@ -241,6 +243,21 @@ def test_images_that_are_missing_or_damaged_are_named_by_line(model: Path, tmp_p
         ("image-not-readable", "/data.jsonl:2"),
         ("image-missing", "/data.jsonl:3"),
     ]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_an_image_of_any_format_is_read_to_its_end(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "image"
+    Image.effect_noise((64, 48), 50).convert("RGB").save(file, kind)
+    whole, row = file.read_bytes(), {"images": [{"bytes": None, "path": str(file)}]}
+    assert Viewer()(row)["images"] == [(48, 64)]
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 255
+    for damaged in (whole[: len(whole) // 2], *([bytes(changed)] if kind == "PNG" else [])):
+        file.write_bytes(damaged)
+        with pytest.raises(ReshardError) as caught:
+            Viewer()(row)
+        assert [each.code for each in caught.value.problems] == ["image-not-readable"]
 
 
 @pytest.mark.parametrize("images", [[], ["0.png"] * 2])

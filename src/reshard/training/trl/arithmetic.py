@@ -20,16 +20,12 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: int) -> Batches:
     """The batches of a run. With `packing`, the number of steps is an upper bound. Raises ReshardError."""
-    problems = [*alien_parallelism(run)] or [*_ranks(run, world_size)]
-    if problems:
-        raise ReshardError(problems)
+    wrong = [*alien_parallelism(run)] or [*_ranks(run, world_size)] or [*_groups(run, options, world_size)]
+    if wrong:
+        raise ReshardError(wrong)
     replicas = run.layout.replicas(world_size)
     per_device = int(options["per_device_train_batch_size"])
     accumulation = int(options["gradient_accumulation_steps"])
-    if is_rewarded(run.method):
-        problems = [*_groups(options, replicas), *_evaluated_groups(run, options, replicas)]
-    if problems:
-        raise ReshardError(problems)
     rows = _rows(run, options, replicas, samples)
     batches = ceil(rows / (per_device * replicas))
     updates = max(ceil(batches / accumulation), 1)
@@ -108,17 +104,15 @@ def _is_tied(run: Run) -> bool:
     return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
-def _groups(options: Mapping[str, Any], replicas: int) -> Iterator[Problem]:
-    """A problem if a generation does not consist of complete groups of completions."""
-    numbers = grpo.numbers_of(options) or {}
+def _groups(run: Run, options: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
+    """Problems of generations and evaluation steps that do not consist of complete groups of completions."""
+    if not is_rewarded(run.method):
+        return
+    numbers, replicas = grpo.numbers_of(options) or {}, run.layout.replicas(world_size)
     total, group = grpo.generated(numbers, replicas), numbers["num_generations"]
     found = f"{total} completions on {replicas} ranks with different data, groups of {group}"
     for fact in grpo.cut_groups(numbers, replicas):
         yield replace(of_fact(fact), file=None, found=found)
-
-
-def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> Iterator[Problem]:
-    """A problem if an evaluation step does not consist of complete groups of completions."""
     if run.eval_data is None or str(options["eval_strategy"]) == "no":
         return
     group = int(options["num_generations_eval"] or options["num_generations"])
