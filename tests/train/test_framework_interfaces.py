@@ -54,7 +54,6 @@ USED = {
     "_no_split_modules": ("transformers:PreTrainedModel", "the layers that FSDP2 shards"),
     "_supports_attention_backend": ("transformers:PreTrainedModel", "whether packed samples are kept apart"),
     "_is_stateful": ("transformers:PreTrainedModel", "the same"),
-    "_local_tensor": ("torch.distributed.tensor:DTensor", "this rank's part of a weight, to see it change"),
 }
 """Other private attributes, with their owner and the reason."""
 

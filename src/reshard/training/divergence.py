@@ -79,7 +79,7 @@ def assert_finite(step: int, parameters: Iterable[tuple[str, Any]], model: Path)
     They may have been so in the base, `model`, if the loss does not depend on them; and a step can produce such weights
     even though its loss and gradient were finite.
     """
-    wrong = next((name for name, tensor in parameters if not bool(_local(tensor).isfinite().all())), None)
+    wrong = next((name for name, tensor in parameters if not bool(own_shard(tensor).isfinite().all())), None)
     if not anywhere(wrong is not None):
         return
     assert_finite_base(model)
@@ -112,7 +112,7 @@ def assert_finite_base(model: Path) -> None:
         raise ReshardError(damaged(model, found))
 
 
-def _local(parameter: Any) -> Any:
+def own_shard(parameter: Any) -> Any:
     """This rank's shard of a parameter."""
     from torch.distributed.tensor import DTensor
 

@@ -62,7 +62,7 @@ class Mix:
 
     def seen(self, sizes: Sequence[int]) -> list[int]:
         """Records of each source that an epoch uses, given the size of each source; none of an empty source."""
-        if not self._weighted:
+        if len(self.sources) < 2 or self.sources[0].weight is None:
             return list(sizes)
         weights = [source.weight or 0.0 for source in self.sources]
         lengths = [size / weight for size, weight in zip(sizes, weights, strict=True)]
@@ -90,10 +90,6 @@ class Mix:
             parts += [first + np.tile(np.arange(size), times), first + drawn]
             first += size
         return np.concatenate(parts).astype(np.int64)
-
-    @property
-    def _weighted(self) -> bool:
-        return len(self.sources) > 1 and self.sources[0].weight is not None
 
     def recorded(self) -> str | list[dict[str, Any]]:
         """For `run.json`: a path, or several sources with their weights."""

@@ -126,7 +126,13 @@ def _write(file: Path, found: Iterator[Sample]) -> None:
     import pyarrow as arrow
 
     kind = arrow.list_(arrow.int32())
-    rows = ({"input_ids": each.ids, "labels": _labels(each)} for each in found)
+    rows = (
+        {
+            "input_ids": ids,
+            "labels": [each if kept else IGNORED for each, kept in zip(ids, learned, strict=True)],
+        }
+        for ids, learned in found
+    )
     write_stream(file, {"input_ids": kind, "labels": kind}, rows)
 
 
@@ -151,10 +157,6 @@ def write_stream(
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _labels(sample: Sample) -> list[int]:
-    return [each if learned else IGNORED for each, learned in zip(*sample, strict=True)]
 
 
 class Tokens(Sequence[Sample]):

@@ -18,6 +18,8 @@ from reshard.training.planning.gpus import CARDS, Machine, planned_for
 from reshard.training.planning.speed import MADE_OF
 from reshard.training.run import Run
 
+PARALLELISM = ("--parallel ", "--tp ", "--pp ", "--ep ")
+"""The beginnings of flags that the words of a plan describe already."""
 MOST = 1024
 """Up to this number of GPUs is tried if a run does not fit on the requested ones."""
 
@@ -101,7 +103,8 @@ def _measured(plan: Proposal, length: int, machine: Machine) -> Plan:
     run, engine, world_size = plan.run, engine_of(plan.run), machine.count * machine.nodes
     usual = replace(plan.batches, length=length or plan.batches.length)
     work = engine.estimates.work(run, usual, engine.precision(run), world_size)
-    words = [*engine.plan(run, world_size), *(flag.lstrip("-") for flag in _options(plan.flags))]
+    flags = [flag for flag in plan.flags if not flag.startswith(PARALLELISM)]
+    words = [*engine.plan(run, world_size), *(flag.lstrip("-") for flag in flags)]
     return Plan(
         **vars(plan),
         words=" · ".join(words) or "one process",
@@ -116,12 +119,6 @@ def _on(run: Run, machine: Machine) -> Run:
     return replace(
         run, ranks=replace(run.ranks, nproc=machine.count, nnodes=machine.nodes, rendezvous=meeting)
     )
-
-
-def _options(flags: tuple[str, ...]) -> list[str]:
-    """The flags without those for parallelism, which the plan's words mention."""
-    spread = ("--parallel ", "--tp ", "--pp ", "--ep ")
-    return [flag for flag in flags if not flag.startswith(spread)]
 
 
 def _nothing_fits(asked: Asked, machine: Machine) -> Problem:

@@ -31,7 +31,9 @@ def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: i
     updates = max(ceil(batches / accumulation), 1)
     limit = int(options["max_steps"])
     steps = limit if limit > 0 else ceil(float(options["num_train_epochs"]) * updates)
-    return Batches(per_device, accumulation, replicas, steps, _length(run, options))
+    # TRL does not limit prompts, so that of a sequence that is generated is the limit of its completion.
+    length = options["max_completion_length" if generates(run.method) else "max_length"]
+    return Batches(per_device, accumulation, replicas, steps, int(length or 0))
 
 
 def alien_parallelism(run: Run) -> Iterator[Problem]:
@@ -147,11 +149,6 @@ def _rows(run: Run, options: Mapping[str, Any], replicas: int, samples: int) -> 
     group = numbers["num_generations"]
     prompts = grpo.generated(numbers, replicas) // group
     return samples // prompts * prompts * group * int(options.get("num_iterations", 1))
-
-
-def _length(run: Run, options: Mapping[str, Any]) -> int:
-    """Maximum tokens per sequence; those of a completion if the model generates, since TRL does not limit prompts."""
-    return int(options["max_completion_length" if generates(run.method) else "max_length"] or 0)
 
 
 def precision_of(run: Run, options: Mapping[str, Any]) -> Precision:

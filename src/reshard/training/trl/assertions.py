@@ -18,6 +18,7 @@ from reshard.base.errors import Problem, ReshardError, listed, when
 from reshard.checks.device_maps import misplaced
 from reshard.guard.in_script import SHOWN
 from reshard.training.collective import anywhere, everyone
+from reshard.training.divergence import own_shard
 from reshard.training.run import Run
 from reshard.training.trl.devices import world_size
 
@@ -204,7 +205,5 @@ class Motion:
 
 def _elements(parameter: Any) -> Any:
     """Up to `SAMPLE` elements of this rank's shard of a parameter, evenly spaced, copied to host memory."""
-    local = getattr(parameter, "ds_tensor", None)
-    local = getattr(parameter, "_local_tensor", parameter) if local is None else local
-    flat = local.detach().reshape(-1)
+    flat = own_shard(parameter).reshape(-1)
     return flat[:: max(flat.numel() // SAMPLE, 1)].cpu().clone()

@@ -26,16 +26,12 @@ def start(options: dict[str, Any], *, deepspeed: bool = False) -> None:
         return
     device = torch.device("cuda", local) if gpu else None
     timeout = timedelta(seconds=int(options["ddp_timeout"]))
-    join("nccl" if gpu else "gloo", timeout, device)
-    if deepspeed:
-        _tell_deepspeed("nccl" if gpu else "gloo")
+    backend = "nccl" if gpu else "gloo"
+    join(backend, timeout, device)
+    if deepspeed:  # otherwise ZeRO-3 loads the model as if there were one rank
+        from deepspeed.comm import init_distributed  # type: ignore[import-not-found]
 
-
-def _tell_deepspeed(backend: str) -> None:
-    """Make DeepSpeed use this process group; otherwise ZeRO-3 loads the model as if there were one rank."""
-    from deepspeed.comm import init_distributed  # type: ignore[import-not-found]
-
-    init_distributed(dist_backend=backend, auto_mpi_discovery=False)
+        init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 
 
 def be_alone() -> None:

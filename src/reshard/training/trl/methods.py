@@ -64,18 +64,14 @@ class Way:
         return {"num_labels": 1} if self.classifies else {}
 
 
-def _always(options: Options) -> bool:
-    return True
-
-
 def _with_beta(options: Options) -> bool:
     return float(options.get("beta") or 0) != 0
 
 
 WAYS = {
     "sft": Way("SFT"),
-    "dpo": Way("DPO", sequences=2, reference=_always),
-    "kto": Way("KTO", reference=_always),
+    "dpo": Way("DPO", sequences=2, reference=lambda options: True),
+    "kto": Way("KTO", reference=lambda options: True),
     "reward": Way("Reward", sequences=2, classifies=True),
     "distillation": Way(
         "Distillation",
