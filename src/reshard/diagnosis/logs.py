@@ -44,7 +44,6 @@ from reshard.diagnosis.inputs import of_input
 from reshard.diagnosis.kinds import BY_KIND, filled_in, in_notebook, told_of
 from reshard.diagnosis.log import Log, Traceback, read_log
 from reshard.diagnosis.match import OF_SCRIPTS, Match, first_sign, match_log, which_is_first
-from reshard.diagnosis.meanings import is_over, is_over_history
 from reshard.diagnosis.modelfiles import of_model_files
 from reshard.diagnosis.parts import of_part
 from reshard.diagnosis.pythons import of_pythons
@@ -57,8 +56,7 @@ from reshard.diagnosis.sentences import asks, needs, stated
 from reshard.diagnosis.shapes import computed, contradict, pairs
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.stale import of_stale
-from reshard.diagnosis.symptoms import of_symptom
-from reshard.diagnosis.systems import of_kernels, of_system, reported, warned
+from reshard.diagnosis.systems import of_kernels, of_system, reported
 from reshard.diagnosis.tasks import of_task
 from reshard.diagnosis.undefined import of_guarded
 from reshard.diagnosis.upstream import own_code, search_of
@@ -140,12 +138,6 @@ def _diagnosed(log: Log) -> list[Finding]:
             return [mixed, *(_finding(match, log, ()) for match in rest)]
     if root is not None and (bypass := bypassed(root, log) or sharded(root, log)):
         return [bypass, *(_finding(match, log, ()) for match in causes if not match.at_root)]
-    is_silent = root is None and all(match.entry.kind in WARNINGS for match in causes)
-    warning = warned(log) if is_silent else None
-    if (root is None or not (root.exception or root.frames)) and (seen := _seen(log, causes, warning)):
-        return [seen, *(_finding(match, log, ()) for match in causes)]
-    if warning and (found := of_system(warning, log)):
-        return [found, *(_finding(match, log, ()) for match in matches)]
     if root is not None and (known := _of_history(root, log, causes)) is not None:
         return known
     if root is not None and (own := _of_words(root, log, causes)) is not None:
@@ -174,21 +166,6 @@ def _diagnosed(log: Log) -> list[Finding]:
     return [_finding(match, log, ()) for match in matches]
 
 
-def _seen(log: Log, causes: list[Match], warning: Traceback | None) -> Finding | None:
-    """The finding for what somebody describes, or metrics show, in a log without an exception.
-
-    A warning explains metrics.
-    """
-    explained = (
-        each.entry for each in causes if each.entry.kind not in WARNINGS or each.entry.id in EXPLAINS
-    )
-    return of_symptom(log, frozenset(entry.id for entry in explained), with_metrics=warning is None)
-
-
-EXPLAINS = ("hf-newly-initialized", "loss-nan", "hf-lora-in-full-model", "peft-missing-adapter-keys")
-"""Warnings that explain what somebody describes."""
-
-
 GUESSED = {
     **dict.fromkeys(("import-removed", "kw-removed", "hf-remote-code-too-old"), "api-is-gone"),
     "trainer-old-signature": "of a class of one's own",
@@ -205,7 +182,7 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
     It takes precedence over entries that only depend on the kind of the exception, or guess otherwise. Other entries
     that explain the failure are kept after it.
     """
-    known = of_engine(root, log) or of_guarded(root, log) or is_over_history(root, log)
+    known = of_engine(root, log) or of_guarded(root, log)
     found = None if known else of_failure(root, log)
     if found is None:
         return None
@@ -232,7 +209,7 @@ def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
     if found := of_no_transformers(root, log) or of_kernels(root, log) or of_files_from_gpus(root, log):
         return replace(found, also=tuple(match.entry.id for match in at_root))
     known = {match.entry.id for match in at_root if match.entry.kind not in WARNINGS} - BY_KIND - OF_SCRIPTS
-    if not (known <= OF_SIGNALS or is_over(frozenset(known), root, log)):
+    if not known <= OF_SIGNALS:
         return None
     asked = (of_system,) if known else _OF_WORDS
     found = next((each for ask in asked if (each := ask(root, log))), None)

@@ -15,7 +15,6 @@ from reshard.diagnosis.failures import CUT_OFF, EXIT
 from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.history.table import table
 from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.meanings import of_message, warnings
 from reshard.diagnosis.rules import Told, told_at
 from reshard.diagnosis.upstream import place_in_code
 from reshard.diagnosis.wheels import of_build, of_offered, of_platform, of_wheel
@@ -103,14 +102,6 @@ def reported(log: Log) -> Traceback | None:
     for line in log.lines:
         later = line.number > log.progress.get(line.stream, 0)
         if later and _HIDDEN.search(line.text) and not _OTHERS.search(line.text):
-            return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
-    return None
-
-
-def warned(log: Log) -> Traceback | None:
-    """The same for the first warning that a rule knows, wherever it is."""
-    for line in log.lines:
-        if any(pattern.search(line.text) for pattern in warnings()):
             return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
     return None
 
@@ -371,7 +362,6 @@ _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
         of_wheel,
         of_platform,
         _tokenizer,
-        of_message,
         of_build,
     ),
 )
