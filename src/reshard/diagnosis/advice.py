@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from reshard.diagnosis.builds import installed_for
 from reshard.diagnosis.failures import CUT_OFF, EXIT
-from reshard.diagnosis.finding import Finding, Text
+from reshard.diagnosis.finding import Finding
 from reshard.diagnosis.history.table import ROOTS
 from reshard.diagnosis.log import Log, Traceback
+from reshard.diagnosis.packages import installed_for
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import told_at
 from reshard.diagnosis.sentences import asks
-from reshard.diagnosis.words import words
 
 _INSTALL = re.compile(
     r"(?P<quote>[`'\"“]?)\bpip3? install (?P<args>[^`“”\n]{1,300})"
@@ -146,23 +145,6 @@ def _of_command(args: str) -> Iterator[str]:
         yield bare
         if word.endswith((".", ";", ")", ":")):
             return
-
-
-_ORDER = re.compile(
-    r"import (?P<first>[A-Za-z]\w*) before (?:importing )?(?P<then>[A-Za-z]\w*)"
-    r"|(?<!\w)(?P<other>[A-Za-z]\w{0,60}) (?:must|should|has to|needs to) be imported before (?P<later>[A-Za-z]\w*)"
-)
-
-
-def of_order(root: Traceback, log: Log) -> Finding | None:
-    """A package that its message says to import earlier; None for other messages."""
-    match = _ORDER.search(root.message) if root.exception not in (CUT_OFF, EXIT) else None
-    if match is None:
-        return None
-    first, then = match["first"] or match["other"], match["then"] or match["later"]
-    by = words("asked-by", frame=root.frames[-2]) if len(root.frames) > 1 else Text.same("")
-    values = {"first": first, "then": then, "module": first.lower(), "frames": by}
-    return told_at(("import-order", values), log.name, root.last, root.said)
 
 
 _VERB = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.diagnosis.log import Log
+from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.rules import Told
 
 _DTYPE = (
@@ -48,7 +48,8 @@ _BYTES = re.compile(
 )
 
 
-def of_dtypes(said: str, log: Log) -> Told | None:
+def of_dtypes(root: Traceback, log: Log) -> Told | None:
+    said = root.said
     if newer := _NEWER_GPU.search(said):
         return "dtype-of-newer-gpu", newer.groupdict()
     if _BYTES.search(said):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from packaging.specifiers import SpecifierSet
 
-from reshard.diagnosis.builds import installed_for
 from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.log import Log, Traceback
+from reshard.diagnosis.packages import installed_for
 from reshard.diagnosis.words import words
 
 BY_KIND = frozenset(

@@ -11,27 +11,19 @@ from dataclasses import replace
 from reshard.base.errors import ReshardError
 from reshard.base.shown import shown_lines
 from reshard.diagnosis import absent, arguments, divisors, newweights, shortages
-from reshard.diagnosis.advice import of_order, of_packages, of_setting
+from reshard.diagnosis.advice import of_packages, of_setting
 from reshard.diagnosis.artefacts import VETOED, mixed_up
-from reshard.diagnosis.askers import (
-    of_engine,
-    of_hidden_import,
-    of_pair,
-    of_python,
-    of_python_2,
-    of_submodule,
-    of_wrong_type,
-)
-from reshard.diagnosis.builds import of_build
-from reshard.diagnosis.callers import of_call
+from reshard.diagnosis.askers import of_pair, of_submodule
+from reshard.diagnosis.attributes import of_attribute, of_none
 from reshard.diagnosis.clashes import of_clash
 from reshard.diagnosis.collectives import compared, described
 from reshard.diagnosis.collectives import way as way_of_hang
+from reshard.diagnosis.dtypes import of_dtypes
 from reshard.diagnosis.entries import Entry, catalogue
+from reshard.diagnosis.extensions import of_symbol
 from reshard.diagnosis.failures import CUT_OFF, EXIT, is_launchers
 from reshard.diagnosis.finding import CERTAINTIES, Finding, Place, Text
 from reshard.diagnosis.groups import bypassed, of_groups, sharded
-from reshard.diagnosis.history.derived import of_derived
 from reshard.diagnosis.history.messages import (
     of_failure,
     of_no_release,
@@ -40,26 +32,17 @@ from reshard.diagnosis.history.messages import (
     of_one_package,
     of_shadow,
 )
-from reshard.diagnosis.inputs import of_input
 from reshard.diagnosis.kinds import BY_KIND, filled_in, in_notebook, told_of
 from reshard.diagnosis.log import Log, Traceback, read_log
 from reshard.diagnosis.match import OF_SCRIPTS, Match, first_sign, match_log, which_is_first
-from reshard.diagnosis.modelfiles import of_model_files
-from reshard.diagnosis.parts import of_part
-from reshard.diagnosis.pythons import of_pythons
 from reshard.diagnosis.reading import BEGIN, clipped, encoding_of, lines_of
-from reshard.diagnosis.records import of_records
-from reshard.diagnosis.refusals import of_empty_storage, of_files_from_gpus, of_refusal
 from reshard.diagnosis.resolvers import of_requirement, of_resolver
-from reshard.diagnosis.rules import told
-from reshard.diagnosis.sentences import asks, needs, stated
+from reshard.diagnosis.rules import Told, told, told_at
+from reshard.diagnosis.sentences import asks
 from reshard.diagnosis.shapes import computed, contradict, pairs
 from reshard.diagnosis.spelling import Usage, spelled
-from reshard.diagnosis.stale import of_stale
-from reshard.diagnosis.systems import of_kernels, of_system, reported
-from reshard.diagnosis.tasks import of_task
-from reshard.diagnosis.undefined import of_guarded
-from reshard.diagnosis.upstream import own_code, search_of
+from reshard.diagnosis.undefined import of_guarded, of_undefined
+from reshard.diagnosis.upstream import own_code, place_in_code, search_of, update_of
 from reshard.diagnosis.weightnames import of_names, way_of
 from reshard.diagnosis.words import words
 from reshard.stores import as_path
@@ -67,17 +50,6 @@ from reshard.stores import as_path
 STDIN = "-"
 UNKNOWN = "unknown-failure"
 UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
-NEEDS = "requirement-not-met"
-CHECKS = (
-    "",
-    "AssertionError",
-    "ValueError",
-    "RuntimeError",
-    "NotImplementedError",
-    "ImportError",
-    "Exception",
-)
-"""Exceptions of checks of settings; others are Python's own about values."""
 WORKER_UNSEEN = "worker-traceback-missing"
 LARGEST = 64 << 20
 """Maximum bytes to keep as one text; files of any size are read line by line."""
@@ -147,8 +119,6 @@ def _diagnosed(log: Log) -> list[Finding]:
         root = Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
     if root is None and not causes and (waiting := absent.of_log(log)):
         return [waiting]
-    if root is None and not causes and (report := reported(log)) and (found := of_system(report, log)):
-        return [found, *(_finding(match, log, ()) for match in matches)]
     if root is not None and (counted := _counted_out(root, log, matches)) is not None:
         return counted
     if root is not None and all(match.entry.kind in WARNINGS for match in causes):
@@ -182,7 +152,7 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
     It takes precedence over entries that only depend on the kind of the exception, or guess otherwise. Other entries
     that explain the failure are kept after it.
     """
-    known = of_engine(root, log) or of_guarded(root, log)
+    known = of_guarded(root, log)
     found = None if known else of_failure(root, log)
     if found is None:
         return None
@@ -206,48 +176,50 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
 def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
     """The finding from a failure's message, if no entry explains it, or only one that depends on its kind."""
     at_root = [match for match in causes if match.at_root or match.line.number in (root.last, root.root.last)]
-    if found := of_no_transformers(root, log) or of_kernels(root, log) or of_files_from_gpus(root, log):
+    if found := of_no_transformers(root, log):
         return replace(found, also=tuple(match.entry.id for match in at_root))
     known = {match.entry.id for match in at_root if match.entry.kind not in WARNINGS} - BY_KIND - OF_SCRIPTS
     if not known <= OF_SIGNALS:
         return None
-    asked = (of_system,) if known else _OF_WORDS
-    found = next((each for ask in asked if (each := ask(root, log))), None)
+    found = None if known else next((each for ask in _OF_WORDS if (each := ask(root, log))), None)
     return replace(found, also=tuple(match.entry.id for match in at_root)) if found else None
 
 
 OF_SIGNALS = frozenset(("killed-abort", "killed-segmentation-fault", "killed-illegal-instruction"))
 """Entries about signals that a process sends itself: a reason that it printed just before explains them."""
+
+
+def _said_of(ask: Callable[[Traceback, Log], Told | None]) -> Callable[[Traceback, Log], Finding | None]:
+    """A recogniser of exceptions, as one of failures: it sees the first of a chain."""
+
+    def of(root: Traceback, log: Log) -> Finding | None:
+        first = root.root
+        found = ask(first, log)
+        if found is None:
+            return None
+        shown = {"where": place_in_code(first), "update": update_of(first), **found[1]}
+        return told_at((found[0], shown), log.name, first.last, first.said)
+
+    return of
+
+
 _OF_WORDS = (
     of_groups,
     of_clash,
-    of_build,
-    of_system,
+    of_symbol,
     of_resolver,
     of_requirement,
     of_packages,
-    of_order,
-    of_model_files,
     of_shadow,
-    of_stale,
-    of_engine,
     of_guarded,
-    of_hidden_import,
     of_one_package,
-    of_python,
-    of_python_2,
-    of_derived,
     of_no_release,
     of_older_release,
-    of_input,
-    of_task,
     of_names,
-    of_records,
-    of_empty_storage,
-    of_refusal,
-    of_pythons,
-    of_wrong_type,
-    of_call,
+    _said_of(of_dtypes),
+    _said_of(of_none),
+    _said_of(of_attribute),
+    _said_of(of_undefined),
     divisors.of_divisors,
     of_submodule,
     of_pair,
@@ -393,7 +365,7 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     quoted = Text("\n".join([*frames, said.en]), "\n".join([*frames, said.zh]))
     place = _last_line(root, log)
     asked = clipped(asks(root.message), LONGEST_SAID)
-    shown = clipped(stated(root.message), LONGEST_SAID)
+    shown = clipped(asks(root.message), LONGEST_SAID)
     values: dict[str, object] = {"shown": quoted, "asked": shown}
     values["near"] = words("near-entries", near=", ".join(near)) if near else Text.same("")
     known = None if first.exception in (CUT_OFF, EXIT) else search_of(first)
@@ -405,36 +377,9 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
         return replace(of_shapes, rule=Text.lines([of_shapes.rule, quoted]))
     if advice := of_setting(root, log):
         return replace(advice, also=symptoms, evidence=(which_is_first(root),))
-    if part := of_part(root, log):
-        if asked:
-            own = words("message-asks", asked=asked)
-            both = zip(_both(own), _both(part.remedy), strict=True)
-            part = replace(part, remedy=Text(*(f"{said}\n{way}" for said, way in both)))
-        return replace(part, also=symptoms, evidence=(which_is_first(root),))
-    evidence = [which_is_first(root)]
-    needed = clipped(needs(root.message), LONGEST_SAID) if first.exception in CHECKS else ""
-    if not needed and (condition := _asserted(first)):
-        needed = f"assert {condition}"
-    if needed and not asked:
-        if absent := _ABSENT.search(needed):
-            values["upstream"] = Text.lines([words("given-twice", name=absent["name"]), upstream])
-        needing = told(NEEDS, [place], {**values, "asked": needed}, certainty="possible", evidence=evidence)
-        return replace(needing, also=symptoms)
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN
-    found = told(rule, [place], values, certainty="possible", evidence=evidence)
+    found = told(rule, [place], values, certainty="possible", evidence=[which_is_first(root)])
     return replace(found, code=UNKNOWN, also=symptoms)
-
-
-_ABSENT = re.compile(r"(?<![\w.])(?P<name>[\w.]{1,80}) is None$")
-_CONDITION = re.compile(
-    r"assert (?P<condition>[\w.\[\]'\"]+ (?:is(?: not)?|==|!=|<=?|>=?|(?:not )?in) [^,\n]{1,80}), "
-)
-
-
-def _asserted(failure: Traceback) -> str:
-    """The condition of a failed assertion whose message does not state it; "" if its line is not in the log."""
-    match = _CONDITION.match(failure.source) if failure.exception == "AssertionError" else None
-    return match["condition"] if match else ""
 
 
 def _quoted(said: str) -> str:

@@ -10,16 +10,6 @@ def asks(message: str) -> str:
     return _those(message, _ASKS)
 
 
-def needs(message: str) -> str:
-    """The sentences of a message that state a condition on settings; "" if there are none."""
-    return _those(message, _NEEDS)
-
-
-def stated(message: str) -> str:
-    """The sentences of either kind, in order."""
-    return _those(message, re.compile(f"{_ASKS.pattern}|{_NEEDS.pattern}"))
-
-
 def _those(message: str, pattern: re.Pattern[str]) -> str:
     sentences = re.split(r"(?<=[.!;])\s+|\n+", message)
     own = (each for each in sentences if not _REPORT.search(each) and not _OTHER_CASE.search(each))
@@ -33,15 +23,6 @@ _ASKS = re.compile(
     r"|[Ee]ither (?:pass|use|set)\b)"
     r"|^\s*(?:To fix|Note: make sure|Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
     r"|^\s*(?:HINT|Hint|hint|Tip|TIP|Solution)\b ?:"
-)
-_NEEDS = re.compile(
-    r"\bCan only\b|\b(?:must|should|needs? to|ha(?:s|ve) to) (?:not )?(?:both )?"
-    r"(?:be|match|equal|divide|have(?! been)|specify|set|use|enable)\b"
-    r"|\b(?:is|are) (?:not |only )supported (?:with|when|for|by|in|on|if|without)\b|\bonly supports?\b"
-    r"|\b(?:does|do) not support\b|\b(?:is|are) (?:required|incompatible|mutually exclusive|not compatible)\b"
-    r"|\bcan only\b|\bdivisible by\b|\brequires? (?:--|that|the|at least|a|an)?\b"
-    r"|\bcan(?:not| not|'t) be (?:used|set|enabled) (?:with|together|when)\b"
-    r"|^\s*assert .{1,200}(?:==|%|>=|<=|>|<| in )"
 )
 _REPORT = re.compile(
     r"(?:file|open|submit|raise) an? (?:issue|bug)|report (?:this|it|the)|attribution|for more information"

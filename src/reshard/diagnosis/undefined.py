@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 
-from reshard.diagnosis.builds import at_fault, installed_for
 from reshard.diagnosis.finding import Finding
 from reshard.diagnosis.history.missing import IMPORT, table_of
 from reshard.diagnosis.history.table import PACKAGES, tables
 from reshard.diagnosis.log import Log, Traceback
+from reshard.diagnosis.packages import at_fault, installed_for
 from reshard.diagnosis.rules import Told, told_at
 from reshard.diagnosis.words import words
 
 _NAME = re.compile(r"NameError: (?:free variable|global name|name) ['‘`](?P<name>\w+)['’`] ")
 
 
-def of_undefined(root: Traceback) -> Told | None:
+def of_undefined(root: Traceback, log: Log) -> Told | None:
     match = _NAME.match(root.said)
     if match is None:
         return None
