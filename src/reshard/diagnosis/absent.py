@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from reshard.diagnosis.finding import Finding, Place, Text
 from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.rules import told
+from reshard.diagnosis.rules import told, told_at
 from reshard.diagnosis.words import words
 
 _JOINED = re.compile(
@@ -54,12 +54,12 @@ def evidence(root: Traceback, log: Log) -> list[Text]:
     return []
 
 
-def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
+def of_ranks(root: Traceback, log: Log) -> Finding | None:
     """The finding for a failure about which only the absent ranks are known."""
     texts = evidence(root, log)
     if not texts:
         return None
-    return told("ranks-absent", [place], {"told": texts[0]}, certainty="likely")
+    return told_at(("ranks-absent", {"told": texts[0]}), log.name, root.last, root.said)
 
 
 _MEMBER = re.compile(r"MEMBER: (?P<rank>\d+)/(?P<all>\d+)")

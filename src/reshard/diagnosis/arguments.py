@@ -127,8 +127,9 @@ _LACKS = re.compile(
 )
 
 
-def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
+def of_arguments(root: Traceback, log: Log) -> Finding | None:
     """The finding for a key that no catalogue entry covers."""
+    place = Place.of(log.name, root.last, root.said)
     config = _OF_CONFIG.search(root.said)
     if config and set(_NAME.findall(config["keys"])) <= Keys("accelerate", Versions()).known:
         return told("accelerate-config-newer", [place], config.groupdict(), certainty="likely")

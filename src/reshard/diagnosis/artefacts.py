@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from reshard.diagnosis.finding import Finding, Place
-from reshard.diagnosis.rules import told
-from reshard.diagnosis.tracebacks import Traceback
+from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.log import Log, Traceback
+from reshard.diagnosis.rules import told_at
 from reshard.diagnosis.words import words
 
 
@@ -62,13 +62,8 @@ _QUOTED = re.compile(
     r"""(?<!\w)['"`‘“]([^'"`’”\n]{2,300})['"`’”]|\bin (?:directory )?([^\s'"`]+?)\.?(?:\s|$)"""
 )
 
-VETOED = frozenset(
-    {"hf-no-config", "hf-path-taken-for-repo", "hf-no-weights", "hf-trainer-checkpoint-sharded"}
-)
-"""Entries that treat such a path as an incomplete Hugging Face folder."""
 
-
-def mixed_up(root: Traceback, place: Place) -> Finding | None:
+def mixed_up(root: Traceback, log: Log) -> Finding | None:
     """The finding if a checkpoint was passed to code for another kind; None otherwise."""
     if not _SAYS_SO.search(root.said) and not any(_LOADS_FOLDERS.search(frame) for frame in root.frames):
         return None
@@ -79,7 +74,7 @@ def mixed_up(root: Traceback, place: Place) -> Finding | None:
             if kind.pattern.search(path):
                 way_out = words(kind.way_out, path=path)
                 values = {"path": path, "kind": kind.name, "way_out": way_out}
-                return told("artefact-mixed-up", [place], values, certainty="likely")
+                return told_at(("artefact-mixed-up", values), log.name, root.last, root.said)
     return None
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from reshard.diagnosis.finding import CERTAINTIES, Finding
+from reshard.diagnosis.finding import CERTAINTIES, UNKNOWN, Finding
 from reshard.diagnosis.rules import CAUSES
 from reshard.diagnosis.words import words
 
 
 def combined(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding per cause: what a script or an environment breaks explains what a log shows of it."""
+    """One finding per cause: what a script or an environment breaks explains what a log shows of it.
+
+    Errors come first, in the given order, but for those of a target whose failure is unknown.
+    """
     by_id: dict[str, list[Finding]] = {}
     for finding in findings:
         by_id.setdefault(finding.code, []).append(finding)
@@ -26,7 +29,12 @@ def combined(findings: Sequence[Finding]) -> list[Finding]:
                 each for effect, cause in explained.items() if cause == identifier for each in by_id[effect]
             ]
             result.append(_merged(same, shown_by))
-    return sorted(result, key=lambda each: (each.severity != "error", CERTAINTIES.index(each.certainty)))
+    unknown = {_target(each) for each in findings if each.code == UNKNOWN}
+    return sorted(result, key=lambda each: (each.severity != "error", _target(each) in unknown))
+
+
+def _target(finding: Finding) -> str:
+    return finding.places[0].target if finding.places else ""
 
 
 def _merged(same: Sequence[Finding], effects: Sequence[Finding]) -> Finding:

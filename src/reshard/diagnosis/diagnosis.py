@@ -21,11 +21,12 @@ from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
 from reshard.diagnosis.freezes import diagnose_freeze, versions_in
 from reshard.diagnosis.launches import CONFIGS, SHELL, diagnose_launch, processes_of, under_launch
-from reshard.diagnosis.logs import STDIN, WORKER_UNSEEN, diagnose_log
+from reshard.diagnosis.logs import STDIN, diagnose_log
 from reshard.diagnosis.notebooks import diagnose_notebook
 from reshard.diagnosis.reading import BEGIN, decoded, encoding_of
 from reshard.diagnosis.scripts import diagnose_script
 from reshard.diagnosis.spelling import Usage, spelled
+from reshard.diagnosis.unknown import WORKER_UNSEEN
 from reshard.diagnosis.words import words
 from reshard.formats import foreign
 from reshard.formats.not_found import ANYWHERE, NOTHING_FOUND

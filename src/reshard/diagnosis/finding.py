@@ -11,6 +11,8 @@ from reshard.base.shown import shown, shown_lines
 from reshard.diagnosis.reading import clipped
 
 LANGUAGES = ("en", "zh")
+UNKNOWN = "unknown-failure"
+"""The code of a failure that nothing explains."""
 CERTAINTIES = ("sure", "likely", "possible")
 
 

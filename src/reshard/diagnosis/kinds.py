@@ -12,17 +12,8 @@ from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.packages import installed_for
 from reshard.diagnosis.words import words
 
-BY_KIND = frozenset(
-    {
-        "module-not-found",
-        "import-name-missing",
-        "module-attribute-missing",
-        "unexpected-keyword",
-        "object-attribute-missing",
-        "unknown-argument",
-    }
-)
-"""They explain the first failure if no other entry does, and never with certainty."""
+BY_KIND = frozenset({"module-not-found"})
+"""They explain the first failure if nothing else does, and never with certainty."""
 
 _INTERPRETER = re.compile(r"(?<![\w./~+-])(?:[\w./~+-]*/bin/python[\d.]*)(?![\w/])")
 _ENVIRONMENT = re.compile(r"(?<![\w./~+-])([\w./~+-]*)/lib/python[\d.]+/(?:site|dist)-packages/")

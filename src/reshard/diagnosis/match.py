@@ -1,96 +1,157 @@
-"""The catalogue entries that a log matches, with their certainty, and which of them came first."""
+"""The entries that a log matches, as candidates, and which failure came first."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from reshard.diagnosis.entries import Entry
+from reshard.diagnosis.collectives import compared
+from reshard.diagnosis.collectives import way as way_of_hang
+from reshard.diagnosis.entries import Entry, catalogue
 from reshard.diagnosis.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure
-from reshard.diagnosis.finding import CERTAINTIES, Text
-from reshard.diagnosis.kinds import BY_KIND
+from reshard.diagnosis.finding import CERTAINTIES, Finding, Place, Text
+from reshard.diagnosis.kinds import BY_KIND, filled_in, told_of
 from reshard.diagnosis.log import Line, Log, Traceback
 from reshard.diagnosis.messages import begun
+from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.reading import clipped
-from reshard.diagnosis.upstream import is_of_package
+from reshard.diagnosis.shapes import contradict
 from reshard.diagnosis.words import words
 
-
-@dataclass
-class Match:
-    """An entry that a log matches, at a line, with its evidence. `score` orders entries for the same text."""
-
-    entry: Entry
-    line: Line
-    score: float
-    evidence: list[Text] = field(default_factory=list)
-    told_apart: bool = False
-    """Whether more than its text was found: its needs, a hint, or an affected version."""
-    at_root: bool = False
-    certainty: str = "likely"
-    also: tuple[str, ...] = ()
+FATAL = ("error", "hang")
+"""Kinds of entries that end a run: messages before the run continued are not among them."""
+WARNINGS = ("warning", "silent")
+"""Kinds of entries that end no run."""
 
 
-IN_ROOT = 2.0
-"""The weight of a match in the message of the first traceback: the entry explains why the run ended."""
-
-
-def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
-    """The entries that a log matches, the first cause first."""
-    root, alive = first_sign(log), living(log)
+def of_entries(log: Log, root: Traceback | None) -> list[Candidate]:
+    """The entries that a log matches. `root` is its first failure."""
+    alive = living(log)
     failures = [*alive, *([root] if root and root not in alive else [])]
     whole = _Passage(log.ordered, failures)
     live = _Passage(live_lines(log), failures)
-    matches = []
-    for entry in entries:
-        passage = live if entry.kind in FATAL else whole
-        line = next((hit for pattern in entry.patterns if (hit := passage.hit(pattern))), None)
-        if line is None and root and _explains(entry, root):  # as a single process would have printed it
-            line = next((each for each in passage.lines if each.number == root.last), None)
-        if line is None or not _applies(entry, whole.text, log.versions):
-            continue
-        if entry.id in BY_KIND and not (root and _explains(entry, root)):
-            continue
-        if entry.id in OF_SCRIPTS and root and _explains(entry, root) and is_of_package(root):
-            continue
-        if root and _explains(entry, root) and line.number != root.last:
-            line = next((each for each in whole.lines if each.number == root.last), line)
-        matches.append(_weighed(entry, line, whole.text, log, root))
-    if not any(match.at_root or match.entry.kind in FATAL for match in matches):
-        matches += _begun(live, whole.text, root)
-    kept = _folded(_ranked(matches, failures, root))
-    return sorted(kept, key=_order)
+    hits = [hit for entry in catalogue().values() if (hit := _hit(entry, log, root, whole, live))]
+    if not any(hit.at_root or hit.entry.kind in FATAL for hit in hits):
+        hits += _begun(live, whole.text, root)
+    by_failure: dict[object, list[_Hit]] = {}
+    for hit in hits:
+        by_failure.setdefault(_failure(hit.line, failures), []).append(hit)
+    return [_candidate(hit, by_failure[_failure(hit.line, failures)], log, root) for hit in hits]
 
 
-OF_SCRIPTS = frozenset(("import-removed", "kw-removed"))
-"""Entries about what to write in a script: not for a package's use of another one."""
-FATAL = ("error", "hang")
-"""Kinds of entries that end a run: messages before the run continued are not among them."""
+@dataclass(frozen=True)
+class _Hit:
+    """An entry in a log, at a line."""
+
+    entry: Entry
+    line: Line
+    at_root: bool
+    specificity: Specificity
+    evidence: tuple[Text, ...] = ()
 
 
-def _begun(live: _Passage, text: str, root: Traceback | None) -> list[Match]:
+def _hit(entry: Entry, log: Log, root: Traceback | None, whole: _Passage, live: _Passage) -> _Hit | None:
+    passage = live if entry.kind in FATAL else whole
+    explains = root is not None and any(pattern.search(root.said) for pattern in entry.patterns)
+    line = next((hit for pattern in entry.patterns if (hit := passage.hit(pattern))), None)
+    if root and explains:  # as a single process would have printed it
+        line = next((each for each in whole.lines if each.number == root.last), line)
+    said = root.said if root and explains else line.text if line else ""
+    if line is None or not _applies(entry, whole.text, log.versions) or contradict(entry.id, said):
+        return None
+    if entry.id in BY_KIND:
+        return _Hit(entry, line, explains, Specificity.KIND) if explains else None
+    beside = whole.text.replace(said, "") if said else whole.text
+    shown = [
+        words("log-shows", text=_short(found[0])) for each in entry.hints if (found := each.search(beside))
+    ][:3]
+    affected = [
+        words("version-affected", name=name, version=log.versions[name], affected=specifier)
+        for name, specifier in entry.versions.items()
+        if name in log.versions and _inside(log.versions[name], specifier)
+    ]
+    apart = shown or affected or entry.needs
+    specificity = Specificity.TOLD_APART if apart else Specificity.MESSAGE
+    is_root = explains or (root is not None and _is_in(line, root))
+    first = [which_is_first(root)] if root and explains else []
+    return _Hit(entry, line, is_root, specificity, (*first, *shown, *affected))
+
+
+def _candidate(hit: _Hit, alike: list[_Hit], log: Log, root: Traceback | None) -> Candidate:
+    entry = hit.entry
+    finding = Finding(
+        code=entry.id,
+        message=entry.title,
+        rule=entry.cause,
+        remedy=_cure(hit, log, root),
+        certainty=max(_certainty(hit, alike, root), entry.certainty, key=CERTAINTIES.index),
+        severity="warning" if entry.kind in WARNINGS else "error",
+        places=(Place.of(log.name, hit.line.number, hit.line.text),),
+        evidence=(*hit.evidence, *_analysed(hit, log, root)),
+        sources=entry.sources,
+    )
+    covers = frozenset(entry.symptom_of) if entry.kind != "symptom" else frozenset()
+    return Candidate(finding, _explains(hit, root), hit.specificity, hit.line.number, covers)
+
+
+def _explains(hit: _Hit, root: Traceback | None) -> Explains:
+    if hit.entry.kind == "symptom":
+        return Explains.SYMPTOM
+    if hit.at_root:
+        return Explains.FIRST
+    return Explains.WARNING if hit.entry.kind in WARNINGS else Explains.OTHER
+
+
+def _certainty(hit: _Hit, alike: list[_Hit], root: Traceback | None) -> str:
+    """How certain an entry is: one message alone is never enough, nor one that another entry has as well."""
+    rivals = [each for each in alike if each is not hit and each.entry.kind != "symptom"]
+    ahead = all(each.specificity < hit.specificity for each in rivals)
+    if hit.specificity is Specificity.TOLD_APART and ahead and (hit.at_root or root is None):
+        return "sure"
+    in_code = root is not None and bool(root.frames) and hit.at_root
+    apart = hit.specificity is Specificity.TOLD_APART or in_code or hit.entry.kind in WARNINGS
+    return "likely" if ahead and apart and hit.specificity is not Specificity.KIND else "possible"
+
+
+def _cure(hit: _Hit, log: Log, root: Traceback | None) -> Text:
+    """The remedy of an entry, with what its patterns found for its placeholders."""
+    if root and hit.entry.id in BY_KIND:
+        return filled_in(hit.entry.cure, root, log)
+    cure, said = hit.entry.cure, root.said if root and hit.at_root else hit.line.text
+    named = (each for each in hit.entry.patterns if each.groupindex)
+    found = [pair for each in named if (match := each.search(said)) for pair in match.groupdict().items()]
+    for name, value in found:
+        if name.isupper() and value:
+            cure = Text(cure.en.replace(name, value), cure.zh.replace(name, value))
+    of_hang = way_of_hang(log) if hit.entry.id == "hang-nccl" else None
+    return Text.lines([of_hang, cure]) if of_hang else cure
+
+
+def _analysed(hit: _Hit, log: Log, root: Traceback | None) -> list[Text]:
+    """Evidence that comes from an analysis of the log."""
+    if hit.entry.id == "hang-nccl":
+        return compared(log)
+    return told_of(root, log) if root and hit.entry.id in BY_KIND else []
+
+
+def _begun(live: _Passage, text: str, root: Traceback | None) -> list[_Hit]:
     """Entries of whose message only a part is there, except those that something in the log contradicts."""
     found = [
-        Match(entry, live.line(at), CUT_SHORT)
+        (entry, live.line(at))
         for entry, at in begun(live.text)
         if entry.kind in FATAL and not any(pattern.search(text) for pattern in entry.unless)
     ]
-    for match in found:
-        match.at_root = root is not None and (
-            match.line.number == root.last or root.first <= match.line.number <= root.end
-        )
-    fit = [match for match in found if all(pattern.search(text) for pattern in match.entry.needs)]
-    return fit or found
-
-
-CUT_SHORT = 0.5
-"""The score of an entry of whose message only the beginning is there: too low to be certain."""
+    fit = [each for each in found if all(pattern.search(text) for pattern in each[0].needs)] or found
+    return [
+        _Hit(entry, line, root is not None and root.first <= line.number <= root.end, Specificity.BEGUN)
+        for entry, line in fit
+    ]
 
 
 class _Passage:
@@ -200,27 +261,6 @@ def _inside(version: str, specifier: str) -> bool | None:
         return None
 
 
-def _weighed(entry: Entry, line: Line, text: str, log: Log, root: Traceback | None) -> Match:
-    match = Match(entry, line, 1.0, told_apart=bool(entry.needs))
-    if root and _explains(entry, root):
-        match.score += IN_ROOT
-        match.at_root = True
-        match.evidence.append(which_is_first(root))
-    seen = [hit[0] for pattern in entry.hints if (hit := pattern.search(text))]
-    if seen:
-        match.told_apart = True
-        match.score += 1 + 0.25 * len(seen)
-        match.evidence += [words("log-shows", text=_short(hit)) for hit in seen[:3]]
-    for name, specifier in entry.versions.items():
-        if name in log.versions and _inside(log.versions[name], specifier):
-            match.told_apart = True
-            match.score += 1
-            told = {"name": name, "version": log.versions[name], "affected": specifier}
-            match.evidence.append(words("version-affected", **told))
-    match.score += 0.5 * len(entry.needs)
-    return match
-
-
 def which_is_first(root: Traceback) -> Text:
     """A text that says which failure of the log is the first."""
     phrase = "first-failure" + "-alone" * (root.exception in ("", EXIT, CUT_OFF)) + "-of" * bool(root.stream)
@@ -228,45 +268,8 @@ def which_is_first(root: Traceback) -> Text:
     return words(phrase, exception=root.exception, who=who, line=root.last)
 
 
-def _explains(entry: Entry, root: Traceback) -> bool:
-    return any(pattern.search(root.said) for pattern in entry.patterns)
-
-
 def _short(text: str) -> str:
     return clipped(" ".join(text.split()), 60)
-
-
-CLEAR = 0.75
-"""The lead that an entry needs over others that explain the same line in order to be certain."""
-
-
-def _ranked(matches: list[Match], failures: list[Traceback], root: Traceback | None) -> list[Match]:
-    """Rate the certainty of each: if one of those that explain the same failure is certain, drop the others.
-
-    An entry that explains another failure than the first is not certain to be the cause.
-    """
-    rivals: dict[object, list[Match]] = {}
-    for match in matches:
-        rivals.setdefault(_failure(match.line, failures), []).append(match)
-    kept = []
-    for alike in rivals.values():
-        same = [match for match in alike if match.entry.id not in BY_KIND] or alike
-        same.sort(key=lambda match: (-match.score, match.entry.id))
-        best = same[0]
-        ahead = best.score - same[1].score if len(same) > 1 else best.score
-        distinct = best.told_apart or not (best.entry.hints or best.entry.versions)
-        first = best.at_root or root is None or best.entry.kind not in FATAL
-        best.certainty = "sure" if ahead >= CLEAR and distinct and first else "likely"
-        for other in same[1:]:
-            other.certainty = "possible"
-        kept += same if best.certainty != "sure" else [best, *_elsewhere(same[1:], best)]
-        best.certainty = max(best.certainty, best.entry.certainty, key=CERTAINTIES.index)
-    return kept
-
-
-def _elsewhere(others: list[Match], best: Match) -> list[Match]:
-    """The others that do not compete: symptoms, which are reported in addition to any cause."""
-    return [other for other in others if other.entry.kind == "symptom" and best.entry.kind != "symptom"]
 
 
 def _failure(line: Line, failures: Sequence[Traceback]) -> object:
@@ -277,21 +280,3 @@ def _failure(line: Line, failures: Sequence[Traceback]) -> object:
 
 def _is_in(line: Line, failure: Traceback) -> bool:
     return failure.stream == line.stream and failure.root.first <= line.number <= failure.end
-
-
-def _folded(matches: list[Match]) -> list[Match]:
-    """Drop matches that another one, not a symptom, replaces (`symptom_of`); its `also` names them."""
-    by_id = {match.entry.id: match for match in matches}
-    for match in matches:
-        match.also = tuple(each for each in match.entry.symptom_of if each in by_id) * (
-            match.entry.kind != "symptom"
-        )
-        match.at_root |= any(by_id[each].at_root for each in match.also)
-    told = {each for match in matches for each in match.also}
-    return [match for match in matches if match.entry.id not in told]
-
-
-def _order(match: Match) -> tuple[bool, bool, int, float]:
-    """Sort key: causes before symptoms, explanations of the first failure before others, then by line."""
-    symptom = match.entry.kind == "symptom"
-    return symptom, not match.at_root, match.line.number, -match.score

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from reshard.diagnosis.rules import Told
+from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.log import Log, Traceback
+from reshard.diagnosis.rules import Told, told_at
 
 Shape = tuple[int, ...]
 _SIZE = r"(?:torch\.Size\()?[\[(](?P<{0}>[\d, ]*)[\])]\)?"
@@ -229,3 +231,19 @@ def _of_elements(said: str) -> Told | None:
             shown = {"a": match["a"], "b": match["b"], "more": large - small}
             return "shape-apart", {**shown, "dimension": match["dimension"]}
     return None
+
+
+TABLE = 60
+"""Lines before a failure in which transformers lists the tensors that do not fit."""
+
+
+def of_shapes(root: Traceback, log: Log) -> Finding | None:
+    """The finding for shapes that differ, in a failure or in the table that transformers prints before it."""
+    near = (
+        line.text
+        for line in log.lines
+        if line.stream == root.stream
+        and (0 <= root.last - line.number < TABLE or (root.said.endswith(":") and line.number > root.last))
+    )
+    found = computed("\n".join([root.said, *near]))
+    return told_at(found, log.name, root.last, root.said) if found else None

@@ -15,7 +15,7 @@ from typing import Any
 from reshard.diagnosis.data import data
 from reshard.diagnosis.failures import CUT_OFF, is_launchers
 from reshard.diagnosis.finding import Finding, Place, Text
-from reshard.diagnosis.log import Line, Log, Traceback
+from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import live_lines
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.words import words
@@ -105,21 +105,25 @@ def _near(root: Traceback, log: Log) -> str:
     return "\n".join(line.text for line in log.lines if abs(line.number - root.last) <= NEAR)
 
 
-def of_log(log: Log) -> tuple[Shortage, Line] | None:
+def last_words(log: Log) -> Traceback | None:
     """What the last lines of a log report as lacking, in words that no other rule recognises as a failure."""
     lines = [line for line in live_lines(log) if line.text.strip()][-NEAR:]
-    found = shortage("\n".join(line.text for line in lines), alone=True)
-    if found is None:
+    if not lines or shortage("\n".join(line.text for line in lines), alone=True) is None:
         return None
-    return found, next((line for line in lines if shortage(line.text, alone=True)), lines[0])
+    line = next((line for line in lines if shortage(line.text, alone=True)), lines[0])
+    return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
 
 
 NEAR = 30
 """Lines around an exit status in which the system reports the reason."""
 
 
-def finding(found: Shortage, root: Traceback, log: Log, place: Place) -> Finding:
-    """The finding of a shortage that no catalogue entry explains better."""
+def of_numbers(root: Traceback, log: Log) -> Finding | None:
+    """The finding of what a failure lacked."""
+    found = of_failure(root, log)
+    if found is None:
+        return None
+    place = Place.of(log.name, root.last, root.said)
     texts = evidence(found, root, log)
     values = {**_shown(found), "told": _sentence(texts)}
     told_of = told(f"short-{_whose(found, root, log)}", [place], values, certainty="likely")

@@ -21,9 +21,9 @@ from reshard.diagnosis.causes import combined
 from reshard.diagnosis.checkpoints import of_recorded
 from reshard.diagnosis.environment import diagnose_environment
 from reshard.diagnosis.failures import EXIT, is_consequence
-from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.finding import UNKNOWN, Finding
 from reshard.diagnosis.log import Line, Log, Traceback, read_log
-from reshard.diagnosis.logs import LARGEST, UNKNOWN, diagnose_text
+from reshard.diagnosis.logs import LARGEST, diagnose_text
 from reshard.diagnosis.match import first_failure
 from reshard.diagnosis.scripts import diagnose_script
 from reshard.diagnosis.spelling import Usage, spelled

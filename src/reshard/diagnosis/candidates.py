@@ -1,0 +1,100 @@
+"""What may have caused the failure in a log: everything that any recogniser finds.
+
+A recogniser looks at the first failure of a log. Which of several is right is decided by `ranking.py` alone, by what
+each explains and how specific it is, so their order here means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from reshard.diagnosis import absent, arguments, divisors, newweights, shapes, shortages
+from reshard.diagnosis.advice import of_packages, of_setting
+from reshard.diagnosis.artefacts import mixed_up
+from reshard.diagnosis.askers import of_pair, of_submodule
+from reshard.diagnosis.attributes import of_attribute, of_none
+from reshard.diagnosis.clashes import of_clash
+from reshard.diagnosis.collectives import described
+from reshard.diagnosis.dtypes import of_dtypes
+from reshard.diagnosis.extensions import of_symbol
+from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
+from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.groups import bypassed, of_groups, sharded
+from reshard.diagnosis.history import messages as history
+from reshard.diagnosis.log import Log, Traceback
+from reshard.diagnosis.match import first_sign, of_entries
+from reshard.diagnosis.ranking import Candidate, Explains, Specificity
+from reshard.diagnosis.resolvers import of_requirement, of_resolver
+from reshard.diagnosis.rules import Told, told_at
+from reshard.diagnosis.undefined import of_guarded, of_undefined
+from reshard.diagnosis.unknown import of_unknown, of_unseen
+from reshard.diagnosis.upstream import place_in_code, update_of
+from reshard.diagnosis.weightnames import of_names
+
+Recogniser = Callable[[Traceback, Log], Finding | None]
+
+
+def _of_exception(ask: Callable[[Traceback, Log], Told | None]) -> Recogniser:
+    """A recogniser of the first exception in a chain."""
+
+    def recogniser(root: Traceback, log: Log) -> Finding | None:
+        first = root.root
+        found = ask(first, log)
+        if found is None:
+            return None
+        shown = {"where": place_in_code(first), "update": update_of(first), **found[1]}
+        return told_at((found[0], shown), log.name, first.last, first.said)
+
+    return recogniser
+
+
+RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
+    Specificity.CONTENT: frozenset({mixed_up, bypassed, sharded}),
+    Specificity.NUMBERS: frozenset(
+        {
+            *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, arguments.of_arguments),
+            *(divisors.of_divisors, of_groups, of_guarded, history.of_no_transformers),
+        }
+    ),
+    Specificity.HISTORY: frozenset(
+        {
+            *(history.of_failure, history.of_shadow, history.of_one_package, history.of_no_release),
+            *(history.of_older_release, of_clash, of_symbol, of_resolver, of_requirement, of_names),
+            *map(_of_exception, (of_dtypes, of_undefined)),
+        }
+    ),
+    Specificity.KIND: frozenset(
+        {
+            *(of_packages, of_submodule, of_pair, described),
+            *map(_of_exception, (of_none, of_attribute)),
+        }
+    ),
+    Specificity.UNKNOWN: frozenset({of_unknown, of_unseen, of_setting}),
+}
+"""The recognisers, by how closely what they find fits."""
+
+
+def candidates_of(log: Log) -> list[Candidate]:
+    """All candidates for what a log shows."""
+    root = first_sign(log)
+    found = of_entries(log, root)
+    if loading := newweights.of_loading(log):
+        place = loading.places[0].line or 0
+        covers = frozenset(newweights.ENTRIES)
+        found.append(Candidate(loading, Explains.WARNING, Specificity.MESSAGE, place, covers))
+    if root is None and not any(each.explains < Explains.WARNING for each in found):
+        root = shortages.last_words(log)
+        waiting = absent.of_log(log) if root is None else None
+        found += [Candidate(waiting, Explains.FIRST, Specificity.NUMBERS, 0)] if waiting else []
+    return [*found, *(_at_first(root, log) if root else ())]
+
+
+def _at_first(root: Traceback, log: Log) -> Iterator[Candidate]:
+    """What explains the first failure. A launcher's, or that of a lost connection, only follows from another one."""
+    follows = is_launchers(root) or is_consequence(root) or root.exception == EXIT
+    for specificity, recognisers in RECOGNISERS.items():
+        for recogniser in recognisers:
+            if found := recogniser(root, log):
+                unknown = specificity is Specificity.UNKNOWN and follows
+                explains = Explains.SYMPTOM if unknown else Explains.FIRST
+                yield Candidate(found, explains, specificity, root.last)
