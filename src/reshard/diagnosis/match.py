@@ -67,6 +67,10 @@ def _hit(entry: Entry, log: Log, root: Traceback | None, whole: _Passage, live: 
         return None
     if entry.id in BY_KIND:
         return _Hit(entry, line, explains, Specificity.KIND) if explains else None
+    is_root = explains or (root is not None and _is_in(line, root))
+    first = [which_is_first(root)] if root and explains else []
+    if entry.kind == "symptom" and is_root:
+        return _Hit(entry, line, is_root, Specificity.KIND, tuple(first))
     beside = whole.text.replace(said, "") if said else whole.text
     shown = [
         words("log-shows", text=_short(found[0])) for each in entry.hints if (found := each.search(beside))
@@ -78,8 +82,6 @@ def _hit(entry: Entry, log: Log, root: Traceback | None, whole: _Passage, live: 
     ]
     apart = shown or affected or entry.needs
     specificity = Specificity.TOLD_APART if apart else Specificity.MESSAGE
-    is_root = explains or (root is not None and _is_in(line, root))
-    first = [which_is_first(root)] if root and explains else []
     return _Hit(entry, line, is_root, specificity, (*first, *shown, *affected))
 
 
@@ -101,10 +103,10 @@ def _candidate(hit: _Hit, alike: list[_Hit], log: Log, root: Traceback | None) -
 
 
 def _explains(hit: _Hit, root: Traceback | None) -> Explains:
-    if hit.entry.kind == "symptom":
-        return Explains.SYMPTOM
     if hit.at_root:
         return Explains.FIRST
+    if hit.entry.kind == "symptom":
+        return Explains.SYMPTOM
     return Explains.WARNING if hit.entry.kind in WARNINGS else Explains.OTHER
 
 
