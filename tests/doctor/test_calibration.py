@@ -10,8 +10,10 @@ import pytest
 
 import reshard
 from reshard.diagnosis.entries import catalogue
-from reshard.diagnosis.logs import UNKNOWN, diagnose_text, nearest
+from reshard.diagnosis.finding import UNKNOWN
+from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.messages import _message, _messages, begun
+from reshard.diagnosis.unknown import nearest
 from tests.commandline import reshard as command
 
 ENTRIES = catalogue()

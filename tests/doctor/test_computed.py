@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.diagnosis.finding import Finding
-from reshard.diagnosis.logs import UNKNOWN, diagnose_text
+from reshard.diagnosis.finding import UNKNOWN, Finding
+from reshard.diagnosis.logs import diagnose_text
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
 

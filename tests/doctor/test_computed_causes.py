@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from reshard.diagnosis import logs
-from reshard.diagnosis.logs import UNKNOWN, diagnose_text
+from reshard.diagnosis.finding import UNKNOWN
+from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.rules import rules
 from tests.doctor.test_classes import LOAD, SITE, first, raised
 

@@ -12,7 +12,8 @@ import pytest
 
 import reshard
 from reshard.diagnosis.entries import catalogue
-from reshard.diagnosis.logs import UNKNOWN, diagnose_text
+from reshard.diagnosis.finding import UNKNOWN
+from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.rules import CAUSES, rules
 from tests.commandline import reshard as command
 

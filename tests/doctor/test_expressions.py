@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from reshard.diagnosis.meanings import beside, messages
+from reshard.diagnosis.symptoms import SPREAD, described
 
 from reshard.diagnosis.entries import catalogue
-from reshard.diagnosis.meanings import beside, messages
 from reshard.diagnosis.reading import LONGEST_LINE
 from reshard.diagnosis.shortages import _FLAG, _kinds, _of_memory
 from reshard.diagnosis.spelling import _shows
-from reshard.diagnosis.symptoms import SPREAD, described
 
 if sys.version_info >= (3, 11):
     from re import _parser as parser

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.diagnosis.logs import UNKNOWN, diagnose_text
+from reshard.diagnosis.finding import UNKNOWN
+from reshard.diagnosis.logs import diagnose_text
 from tests.doctor.test_classes import SITE, first, raised
 
 MEGATRON = "/home/user/Megatron-LM/megatron/training/arguments.py"

@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 from rich.traceback import Traceback
 
+from reshard.diagnosis.finding import UNKNOWN
 from reshard.diagnosis.log import read_log
-from reshard.diagnosis.logs import UNKNOWN, diagnose_text
+from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.match import first_failure
 from tests.doctor.tracebacks import failing
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from reshard.diagnosis.entries import catalogue
+from reshard.diagnosis.finding import UNKNOWN
 from reshard.diagnosis.kinds import BY_KIND
-from reshard.diagnosis.logs import UNKNOWN, WORKER_UNSEEN, diagnose_text
+from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.prefixes import START
 from reshard.diagnosis.tracebacks import Traceback
+from reshard.diagnosis.unknown import WORKER_UNSEEN
 from reshard.diagnosis.upstream import REPOSITORIES, package_of, search_of
 from tests.doctor.test_log import FAILURE
 

@@ -80,7 +80,7 @@ def _hit(entry: Entry, log: Log, root: Traceback | None, whole: _Passage, live: 
         for name, specifier in entry.versions.items()
         if name in log.versions and _inside(log.versions[name], specifier)
     ]
-    apart = shown or affected or entry.needs
+    apart = shown or affected or any(pattern.search(beside) for pattern in entry.needs)
     specificity = Specificity.TOLD_APART if apart else Specificity.MESSAGE
     return _Hit(entry, line, is_root, specificity, (*first, *shown, *affected))
 

@@ -1,5 +1,0 @@
-"""A module lacks a name that the code expects."""
-
-import accelerate
-
-accelerate.utils.NoSuchConfig()

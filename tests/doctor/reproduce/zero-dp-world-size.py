@@ -1,8 +1,0 @@
-"""A ZeRO optimizer is loaded on another number of GPUs."""
-
-# needs: deepspeed
-# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0
-
-from engine import SAVED, engine
-
-engine(2, SAVED / "z2").load_checkpoint(SAVED / "z2")  # by three processes
