@@ -304,10 +304,10 @@ def test_an_exception_without_a_traceback_is_matched_as_the_first_failure() -> N
 
 SIGNALS = {
     9: "killed-by-signal",
-    11: "killed-segmentation-fault",
-    6: "killed-abort",
-    7: "killed-bus-error",
-    4: "killed-illegal-instruction",
+    11: "killed-crash",
+    6: "killed-crash",
+    7: "killed-crash",
+    4: "killed-crash",
     15: "killed-terminated",
 }
 STATUSES = (
@@ -333,10 +333,10 @@ def test_every_signal_is_told_in_the_words_of_every_launcher(number: int, status
     ("line", "identifier"),
     [
         ("run.sh: line 7: 12345 Killed                  python train.py", "killed-by-signal"),
-        ("Segmentation fault (core dumped)", "killed-segmentation-fault"),
-        ("Fatal Python error: Segmentation fault", "killed-segmentation-fault"),
-        ("bash: line 1:   812 Bus error               (core dumped) python a.py", "killed-bus-error"),
-        ("Aborted (core dumped)", "killed-abort"),
+        ("Segmentation fault (core dumped)", "killed-crash"),
+        ("Fatal Python error: Segmentation fault", "killed-crash"),
+        ("bash: line 1:   812 Bus error               (core dumped) python a.py", "killed-crash"),
+        ("Aborted (core dumped)", "killed-crash"),
     ],
 )
 def test_signals_as_shells_tell_them(line: str, identifier: str) -> None:

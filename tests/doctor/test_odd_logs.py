@@ -86,7 +86,7 @@ def test_advice_for_another_case_is_not_the_cure() -> None:
 
 @pytest.mark.parametrize(
     ("status", "code"),
-    [("1", WORKER_UNSEEN), ("2", WORKER_UNSEEN), ("-6", "killed-abort"), ("-9", "killed-by-signal")],
+    [("1", WORKER_UNSEEN), ("2", WORKER_UNSEEN), ("-6", "killed-crash"), ("-9", "killed-by-signal")],
 )
 def test_the_status_alone_decides_what_ended_a_worker(status: str, code: str) -> None:
     place = "torch/distributed/elastic/multiprocessing/api.py:874]"

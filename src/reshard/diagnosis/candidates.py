@@ -16,6 +16,7 @@ from reshard.diagnosis.attributes import of_attribute, of_none
 from reshard.diagnosis.clashes import of_clash
 from reshard.diagnosis.collectives import described
 from reshard.diagnosis.dtypes import of_dtypes
+from reshard.diagnosis.exits import of_exit
 from reshard.diagnosis.extensions import of_symbol
 from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
 from reshard.diagnosis.finding import Finding
@@ -25,7 +26,7 @@ from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import first_sign, of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.resolvers import of_requirement, of_resolver
-from reshard.diagnosis.rules import Told, told_at
+from reshard.diagnosis.rules import Told, covered_by, told_at
 from reshard.diagnosis.undefined import of_guarded, of_undefined
 from reshard.diagnosis.unknown import of_unknown, of_unseen
 from reshard.diagnosis.upstream import place_in_code, update_of
@@ -53,7 +54,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     Specificity.NUMBERS: frozenset(
         {
             *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, arguments.of_arguments),
-            *(divisors.of_divisors, of_groups, of_guarded, history.of_no_transformers),
+            *(divisors.of_divisors, of_groups, of_guarded, history.of_no_transformers, of_exit),
         }
     ),
     Specificity.HISTORY: frozenset(
@@ -97,4 +98,4 @@ def _at_first(root: Traceback, log: Log) -> Iterator[Candidate]:
             if found := recogniser(root, log):
                 unknown = specificity is Specificity.UNKNOWN and follows
                 explains = Explains.SYMPTOM if unknown else Explains.FIRST
-                yield Candidate(found, explains, specificity, root.last)
+                yield Candidate(found, explains, specificity, root.last, covered_by(found.code))

@@ -29,7 +29,6 @@ class Shortage:
 
     kind: str
     numbers: Numbers
-    over: tuple[str, ...] = ()
     """Catalogue entries that are less specific."""
 
     @property
@@ -85,11 +84,11 @@ UNSEEN = 0.25
 
 def shortage(said: str, alone: bool = False) -> Shortage | None:
     """What was short, by a failure's message; None if nothing was. `alone`: only kinds that are never warnings."""
-    for kind, patterns, over, is_alone in _kinds():
+    for kind, patterns, is_alone in _kinds():
         for pattern in patterns if is_alone or not alone else ():
             if match := pattern.search(said):
                 numbers = dict(_counts(match))
-                return Shortage(kind, {**(_memory(said) if _is_memory(kind) else {}), **numbers}, over)
+                return Shortage(kind, {**(_memory(said) if _is_memory(kind) else {}), **numbers})
     return None
 
 
@@ -202,13 +201,12 @@ def _is_memory(kind: str) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _kinds() -> list[tuple[str, list[re.Pattern[str]], tuple[str, ...], bool]]:
+def _kinds() -> list[tuple[str, list[re.Pattern[str]], bool]]:
     content: list[dict[str, Any]] = data("shortages.yaml")
     return [
         (
             each["kind"],
             [re.compile(one, re.MULTILINE | re.ASCII) for one in each["patterns"]],
-            tuple(each.get("over", ())),
             each.get("alone", False),
         )
         for each in content

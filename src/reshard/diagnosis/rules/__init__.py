@@ -1,12 +1,7 @@
 """The texts of the doctor's own rules, in this folder: what happens, why, and what to do.
 
-Braces are filled in by whoever tells a rule. `said` has messages with one meaning, whatever the run does: their named
-groups fill the braces (`defaults`: those that a message may lack), and the first rule that matches counts, by the names
-of the files (`meanings.py`). If such words have several meanings, `beside` has what else the log must contain.
-`certainty` is the most that a rule may claim: "possible" for those that say where to look rather than why.
-`over_history` rules know a message better than the history of releases. `shows` has the words in which people
-describe a run that does not fail, `over` the catalogue's entries that the rule knows better than. Without `said` or
-`shows`, code computes when a rule applies.
+Code computes when a rule applies, and fills in its braces. `certainty` is the most that a rule may claim: "possible"
+for those that say where to look rather than why. `covers` are the codes of causes that it knows better than they do.
 """
 
 from __future__ import annotations
@@ -104,6 +99,11 @@ def told_at(found: Told, target: str, line: int, said: str) -> Finding:
     """The finding of a rule for what a line says: at most `likely`."""
     identifier, values = found
     return told(identifier, [Place.of(target, line, said)], values, certainty="likely")
+
+
+def covered_by(identifier: str) -> frozenset[str]:
+    """The codes of causes that a rule knows better than they do."""
+    return frozenset(rules().get(identifier, {}).get("covers", ()))
 
 
 @lru_cache(maxsize=1)
