@@ -64,6 +64,11 @@ class Candidate:
         return self.specificity in (Specificity.MESSAGE, Specificity.TOLD_APART)
 
     @property
+    def is_known(self) -> bool:
+        """Whether it says why a run ended."""
+        return self.specificity > Specificity.UNKNOWN and self.explains is not Explains.WARNING
+
+    @property
     def key(self) -> tuple[object, ...]:
         """What orders candidates; the code last, so that the order in which they were found changes nothing."""
         sure = CERTAINTIES.index(self.finding.certainty)
@@ -82,6 +87,8 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     left = [each for each in given if each.finding.code not in covered]
     first = [each for each in left if each.explains is Explains.FIRST]
     others = [each for each in left if each.explains is not Explains.FIRST]
+    if first or any(each.is_known for each in others):
+        others = [each for each in others if each.specificity > Specificity.UNKNOWN]
     best = [_completed(first)] if first else []
     return [*best, *_once(others, {each.finding.code for each in best})]
 
