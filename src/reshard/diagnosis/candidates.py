@@ -14,7 +14,8 @@ from reshard.diagnosis.artefacts import mixed_up
 from reshard.diagnosis.askers import of_pair, of_submodule
 from reshard.diagnosis.attributes import of_attribute, of_none
 from reshard.diagnosis.clashes import of_clash
-from reshard.diagnosis.collectives import described
+from reshard.diagnosis.collectives import described as of_hang
+from reshard.diagnosis.descriptions import of_description
 from reshard.diagnosis.dtypes import of_dtypes
 from reshard.diagnosis.exits import of_exit
 from reshard.diagnosis.extensions import of_symbol
@@ -66,7 +67,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     ),
     Specificity.KIND: frozenset(
         {
-            *(of_packages, of_submodule, of_pair, described),
+            *(of_packages, of_submodule, of_pair, of_hang),
             *map(_of_exception, (of_none, of_attribute)),
         }
     ),
@@ -85,8 +86,11 @@ def candidates_of(log: Log) -> list[Candidate]:
         found.append(Candidate(loading, Explains.WARNING, Specificity.MESSAGE, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in found):
         root = shortages.last_words(log)
-        waiting = absent.of_log(log) if root is None else None
-        found += [Candidate(waiting, Explains.FIRST, Specificity.NUMBERS, 0)] if waiting else []
+        told = absent.of_log(log) if root is None else None
+        found += [Candidate(told, Explains.FIRST, Specificity.KIND, 0)] if told else []
+    is_told = root is None or not (root.exception or root.frames)
+    if is_told and not found and (described := of_description(log)):
+        found.append(Candidate(described, Explains.FIRST, Specificity.KIND, described.places[0].line or 0))
     return [*found, *(_at_first(root, log) if root else ())]
 
 

@@ -28,7 +28,7 @@ class Entry:
 
     Any of `patterns` makes the entry a candidate; all of `needs` and none of `unless` must match as well; each of
     `hints` increases its certainty, up to `certainty`. `versions` are the affected ones, as PEP 440 specifiers by
-    package.
+    package. `described` are words in which people tell of it without a line of its log.
     """
 
     id: str
@@ -46,6 +46,7 @@ class Entry:
     sources: tuple[str, ...]
     excerpt: str
     excerpt_from: str
+    described: tuple[re.Pattern[str], ...] = ()
     certainty: str = "sure"
 
 
@@ -98,6 +99,7 @@ def _entry(path: Path) -> Entry:
             sources=tuple(raw["sources"]),
             excerpt=raw["excerpt"],
             excerpt_from=raw["excerpt_from"],
+            described=_patterns(raw.get("described", [])),
             certainty=raw.get("certainty", "sure"),
         )
     except (KeyError, TypeError, AttributeError, re.error, yaml.YAMLError) as error:

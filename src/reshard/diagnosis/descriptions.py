@@ -1,0 +1,49 @@
+"""What a person writes about a run, without a line of its log: the entry that it may be, or what to paste."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.diagnosis.entries import Entry, catalogue
+from reshard.diagnosis.finding import Finding, Place
+from reshard.diagnosis.log import Log
+from reshard.diagnosis.rules import told
+
+MOST = 6
+"""Maximum lines of a description: longer texts are logs."""
+_LOGGED = re.compile(
+    r"\d\d:\d\d:\d\d|Error: |\b(?:INFO|DEBUG|WARNING|ERROR)\b|^\s*[$#>]|\d%|['\"]?loss['\"]?\s*[:=]|^\s*\{|^\s*File \"",
+    re.MULTILINE,
+)
+"""What programs print: such a text is no description."""
+_FAILS = re.compile(
+    r"\b(?i:fail(?:s|ed|ing)?|errors?|crash(?:es|ed)?|wrong|broken|missing|cannot|can['’]?t|won['’]?t|(?:do|does|did)n['’]?t"
+    r"|unable|stuck|hangs?|killed|garbage|gibberish|help|why|how (?:do|can|to)|lost|refuse[sd]?)\b"
+    r"|不了|不上|不动|不行|不对|没有|起不来|卡住|卡死|报错|错误|失败|崩溃|丢失|损坏|乱码|混合|怎么|为什么|请问|求助"
+)
+"""What people write of runs that fail."""
+
+
+def of_description(log: Log) -> Finding | None:
+    """The finding for a short text in which a person says that a run fails; None for other texts."""
+    lines = [line for line in log.lines if line.text.strip()]
+    text = "\n".join(line.text for line in lines)
+    if not 0 < len(lines) <= MOST or _LOGGED.search(text) or not _FAILS.search(text):
+        return None
+    place = Place.of(log.name, lines[0].number, lines[0].text)
+    entry = next((each for each in catalogue().values() if _describes(text, each)), None)
+    if entry is None:
+        return told("description-only", [place], certainty="possible")
+    return Finding(
+        code=entry.id,
+        message=entry.title,
+        rule=entry.cause,
+        remedy=entry.cure,
+        certainty="possible",
+        places=(place,),
+        sources=entry.sources,
+    )
+
+
+def _describes(text: str, entry: Entry) -> bool:
+    return any(pattern.search(text) for pattern in entry.described)

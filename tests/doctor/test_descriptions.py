@@ -1,0 +1,37 @@
+"""A person's sentence about a run, without a line of its log, is answered: with what it may be, or what to paste."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reshard.diagnosis.logs import diagnose_text
+from tests.commandline import reshard as command
+
+QUESTIONS = {
+    "用 InternEvo 训练的模型，convert2hf 转换之后输出乱码，权重形状也不对，请问怎么办": "internlm-convert-tp",
+    "我用 trl 的 GRPOTrainer 微调，导出的 HF 模型没有分词器，加载不了": "export-without-tokenizer",
+    '使用 device_map="auto" 加载模型后用 torchrun 多卡训练 LoRA，一直起不来': "device-map-distributed",
+    "保存模型时混合了 DTensor 和普通 Tensor，多卡可以单卡不行": "dtensor-mixed-copy",
+    "My exported model has no tokenizer, why?": "export-without-tokenizer",
+    "The merged model talks gibberish after fine-tuning, what is wrong?": "description-only",
+    "微调之后模型效果不对，怎么办？": "description-only",
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_description_is_answered(question: str) -> None:
+    (found,) = diagnose_text("question.txt", question)
+    assert (found.code, found.certainty) == (QUESTIONS[question], "possible")
+
+
+@pytest.mark.parametrize("text", ["epoch 1 done, no problems", "Training finished.\nSaved to out/.", "hello"])
+def test_other_sentences_are_no_failure(text: str) -> None:
+    assert diagnose_text("log", text) == []
+
+
+def test_the_exit_status_tells_of_the_failure(tmp_path: Path) -> None:
+    (tmp_path / "question.txt").write_text("导出的 HF 模型没有分词器，加载不了\n")
+    done = command("doctor", tmp_path / "question.txt")
+    assert done.code == 1
