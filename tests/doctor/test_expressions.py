@@ -16,8 +16,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from reshard.diagnosis.meanings import beside, messages
-from reshard.diagnosis.symptoms import SPREAD, described
 
 from reshard.diagnosis.entries import catalogue
 from reshard.diagnosis.reading import LONGEST_LINE
@@ -122,12 +120,11 @@ def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
                 yield path, pattern, method_of(module, name)
         yield from written_in(module)
     for entry in catalogue().values():
-        for path, pattern in patterns_in(entry.id, [entry.patterns, entry.needs, entry.unless, entry.hints]):
+        for path, pattern in patterns_in(
+            entry.id, [entry.patterns, entry.needs, entry.unless, entry.hints, entry.described]
+        ):
             yield path, pattern, "search"
     of_data = {f"short-{kind}": patterns for kind, patterns, *_ in _kinds()} | _of_memory() | _shows()
-    of_rules = {name: (*patterns, beside(name)) for name, patterns in messages()}
-    for path, pattern in patterns_in("systems", of_rules):
-        yield path, pattern, "search"
     for path, pattern in patterns_in("data", {**of_data, "typed": re.compile(_FLAG.format(8))}):
         yield path, pattern, "search"
 
@@ -213,17 +210,5 @@ def test_no_expression_takes_long_for_any_line(part: int) -> None:
         f"{name}, {method}: {line}\n  {pattern.pattern}"
         for name, pattern, method in repeat[part::4]
         if (line := slow_line(getattr(pattern, method), pattern))
-    ]
-    assert not slow, "\n".join(slow)
-
-
-def test_no_description_takes_long() -> None:
-    """Descriptions are searched in short texts only."""
-    slow = [
-        f"{name}: {begin!r}, {unit!r}"
-        for name, patterns in described()
-        for pattern in (*patterns, beside(name))
-        for begin, unit in units(pattern)
-        if all(seconds(pattern.search, line(begin, unit, SPREAD)) > QUICK for _ in range(TRIES))
     ]
     assert not slow, "\n".join(slow)

@@ -1,0 +1,43 @@
+"""An exception that a program has caught is no failure of a run that went on; one that ended it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard.diagnosis.logs import diagnose_text
+
+CAUGHT = """\
+2026-01-01 10:00:05 - WARNING - could not send metrics, will retry
+Traceback (most recent call last):
+  File "/home/me/train.py", line 33, in send
+    requests.post(url, json=row)
+requests.exceptions.ConnectionError: HTTPConnectionPool(host='m', port=80): Max retries exceeded
+"""
+EVALUATION = """\
+ERROR:root:eval of sample 7 failed
+Traceback (most recent call last):
+  File "/home/me/eval.py", line 12, in score
+    return float(text)
+ValueError: could not convert string to float: 'n/a'
+accuracy 0.83
+All done, wrote results.json
+"""
+LINE = "2026-01-01 10:00:06,123 ERROR my.module: caught exception: ValueError: bad sample 12\n"
+
+
+@pytest.mark.parametrize("log", [f"{CAUGHT}done.\n", EVALUATION, f"step 1\n{LINE}step 2\nbye\n"])
+def test_a_run_that_went_on_has_not_failed(log: str) -> None:
+    assert diagnose_text("log", log) == []
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        CAUGHT,
+        CAUGHT.replace("in send", "in <module>") + "done.\n",
+        f"{CAUGHT}step 2\nRuntimeError: CUDA error: an illegal memory access was encountered\n",
+        LINE,
+    ],
+)
+def test_a_run_that_ended_with_it_has(log: str) -> None:
+    assert [found.severity for found in diagnose_text("log", log)][:1] == ["error"]
