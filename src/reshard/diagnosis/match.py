@@ -60,7 +60,9 @@ def _hit(entry: Entry, log: Log, root: Traceback | None, whole: _Passage, live: 
     passage = live if entry.kind in FATAL else whole
     explains = root is not None and any(pattern.search(root.said) for pattern in entry.patterns)
     line = next((hit for pattern in entry.patterns if (hit := passage.hit(pattern))), None)
-    if root and explains:  # as a single process would have printed it
+    if (
+        root and explains and (line is None or line.number != root.last)
+    ):  # as one process would have printed it
         line = next((each for each in whole.lines if each.number == root.last), line)
     said = root.said if root and explains else line.text if line else ""
     if line is None or not _applies(entry, whole.text, log.versions) or contradict(entry.id, said):
