@@ -1,4 +1,4 @@
-"""Causes computed across frameworks: keys of files and templates, options that are None, shells, shards, processors."""
+"""Causes computed across frameworks: options that are None, sharded weights, dtypes, and names by who imports them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,6 @@ from tests.doctor.test_classes import SITE, first, raised
 FSDP = "distributed_type: FSDP\n"
 NO_DIMENSIONS = raised("RuntimeError: 'weight' must be 2-D", "return torch.embedding(weight, input)")
 CAUSES = {
-    raised("KeyError: 'model'", "net.load_state_dict(torch.load(args.ckpt)['model'])"): (
-        "key-of-file",
-        "`module.`",
-    ),
-    raised("KeyError: 'state_dict'", "model.load_state_dict(checkpoint['state_dict'])"): (
-        "key-of-file",
-        "print(list(torch.load",
-    ),
-    raised("KeyError: '\\n  \"answer\"'", "TEMPLATE.format(question=q)"): ("key-formatted", "{{` and `}}"),
-    raised("KeyError: '\"name\"'", "m = t.format(s)", f"{SITE}/unsloth/save.py"): (
-        "key-formatted",
-        "install -U unsloth",
-    ),
     raised(
         "TypeError: unsupported operand type(s) for //: 'NoneType' and 'NoneType'",
         "a = cfg.batch_size // cfg.micro_size",
@@ -34,22 +21,6 @@ CAUSES = {
         "setting-is-none",
         "`save_steps`",
     ),
-    "'llamafactory-cli' is not recognized as an internal or external command,\noperable program or batch file.": (
-        "program-missing",
-        "python -m llamafactory.cli",
-    ),
-    "swift : The term 'swift' is not recognized as the name of a cmdlet, function, script file, or": (
-        "program-missing",
-        "ms-swift",
-    ),
-    "'deepspeed' 不是内部或外部命令，也不是可运行的程序\n或批处理文件。": (
-        "program-missing",
-        "python -m deepspeed",
-    ),
-    "deepspeed : 无法将“deepspeed”项识别为 cmdlet、函数、脚本文件或可运行程序的名称。": (
-        "program-missing",
-        "deepspeed",
-    ),
     FSDP + NO_DIMENSIONS: ("fsdp-bypassed", "summon_full_params"),
     FSDP + "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated yet.": (
         "fsdp-bypassed",
@@ -57,25 +28,13 @@ CAUSES = {
     ),
     FSDP + "deepspeed_config: zero3.json\n" + NO_DIMENSIONS: ("zero3-weight-2d", "prepare_deepspeed"),
     NO_DIMENSIONS: ("zero3-weight-2d", "prepare_deepspeed"),
-    "ValueError: Processor was not found, please check and update your model file.": (
-        "processor-not-loaded",
-        "preprocessor_config.json",
-    ),
     "AttributeError: 'NetForCausalLM' object has no attribute 'generate'": (
         "attribute-generate",
         "transformers<4.50",
     ),
-    raised("AttributeError: 'Net' object has no attribute 'generate'"): (
-        "object-attribute-missing",
-        "pip check",
-    ),
     "AttributeError: 'DynamicCache' object has no attribute 'detach'": (
         "output-for-tensor",
         "use_cache = False",
-    ),
-    "AttributeError: module 'google.protobuf.descriptor' has no attribute '_internal_create_key'": (
-        "protobuf-older",
-        "-U 'protobuf",
     ),
     raised("ValueError: PEFT backend is required for this method."): (
         "packages-to-install",
@@ -93,35 +52,9 @@ CAUSES = {
         "dtype-of-newer-gpu",
         "--kv-cache-dtype auto",
     ),
-    "ZeRORuntimeException: You are using ZeRO-Offload with a client provided optimizer (<class 'apex.FusedAdam'>)": (
-        "offload-optimizer",
-        "zero_force_ds_cpu_optimizer",
-    ),
-    "AssertionError: {'id': 853, 'status': 'NOT_AVAILABLE', 'numel': 0}": (
-        "part-failed",
-        "set_z3_leaf_modules",
-    ),
-    "OverflowError: out of range integral type conversion attempted": ("ids-not-decodable", "np.where(ids"),
-    "IndexError: piece id is out of range.": ("ids-not-decodable", "len(tokenizer)"),
-    "TypeError: argument 'tokens': 'NoneType' object cannot be converted to 'PyString'": (
-        "ids-not-decodable",
-        "vocab_size",
-    ),
-    "ValueError: Adapter name pop not found in the model.": ("adapter-not-added", 'set_adapter("pop")'),
-    "ValueError: The adapter pop does not exist": ("adapter-not-added", "model.peft_config"),
-    "KeyError: 'NetForCausalLM'": ("model-not-supported", "--model_type"),
-    "KeyError: 'auto_map'": ("key-of-config", "transformers_version"),
-    "NotImplementedError: Unsloth: org/Net-8B is not supported in your current Unsloth version!": (
-        "model-not-supported",
-        "unsloth",
-    ),
     "ValueError: Received 3 parameters not in model:\nmodel.a.weight,\nmodel.b.weight": (
         "names-only-file",
         "strict=False",
-    ),
-    "RuntimeError: indices should be either on cpu or on the same device as the indexed tensor (cpu)": (
-        "device-of-index",
-        ".to(",
     ),
 }
 
@@ -160,3 +93,70 @@ def test_a_frame_after_the_marks_of_a_quotation_is_read() -> None:
     quoted = '```File "/app/config.py", line 43, in normalize\n    cfg.a // cfg.b\n'
     found = first(f"{quoted}TypeError: unsupported operand type(s) for //: 'NoneType' and 'NoneType'\n```")
     assert "config.py:43 normalize" in found.rule.en
+
+
+LLAVA = (
+    "ImportError: cannot import name 'LlavaLlamaForCausalLM' from 'llava.model' ({}/llava/model/__init__.py)"
+)
+SWIFT = (
+    "ImportError: cannot import name 'prepare_vllm_engine_template' from 'swift.llm.utils'"
+    " (/home/user/ms-swift/swift/llm/utils/__init__.py)"
+)
+DATASETS = "ImportError: cannot import name 'Dataset' from 'datasets' (/home/user/run/datasets/__init__.py)"
+UNEXPECTED = "TypeError: {}() got an unexpected keyword argument '{}'"
+UNEQUAL = "RuntimeError: The size of tensor a (192) must match the size of tensor b (64) at non-singleton dimension 3"
+FREED = "RuntimeError: The tensor has a non-zero number of elements, but its data is not allocated yet."
+MASK = "The expanded size of the tensor (3) must match the existing size (13) at non-singleton dimension 2."
+
+SAID = {
+    SWIFT.replace("/home/user/ms-swift", SITE): ("api-is-gone", "likely", "ms-swift>=1.5.0,<3.0.0"),
+    raised(LLAVA.format(SITE), "from llava.model import X", f"{SITE}/frob/a.py"): (
+        "import-of-other-release",
+        "likely",
+        "llava",
+    ),
+    raised(DATASETS, "from datasets import Dataset"): ("folder-for-package", "likely", "Rename it"),
+    DATASETS.replace("__init__", "**init**"): ("folder-for-package", "likely", "Rename it"),
+    raised(UNEXPECTED.format("__init__", "eval_strategy"), "args = TrainingArguments("): (
+        "api-came-later",
+        "likely",
+        "transformers>=4.41.0",
+    ),
+    f"num_virtual_tokens=7\nRuntimeError: {MASK}": ("shape-apart", "possible", "max_length"),
+    UNEQUAL: ("shape-multiple", "possible", "reshard convert"),
+    "AttributeError: 'ParameterDict' object has no attribute 'default'": (
+        "attribute-of-adapters",
+        "possible",
+        "pip install -U peft trl",
+    ),
+    "AssertionError: rollout world_size: 1 is not divisible by infer_tp: 2": (
+        "not-divisible",
+        "likely",
+        "Set `actor_rollout_ref.rollout.tensor_model_parallel_size` to a divisor of 1",
+    ),
+    f"fsdp_config.wrap_policy.min_num_params=140000000\n{FREED}": (
+        "fsdp-bypassed",
+        "likely",
+        "transformer_layer_cls_to_wrap",
+    ),
+    FREED: ("unknown-failure", "possible", ""),
+    "RuntimeError: expected there to be only one unique element in <generator object"
+    " Init._convert_to_deepspeed_param.<locals>.all_gather_coalesced.<locals>.<genexpr> at 0x7f2e>": (
+        "zero3-dtypes",
+        "likely",
+        "pip install -U deepspeed",
+    ),
+    "RuntimeError: size mismatch, got 896, 896x4096,0": ("zero3-weight-2d", "possible", "with an engine"),
+    "AttributeError: 'NoneType' object has no attribute 'absmax'": (
+        "quant-state-none",
+        "possible",
+        "unsloth_zoo",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_who_imports_or_calls(said: str) -> None:
+    code, certainty, cure = SAID[said]
+    found = first(said)
+    assert (found.code, found.certainty) == (code, certainty) and cure in found.remedy.en
