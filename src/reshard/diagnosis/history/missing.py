@@ -115,13 +115,16 @@ def _attribute(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
 
 def _name(found: Table, module: str, name: str, shown: str) -> Missing:
     presence = found.name(module, name)
-    new = _RENAMED.get(f"{module}.{name}")
-    instead = f"from {module} import {new}" if new else _moved(presence, name, module)
+    instead = _REPLACED.get(f"{module}.{name}") or _moved(presence, name, module)
     return Missing(shown, presence, instead, f"{module}:{name}")
 
 
-_RENAMED = {"peft.prepare_model_for_int8_training": "prepare_model_for_kbit_training"}
-"""Functions under a new name, which the tables cannot know."""
+_REPLACED = {
+    "peft.prepare_model_for_int8_training": "from peft import prepare_model_for_kbit_training",
+    "transformers.AdamW": "from torch.optim import AdamW",
+    "trl.DataCollatorForCompletionOnlyLM": "SFTConfig(..., completion_only_loss=True)",
+}
+"""Names that others replace, which the tables cannot know."""
 
 
 def _moved(presence: Presence, name: str, module: str) -> str | None:
