@@ -26,7 +26,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     ),
     "script-device-map": (
         *("device-map-distributed", "device-map-zero3", "dtensor-mixed-cat-ddp", "dtensor-ddp"),
-        *("dtensor-mixed-copy", "dtensor-sharded-then-ddp", "devices-mixed", "device-cpu"),
+        *("dtensor-mixed-copy", "dtensor-sharded-then-ddp", "devices-mixed"),
         *("dtensor-mixed-cat", "dtensor-mixed", "dtensor-mixed-clip", "dtensor-mixed-submodule"),
         *("data-parallel-spread-model", "quantized-other-device"),
     ),
