@@ -12,8 +12,8 @@ from reshard.diagnosis.rules import told
 MOST = 6
 """Maximum lines of a description: longer texts are logs."""
 _LOGGED = re.compile(
-    r"\d\d:\d\d:\d\d|Error: |\b(?:INFO|DEBUG|WARNING|ERROR)\b|^[ \t]{0,20}[$#>]|\d%|['\"]?loss['\"]?\s*[:=]"
-    r"|^[ \t]{0,20}(?:\{|File \")",
+    r"\d\d:\d\d:\d\d|Error:(?: |$)|\b(?:INFO|DEBUG|WARNING|ERROR)\b|^[ \t]{0,20}(?:[$#>{\[]|File \"|\*{3} )|\d%"
+    r"|\b(?:loss|rate|accuracy)['\"]?\s*[:=]|\.(?:py|cu|cpp|cc|h):\d",
     re.MULTILINE,
 )
 """What programs print: such a text is no description."""
