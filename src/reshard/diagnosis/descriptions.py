@@ -9,8 +9,9 @@ from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.log import Log
 from reshard.diagnosis.rules import told
 
-MOST = 6
-"""Maximum lines of a description: longer texts are logs."""
+MOST, MOST_TITLED = 6, 60
+"""Maximum lines of a description, and of one below a title: longer texts are logs."""
+_TITLE = re.compile(r"^\W*(?i:bug|question|issue|help|求助|问题)\b|[?？]\s*$")
 _LOGGED = re.compile(
     r"\d\d:\d\d:\d\d|Error:(?: |$)|\b(?:INFO|DEBUG|WARNING|ERROR)\b|^[ \t]{0,20}(?:[$#>{\[]|File \"|\*{3} )|\d%"
     r"|\b(?:loss|rate|accuracy)['\"]?\s*[:=]|\.(?:py|cu|cpp|cc|h):\d",
@@ -29,7 +30,10 @@ def of_description(log: Log) -> Finding | None:
     """The finding for a short text in which a person says that a run fails; None for other texts."""
     lines = [line for line in log.lines if line.text.strip()]
     text = "\n".join(line.text for line in lines)
-    if not 0 < len(lines) <= MOST or _LOGGED.search(text) or not _FAILS.search(text):
+    title = lines[0].text if lines else ""
+    is_titled = not _LOGGED.search(title) and bool(_TITLE.search(title) or _FAILS.search(title))
+    is_short = len(lines) <= MOST and not _LOGGED.search(text)
+    if not (is_short or (is_titled and len(lines) <= MOST_TITLED)) or not _FAILS.search(text):
         return None
     place = Place.of(log.name, lines[0].number, lines[0].text)
     entry = next((each for each in catalogue().values() if _describes(text, each)), None)
