@@ -82,9 +82,14 @@ def _hit(entry: Entry, log: Log, root: Traceback | None, whole: _Passage, live: 
         for name, specifier in entry.versions.items()
         if name in log.versions and _inside(log.versions[name], specifier)
     ]
-    apart = shown or affected or any(pattern.search(beside) for pattern in entry.needs)
+    apart = shown or affected or any(_tells_apart(pattern, beside) for pattern in entry.needs)
     specificity = Specificity.TOLD_APART if apart else Specificity.MESSAGE
     return _Hit(entry, line, is_root, specificity, (*first, *shown, *affected))
+
+
+def _tells_apart(need: re.Pattern[str], beside: str) -> bool:
+    """Whether something beside a message is what its entry requires. That nothing is there says little."""
+    return need.search(beside) is not None and need.search("") is None
 
 
 def _candidate(hit: _Hit, alike: list[_Hit], log: Log, root: Traceback | None) -> Candidate:
