@@ -1,4 +1,4 @@
-"""Remedies that a message names itself: packages to install, a setting or a call."""
+"""Remedies that a message names itself: packages to install, a setting or a call, or what reshard says to do."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator
 
 from reshard.diagnosis.failures import CUT_OFF, EXIT
-from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.history.table import ROOTS
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.packages import installed_for
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import told_at
 from reshard.diagnosis.sentences import asks
+from reshard.diagnosis.words import words
 
 _INSTALL = re.compile(
     r"(?P<quote>[`'\"“]?)\bpip3? install (?P<args>[^`“”\n]{1,300})"
@@ -177,3 +178,21 @@ def of_setting(root: Traceback, log: Log) -> Finding | None:
     problem = re.split(r"(?<=[.!;])\s+|, (?=please )", line.strip())[0].rstrip(".")
     values = {"title": clipped(problem, 160), "asked": clipped(asked, 600), "said": clipped(first.said, 600)}
     return told_at(("message-names-cure", values), log.name, first.last, first.said)
+
+
+_OWN = re.compile(
+    r"\breshard(?:\.base)?\.errors\.ReshardError: (?P<title>[^\n]{1,400})"
+    r"(?P<fields>(?:\n\s+(?:tensor|file|rule|expected|found): [^\n]*)*)(?:\n\s+remedy: (?P<cure>[^\n]*))?"
+)
+
+
+def of_reshard(root: Traceback, log: Log) -> Finding | None:
+    """What an error of reshard says about itself: its fields, and what to do."""
+    match = _OWN.search(root.said)
+    if match is None:
+        return None
+    fields = [clipped(line.strip(), 400) for line in match["fields"].split("\n") if line.strip()]
+    why = Text.same("\n".join(fields)) if fields else words("reshard-refused-why")
+    cure = Text.same(match["cure"]) if match["cure"] else words("reshard-refused-cure")
+    values = {"title": match["title"], "why": why, "cure": cure}
+    return told_at(("reshard-refused", values), log.name, root.last, root.said)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from reshard.diagnosis import absent, arguments, divisors, newweights, shapes, shortages
-from reshard.diagnosis.advice import of_packages, of_setting
+from reshard.diagnosis.advice import of_packages, of_reshard, of_setting
 from reshard.diagnosis.artefacts import mixed_up
 from reshard.diagnosis.askers import of_pair, of_submodule
 from reshard.diagnosis.attributes import of_attribute, of_none
@@ -51,7 +51,7 @@ def _of_exception(ask: Callable[[Traceback, Log], Told | None]) -> Recogniser:
 
 
 RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
-    Specificity.CONTENT: frozenset({mixed_up, bypassed, sharded}),
+    Specificity.CONTENT: frozenset({mixed_up, bypassed, sharded, of_reshard}),
     Specificity.NUMBERS: frozenset(
         {
             *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, arguments.of_arguments),

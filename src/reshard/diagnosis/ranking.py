@@ -40,7 +40,7 @@ class Specificity(IntEnum):
     NUMBERS = 6
     """Values that were computed with: shapes, divisors, bytes, ranks."""
     CONTENT = 7
-    """Files that were given for others."""
+    """Files that were given for others, or a failure that says itself what it is."""
 
 
 @dataclass(frozen=True)

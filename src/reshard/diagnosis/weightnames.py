@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -108,7 +109,9 @@ def of_names(root: Traceback, log: Log) -> Finding | None:
         "missing": ", ".join(names.missing[:2]) or "–",
         "unexpected": ", ".join(names.unexpected[:2]) or "–",
     }
-    return told(f"names-{kind}", [place], {**shown, **values}, certainty="likely")
+    found = told(f"names-{kind}", [place], {**shown, **values}, certainty="likely")
+    way = _way_of(root)
+    return replace(found, remedy=Text.lines([way, found.remedy])) if way else found
 
 
 _CONVERTS = re.compile(r"(?i)/[\w-]*(?:conver[ts]|export|reshap|merge|split|loader|saver)[\w-]*\.py:")
@@ -153,7 +156,7 @@ _PLACES = (
 """What a name is that a model's class does not have. The first match counts."""
 
 
-def way_of(root: Traceback) -> Text | None:
+def _way_of(root: Traceback) -> Text | None:
     """The remedy for the one name that an engine's model class does not have, if the name shows it."""
     match = _NO_PLACE.search(root.said)
     kind = match and next((kind for kind, pattern in _PLACES if pattern.search(match["name"])), None)
