@@ -1,4 +1,4 @@
-"""Findings computed from failures that no entry knows: of linkers, compilers, resolvers, checks."""
+"""Findings computed from failures that no entry knows: of linkers, resolvers, releases."""
 
 from __future__ import annotations
 
@@ -52,45 +52,6 @@ def test_a_symbol_of_cuda_is_not_of_torch() -> None:
     said = f"ImportError: {SITE}/nvidia/cusparse/lib/libcusparse.so.12: undefined symbol: __nvJitLinkAddData_12_1"
     assert first(*raised(said)).code == "cuda-libraries-mixed"
     assert first(*raised(f"ImportError: {SITE}/frob/_C.so: undefined symbol: frob_new")).code == UNKNOWN
-
-
-MISSING = {
-    "csrc/aio.h:18:10: fatal error: libaio.h: No such file or directory": ("header-missing", "libaio-dev"),
-    "/x/common.cuh:9:10: fatal error: cusparse.h: No such file or directory": ("header-missing", "CUDA_HOME"),
-    "FileNotFoundError: [Errno 2] No such file or directory: '/usr/local/cuda/bin/nvcc'": (
-        "program-missing",
-        "CUDA_HOME",
-    ),
-    "subprocess.CalledProcessError: Command '['which', 'c++']' returned non-zero exit status 1.": (
-        "program-missing",
-        "build-essential",
-    ),
-    "RuntimeError: Ninja is required to load C++ extensions (pip install ninja to get it)": (
-        "program-missing",
-        "install ninja",
-    ),
-    "run.sh: line 4: torchrun: command not found": ("program-missing", "torch.distributed.run"),
-    "RuntimeError: frob was requested, but nvcc was not found.  Are you sure?": (
-        "program-missing",
-        "CUDA_HOME",
-    ),
-}
-
-
-@pytest.mark.parametrize("said", MISSING)
-def test_what_is_missing_is_named_with_what_brings_it(said: str) -> None:
-    identifier, cure = MISSING[said]
-    found = first(*raised(said)) if "Error: " in said and "fatal" not in said else first("building", said)
-    assert found.code == identifier and cure in found.remedy.en
-
-
-def test_a_compiler_that_failed_is_told_with_its_own_words() -> None:
-    """As triton raises it: the compiler's words are above the traceback."""
-    code = "import subprocess, sys; subprocess.check_call(['gcc', 'nowhere.c', '-o', 'x'])"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    found = diagnose_text("log", ran.stderr)[0]
-    assert found.code == "command-failed" and found.message.en == "gcc failed"
-    assert "nowhere.c: No such file or directory" in found.rule.en
 
 
 def test_a_launcher_that_failed_is_no_compiler() -> None:
@@ -150,42 +111,7 @@ def test_pip_itself_says_so(tmp_path: Path) -> None:
     assert "frob>=2" in found.rule.en and "frob<2" in found.rule.en
 
 
-def test_a_build_in_an_environment_of_its_own_lacks_torch() -> None:
-    said = f"""\
-Collecting flash-attn
-  Using cached flash_attn-2.5.9.tar.gz (2.6 MB)
-  error: subprocess-exited-with-error
-  × python setup.py egg_info did not run successfully.
-  │ exit code: 1
-  ╰─> [6 lines of output]
-      Traceback (most recent call last):
-        File "<string>", line 2, in <module>
-        File "{SITE}/setup.py", line 9, in <module>
-          import torch
-      ModuleNotFoundError: No module named 'torch'
-      [end of output]
-error: metadata-generation-failed
-"""
-    found = diagnose_text("log", said)[0]
-    assert found.code == "build-isolation" and "--no-build-isolation flash-attn" in found.remedy.en
-
-
-# ----------------------------------------------------------------------------------------- checks, and whose fault
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "AssertionError: frob_size must match the number of frobs",
-        "ValueError: --frob must be used together with --nicate",
-        "RuntimeError: frobs are only supported with nicate",
-        "ValueError: frob and nicate are not compatible",
-    ],
-)
-def test_a_check_states_its_own_cure(said: str) -> None:
-    found = first(*raised(said, f"{SITE}/frob/a.py"))
-    assert (found.code, found.certainty) == ("requirement-not-met", "possible")
-    assert said.partition(": ")[2] in found.remedy.en
+# ----------------------------------------------------------------------------------- releases, and whose fault
 
 
 def test_a_message_that_states_no_condition_stays_unknown() -> None:
@@ -205,9 +131,9 @@ def test_arguments_by_position_have_a_history_too() -> None:
     found = first(*raised(said, f"{SITE}/transformers/trainer.py"))
     assert found.code == "api-came-later" and "'trl>=0.13.0'" in found.remedy.en
     own = said.replace("DPOTrainer.log", "MyTrainer.log")
-    assert first(*raised(own, f"{SITE}/transformers/trainer.py")).code == "trainer-old-signature"
+    assert first(*raised(own, f"{SITE}/transformers/trainer.py")).code == UNKNOWN
     override = said.replace("DPOTrainer.log", "Trainer.log")  # of a subclass with the name of its base
-    assert first(*raised(override, f"{SITE}/transformers/trainer.py")).code == "trainer-old-signature"
+    assert first(*raised(override, f"{SITE}/transformers/trainer.py")).code == UNKNOWN
 
 
 def test_the_oldest_release_that_was_read_need_not_be_the_first_with_a_name() -> None:
@@ -254,7 +180,7 @@ def test_a_model_type_of_no_transformers_is_not_said_to_be_too_new() -> None:
     )
     assert found.code == "model-type-of-none" and "trust_remote_code" in found.remedy.en
     known = first(*raised("KeyError: 'qwen3'", f"{SITE}/transformers/models/auto/configuration_auto.py"))
-    assert known.code == "hf-unknown-architecture" and "'transformers>=4.51.0'" in known.remedy.en
+    assert known.code == "api-came-later" and "'transformers>=4.51.0'" in known.remedy.en
 
 
 REQUIRED = {
@@ -274,32 +200,6 @@ def test_a_release_that_is_required_is_what_pip_installs(said: str) -> None:
     assert ("nicate requires" in found.message.en) == ("nicate" in said and "pkg_resources" in said)
 
 
-def test_a_name_of_another_python() -> None:
-    said = "ImportError: cannot import name '{}' from '{}' (/home/user/venv/lib/python{}/{}.py)"
-    older = first(*raised(said.format("ParamSpec", "typing", "3.9", "typing")))
-    assert older.code == "python-release" and "a newer Python" in older.rule.en
-    newer = first(*raised(said.format("Mapping", "collections", "3.12", "collections/__init__")))
-    assert newer.code == "python-release" and "an older Python" in newer.rule.en
-
-
-def test_whose_value_is_of_another_type() -> None:
-    said = "AttributeError: 'list' object has no attribute 'items'"
-    outer = f'  File "{SITE}/nicate/b.py", line 9, in g\n    f()'
-    lines = raised(said, f"{SITE}/frob/a.py")
-    assert "code of" not in first(*lines).remedy.en
-    other = first(lines[0], outer, *lines[1:])
-    assert other.code == "value-of-another-type" and "nicate passes it" in other.rule.en
-    own = first(lines[0], '  File "/home/user/train.py", line 2, in <module>\n    f()', *lines[1:])
-    assert "/home/user/train.py:2 <module>" in own.rule.en
-    assert first(*raised(said)).code != "value-of-another-type"
-
-
-def test_a_host_that_is_not_reached() -> None:
-    said = "x:7:9 [0] misc/socket.cc:4 NCCL WARN Net : Connect to 10.0.0.9<4000> failed : Connection refused"
-    found = first("RuntimeError: Socket Timeout", said)
-    assert found.code == "host-unreachable" and "10.0.0.9" in found.message.en
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -316,7 +216,7 @@ def test_what_python_says_counts_without_the_name_of_its_exception(said: str) ->
 def test_an_assertion_without_its_exception_is_taken_by_its_source() -> None:
     lines = raised("", f"{SITE}/frob/a.py", "assert len(frobs) == 1")[1:3]
     found = first(*lines)
-    assert found.code == "requirement-not-met" and found.certainty == "possible"
+    assert found.code == UNKNOWN and "assert len(frobs) == 1" in found.rule.en
 
 
 def test_a_bare_heading_is_no_failure() -> None:
