@@ -1,4 +1,4 @@
-"""Causes computed from the words of a failure, one by one: parts that failed, hangs, releases, what hides a cause."""
+"""Causes computed from the words of a failure, one by one: hangs, releases, what hides a cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from reshard.diagnosis import logs
 from reshard.diagnosis.finding import UNKNOWN
@@ -15,28 +14,6 @@ from reshard.diagnosis.rules import rules
 from tests.doctor.test_classes import LOAD, SITE, first, raised
 
 SOURCE = Path(str(logs.__file__)).parent
-PARTS = {
-    "ValueError: Cannot find any of ['frobs'] in the model's quantization config": "--dtype bfloat16",
-    "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\nRuntimeError: frob": "TORCHDYNAMO_DISABLE=1",
-    raised(
-        "AssertionError: {'id': 2}",
-        "assert a, b",
-        f"{SITE}/deepspeed/runtime/zero/partitioned_param_coordinator.py",
-    ): "set_z3_leaf_modules",
-    "RuntimeError: disagreement between rank0 and rank1: rank0: [4], rank1: [5]": "set_z3_leaf_modules",
-    raised(
-        "KeyError: 'frob'", "md = m[fqn]", f"{SITE}/torch/distributed/checkpoint/default_planner.py"
-    ): "allow_partial_load",
-    "mlflow.exceptions.MissingConfigException: Yaml file 'mlruns/0/meta.yaml' does not exist.": "report",
-    "RuntimeError: ptrDesc->finalize()": "LD_LIBRARY_PATH",
-    "RuntimeError: CUDA error: unspecified launch failure": "dmesg",
-    "The installed version of bitsandbytes was compiled without GPU support.": "bitsandbytes",
-    "RuntimeError: Unsloth: Please file a bug report! Error patching SFTTrainer": "unsloth unsloth_zoo",
-    raised(
-        "RuntimeError: Loading lora /out/frob failed", "f()", f"{SITE}/vllm/lora/worker_manager.py"
-    ): "--merge",
-    "int deepspeed_io_handle_t::wait(): Assertion `_num_pending_ops > 0' failed.": '"device": "cpu"',
-}
 
 
 def test_keys_of_a_training_run_or_of_a_newer_release_are_told_apart() -> None:
@@ -56,18 +33,11 @@ def test_an_entry_of_a_checkpoint_that_is_no_tensor() -> None:
 
 def test_an_argument_of_other_releases_comes_with_their_range() -> None:
     found = first("ValueError: remaining_argv: ['--train_type', 'lora']")
-    assert found.code == "unknown-argument" and "up to 4.0.4: it is `--tuner_type` now" in found.remedy.en
+    assert found.code == "unknown-key" and "up to 4.0.4: it is `--tuner_type` now" in found.rule.en
     later = first("ms-swift==4.6.0\nValueError: remaining_argv: ['--sft_type', 'lora']")
-    assert "up to 2.6.1: it is `--tuner_type" in later.remedy.en
-    assert (
-        "3.0.0" not in first("ValueError: remaining_argv: ['--train_type', 'lora', '--frob', '1']").remedy.en
-    )
-
-
-def test_what_must_be_absent_in_a_condition_is_given_twice() -> None:
-    said = 'assert config is None, "We were given two configs"'
-    found = first(raised("AssertionError: We were given two configs", said, f"{SITE}/deepspeed/__init__.py"))
-    assert "`config` has to be absent" in found.remedy.en and "issues" in found.remedy.en
+    assert "up to 2.6.1: it is `--tuner_type" in later.rule.en
+    both = first("ValueError: remaining_argv: ['--train_type', 'lora', '--frob', '1']")
+    assert "4.0.4" not in both.rule.en
 
 
 def test_a_hang_that_torch_reports_without_a_collective() -> None:
@@ -96,12 +66,6 @@ def test_what_a_shell_says_after_a_script_died_is_no_progress() -> None:
     assert not diagnose_text("log", f"{died}\n{{'loss': 0.3, 'epoch': 1.0}}\ntraining finished")
 
 
-@pytest.mark.parametrize("text", PARTS, ids=lambda text: text[-60:])
-def test_the_part_that_failed_has_a_way_around_it(text: str) -> None:
-    found = first(text)
-    assert (found.code, found.certainty) == ("part-failed", "possible") and PARTS[text] in found.remedy.en
-
-
 def test_what_follows_from_nothing_stays_unknown() -> None:
     for said in ("RuntimeError: the frob is gone", "KeyError: 'frob'", "ValueError: frob [1, 2]"):
         assert first(raised(said)).code == UNKNOWN
@@ -113,20 +77,6 @@ def test_a_lazy_import_is_told_as_what_it_wraps() -> None:
     )
     assert first(f"{wrapped}\nNo module named 'mergekit'").code == "module-not-found"
     assert first(f"{wrapped}\nmodule 'numpy' has no attribute 'typeDict'").code == "gone-before"
-
-
-def test_what_two_ranks_print_at_once_is_told_once() -> None:
-    found = first(raised("KeyErrorKeyError: : 'prompt'", 'x = feature["prompt"]'))
-    assert found.code == "key-record"
-
-
-def test_frames_of_a_notebook_in_a_browser_are_read() -> None:
-    frame = f"[{SITE}/transformers/models/vit/modeling_vit.py](https://localhost:8080/#) in forward(self, pixel_values)"
-    code = "--> 117         batch_size, num_channels, height, width = pixel_values.shape"
-    found = first(
-        f"{frame}\n    116 \n{code}\n    118 \n\nValueError: too many values to unpack (expected 4)"
-    )
-    assert found.code == "dimensions-differ" and "modeling_vit.py forward" in found.rule.en
 
 
 def test_a_package_is_updated_that_fails_in_itself_on_windows_too() -> None:
@@ -151,14 +101,6 @@ SURE = ("env-", "script-", "config-", "checkpoint-", "launch-", "sharded-", "grp
 """Rules that are certain by default: those that read environments, files and scripts."""
 
 
-def test_parts_are_told_in_both_languages() -> None:
-    parts = yaml.safe_load((SOURCE / "parts.yaml").read_text(encoding="utf-8"))
-    for part in parts:
-        assert re.compile(part["said"]) and re.compile(part["frames"])
-        for key in ("what", "way"):
-            assert re.search("[\u4e00-\u9fff]", part[key]["zh"]) and part[key]["en"].isascii()
-
-
 OF_RELEASES = {
     raised("KeyError: 'roberta'", 'kind = CONFIG_MAPPING[config_dict["model_type"]]'): (
         "model-type-of-later",
@@ -180,26 +122,6 @@ OF_RELEASES = {
         "attribute-of-other",
         "PeftModel.from_pretrained",
     ),
-    "datasets.arrow_writer.SchemaInferenceError: Please pass `features` or at least one": (
-        "data-files-empty",
-        "git lfs",
-    ),
-    "ImportError: cannot import name 'builder' from 'google.protobuf.internal'": (
-        "protobuf-older",
-        "protobuf>=3.20",
-    ),
-    r"ValueError: Error parsing line b'\x0e' in /home/user/llama/tokenizer.model": (
-        "tokenizer-as-tiktoken",
-        "sentencepiece",
-    ),
-    "AssertionError\n--save-path: command not found\n--steps: command not found": (
-        "command-broken-off",
-        "` \\`",
-    ),
-    "IOError: [RayletClient] Unable to register worker with raylet.": (
-        "ray-worker-not-registered",
-        "ray stop",
-    ),
 }
 
 
@@ -210,28 +132,14 @@ def test_releases_and_formats(said: str) -> None:
     assert found.code == code and cure in found.remedy.en
 
 
-def test_a_message_alone_is_a_failure() -> None:
-    text = (
-        "Couldn't instantiate the backend tokenizer from one of:\n(1) a serialization file,\n(2) a slow tokenizer.\n"
-        "You need to have sentencepiece installed to convert a slow tokenizer to a fast one."
-    )
-    assert first(text).code == "tokenizer-as-tiktoken"
-
-
-def test_a_hint_of_the_message_goes_first() -> None:
+def test_a_hint_of_the_message_is_its_cure() -> None:
     found = first("ValueError: No FSDP parameters. HINT: Create the optimizer after the model.")
-    assert found.remedy.en.index("Create the optimizer") < found.remedy.en.index("fsdp_version")
+    assert "> HINT: Create the optimizer after the model." in found.remedy.en
 
 
 def test_a_list_of_names_that_was_cut_off() -> None:
     text = LOAD + 'Missing key(s) in state_dict: "a.layers.12.k.weight", "a.layers.12.k.bias", "a.layers.'
     assert first(text).code == "names-layers-of-model"
-
-
-def test_a_library_that_the_linker_lacks() -> None:
-    ninja = "subprocess.CalledProcessError: Command '['ninja', '-v']' returned non-zero exit status 1."
-    found = first("/usr/bin/ld: cannot find -lcurand\n[rank0]: " + raised(ninja).replace("\n", "\n[rank0]: "))
-    assert found.code == "library-not-linked" and "libcurand.so" in found.remedy.en
 
 
 def test_a_model_that_was_packed_when_it_was_loaded() -> None:
