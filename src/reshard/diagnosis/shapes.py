@@ -106,12 +106,7 @@ _HIDDEN = "hidden"
 _SHARDS = ("shard", "model-shard")
 
 
-OF_ENTRY = {
-    "peft-size-mismatch-rank": {"rank"},
-    "peft-size-mismatch-vocab": {"rows"},
-    "hf-size-mismatch-vocab": {"rows"},
-    "zero3-size-0": {"placeholder"},
-}
+OF_ENTRY = {"zero3-size-0": {"placeholder"}}
 """The classes that catalogue entries cover."""
 
 
