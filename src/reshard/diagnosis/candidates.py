@@ -7,6 +7,7 @@ each explains and how specific it is, so their order here means nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from reshard.diagnosis import absent, arguments, divisors, newweights, shapes, shortages
 from reshard.diagnosis.advice import of_packages, of_reshard, of_setting
@@ -20,7 +21,7 @@ from reshard.diagnosis.dtypes import of_dtypes
 from reshard.diagnosis.exits import of_exit
 from reshard.diagnosis.extensions import of_symbol
 from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
-from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.groups import bypassed, of_groups, sharded
 from reshard.diagnosis.history import messages as history
 from reshard.diagnosis.log import Log, Traceback
@@ -79,11 +80,12 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
 def candidates_of(log: Log) -> list[Candidate]:
     """All candidates for what a log shows."""
     root = first_sign(log)
-    found = of_entries(log, root)
+    found = [_with_rank(each, root, log) for each in of_entries(log, root)]
     if loading := newweights.of_loading(log):
         place = loading.places[0].line or 0
         covers = frozenset(newweights.ENTRIES)
-        found.append(Candidate(loading, Explains.WARNING, Specificity.MESSAGE, place, covers))
+        explains = Explains.FIRST if root and root.first <= place <= root.end else Explains.WARNING
+        found.append(Candidate(loading, explains, Specificity.MESSAGE, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in found):
         root = shortages.last_words(log)
         told = absent.of_log(log) if root is None else None
@@ -92,6 +94,14 @@ def candidates_of(log: Log) -> list[Candidate]:
     if is_told and not found and (described := of_description(log)):
         found.append(Candidate(described, Explains.FIRST, Specificity.KIND, described.places[0].line or 0))
     return [*found, *(_at_first(root, log) if root else ())]
+
+
+def _with_rank(entry: Candidate, root: Traceback | None, log: Log) -> Candidate:
+    """An entry for two ranks on one GPU, with what the command line has to do with that."""
+    first = shortages.alike(root, log) if root and entry.finding.code == "dup-gpu" else None
+    if first is None:
+        return entry
+    return replace(entry, finding=replace(entry.finding, remedy=Text.lines([first, entry.finding.remedy])))
 
 
 def _at_first(root: Traceback, log: Log) -> Iterator[Candidate]:

@@ -29,7 +29,6 @@ class Shortage:
 
     kind: str
     numbers: Numbers
-    """Catalogue entries that are less specific."""
 
     @property
     def is_memory(self) -> bool:
