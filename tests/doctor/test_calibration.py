@@ -29,7 +29,7 @@ def test_the_text_alone_is_not_sure_where_an_entry_names_what_tells_it_apart() -
 
 
 def test_what_explains_another_failure_than_the_first_is_not_sure() -> None:
-    entry = ENTRIES["kw-removed"]
+    entry = ENTRIES["tok5"]
     found = diagnose_text("log", f"{CALL}FrobError: no frob\n\n{entry.excerpt}")
     assert all(each.certainty != "sure" for each in found if each.code == entry.id)
 
@@ -46,19 +46,19 @@ def test_a_pattern_does_not_join_a_listing_with_an_exception() -> None:
     assert diagnose_text("log", f"{of_model}{said}")[0].code == "hf-remote-code-too-old"
 
 
-@pytest.mark.parametrize("entry", ["kw-removed", "hf-missing-shard", "cuda-out-of-memory"])
+@pytest.mark.parametrize("entry", ["tok5", "hf-missing-shard", "cuda-out-of-memory"])
 def test_a_failure_that_the_run_got_over_is_none(entry: str) -> None:
     assert diagnose_text("log", f"{ENTRIES[entry].excerpt}\n{STEP}\n{STEP}") == []
 
 
 def test_a_failure_counts_if_the_launcher_says_that_a_process_failed() -> None:
     ended = "E0301 09:11:12.345678 4711 api.py:869] failed (exitcode: 1) local_rank: 5 (pid: 452) of binary: python"
-    assert diagnose_text("log", f"{ENTRIES['kw-removed'].excerpt}\n{STEP}\n{ended}")[0].code == "kw-removed"
+    assert diagnose_text("log", f"{ENTRIES['tok5'].excerpt}\n{STEP}\n{ended}")[0].code == "tok5"
 
 
 def test_a_loading_bar_is_no_sign_that_a_run_went_on() -> None:
     bar = "INFO:root:Loading checkpoint shards: 100%|##########| 14/14 [00:07<00:00,  1.87it/s]"
-    assert diagnose_text("log", f"{ENTRIES['kw-removed'].excerpt}\n{bar}")[0].code == "kw-removed"
+    assert diagnose_text("log", f"{ENTRIES['tok5'].excerpt}\n{bar}")[0].code == "tok5"
 
 
 LAST_WORDS = [
@@ -106,7 +106,7 @@ def test_entries_that_share_hardly_a_word_are_not_near() -> None:
 
 # -------------------------------------------------------------------------------------- messages that are not whole
 
-SHARED = 0.92
+SHARED = 0.95
 """Required share of entries with long enough messages; other messages begin like those of another entry."""
 
 
@@ -121,17 +121,17 @@ SHARED = 0.92
 )
 def test_the_beginning_of_a_message_names_its_entry(quoted: Callable[[list[str]], str]) -> None:
     known = {name: _message(ENTRIES[name]).split() for name in _messages()}
-    assert len(known) > 150
+    assert len(known) > 80
     missed = [
         name for name, words in known.items() if name not in [each.id for each, _ in begun(quoted(words))]
     ]
     assert len(missed) < (1 - SHARED) * len(known), missed
 
 
-def test_a_message_that_is_cut_is_likely_and_one_that_goes_on_otherwise_is_another() -> None:
+def test_a_message_that_is_cut_is_possible_and_one_that_goes_on_otherwise_is_another() -> None:
     cut = "You can't train a model that has been loaded with device_map='auto'"
     (found,) = diagnose_text("log", f"微调报错 {cut},怎么办")
-    assert (found.code, found.certainty) == ("device-map-distributed", "likely")
+    assert (found.code, found.certainty) == ("device-map-distributed", "possible")
     assert diagnose_text("log", f"ValueError: {cut} on a frob")[0].code == UNKNOWN
 
 
@@ -147,7 +147,7 @@ def test_a_message_that_is_cut_is_likely_and_one_that_goes_on_otherwise_is_anoth
         ("Watchdog caught collective operation timeout", "hang-nccl"),
         (
             "Some specified arguments are not used by the HfArgumentParser: ['--overlap_com']",
-            "unknown-argument",
+            "unknown-key",
         ),
         ("When I train I get 'frob' from a wibble, any ideas?", UNKNOWN),
         ("NCCL error in: a.cpp:1331, unhandled system error (run with NCCL_DEBUG=INFO for details)", UNKNOWN),
@@ -166,7 +166,7 @@ def test_a_message_that_says_what_one_cannot_do_is_no_advice() -> None:
 def test_a_file_that_is_missing_is_no_entry_by_itself(path: str) -> None:
     said = f"{CALL}FileNotFoundError: [Errno 2] No such file or directory: '{path}'"
     found = diagnose_text("log", said)[0]
-    assert found.code in ("file-missing", "file-relative") and path in found.message.en
+    assert found.code == UNKNOWN and path in found.rule.en
 
 
 def test_a_keyword_that_is_the_newer_one_is_not_said_to_be_removed() -> None:
@@ -179,7 +179,7 @@ def test_exceptions_that_are_not_called_errors_are_seen() -> None:
     said = (
         "pyarrow.lib.ArrowInvalid: Could not convert 'a' with type str: tried to convert to int64\nx\ny\nz\nw"
     )
-    assert diagnose_text("log", said)[0].code == "data-mixed-types"
+    assert "ArrowInvalid" in diagnose_text("log", said)[0].rule.en
 
 
 @pytest.mark.parametrize(
