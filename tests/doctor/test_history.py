@@ -43,17 +43,17 @@ def first(*targets: Path) -> Finding:
 
 SAID = {
     "trl-name-later": ("api-came-later", "'trl>=0.14.0'", "trl 0.9.6"),
-    "trl-name-gone": ("import-removed", "'trl>=0.11.0,<0.13.0'", "trl 0.24.0"),
+    "trl-name-gone": ("api-between", "'trl>=0.11.0,<0.13.0'", "trl 0.24.0"),
     "trl-keyword-later": ("api-came-later", "'trl>=0.16.0'", "trl 0.9.6"),
-    "trl-keyword-gone": ("kw-removed", "'trl<0.20.0'", "trl 0.24.0"),
-    "trl-inherited-keyword-gone": ("kw-removed", "'transformers<4.51.0'", "transformers 4.51.3"),
+    "trl-keyword-gone": ("api-is-gone", "'trl<0.20.0'", "trl 0.24.0"),
+    "trl-inherited-keyword-gone": ("api-is-gone", "'transformers<4.51.0'", "transformers 4.51.3"),
     "accelerate-keyword-later": ("api-came-later", "'accelerate>=0.28.0'", "accelerate 0.27.2"),
     "accelerate-keyword-gone": ("api-is-gone", "'accelerate<1.0.0'", "accelerate 1.4.0"),
     "accelerate-attribute-later": ("api-came-later", "'accelerate>=1.10.0'", "accelerate 0.27.2"),
     "hub-name-gone": ("api-is-gone", "'huggingface-hub<0.26.0'", "huggingface_hub 0.30.2"),
     "peft-of-another-transformers": ("api-between", "'peft>=0.18.0'", "transformers 5.23.0"),
     "transformers-module-later": ("api-came-later", "'transformers>=4.51.0'", "transformers 4.40.2"),
-    "transformers-model-type": ("hf-unknown-architecture", "'transformers>=4.51.0'", "transformers 4.40.2"),
+    "transformers-model-type": ("api-came-later", "'transformers>=4.51.0'", "transformers 4.40.2"),
     "transformers-method-gone": ("hf-remote-code-too-old", "'transformers<4.54.0'", "transformers 5.23.0"),
     "transformers-registry": ("api-clash", "'transformers<4.54.0'", "transformers 5.23.0"),
 }
