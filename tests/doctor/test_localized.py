@@ -6,9 +6,6 @@ from reshard.diagnosis.localized import in_english
 from reshard.diagnosis.logs import diagnose_text
 
 SAID = {
-    "llamafactory-cli: 未找到命令": "program-missing",
-    "bash: deepspeed：未找到命令": "program-missing",
-    "run.sh: 行 3: nvcc: 未找到命令": "program-missing",
     "run.sh: 第 12 行： 4711 段错误               （核心已转储） python train.py": "killed-segmentation-fault",
     "run.sh: 行 7:  4711 已杀死               python train.py": "killed-by-signal",
     "OSError: [Errno 28] 设备上没有空间: '/data/out/model.safetensors'": "disk-full",
