@@ -61,7 +61,7 @@ def test_a_checkpoint_and_a_base_are_compared(hf_model: Callable[..., Path], tmp
 def test_the_folder_of_a_run_is_read_with_its_logs_and_checkpoints(
     hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    entry = catalogue()["kw-removed"]
+    entry = catalogue()["old-gc-crash"]
     run = tmp_path / "run"
     (run / "logs" / "none_x" / "attempt_0" / "1").mkdir(parents=True)
     (run / "logs" / "none_x" / "attempt_0" / "1" / "stderr.log").write_text(entry.excerpt)
