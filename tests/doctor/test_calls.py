@@ -32,11 +32,11 @@ CALLS = {
         "RuntimeError: The size of tensor a (0) must match the size of tensor b (4096) at non-singleton dimension 1",
         "base_layer.weight.data = base_layer.weight.data + delta_weight",
     ): ("shape-empty-side", "GatheredParameters"),
-    "ModuleNotFoundError: No module named 'axolotl.frobs'": ("gone-before", "axolotl<"),
+    "ModuleNotFoundError: No module named 'deepspeed.frobs'": ("gone-before", "deepspeed<"),
     raised(
-        "ModuleNotFoundError: No module named 'axolotl.frobs'",
-        "from axolotl.frobs import frob",
-        "/home/user/axolotl/scripts/finetune.py",
+        "ModuleNotFoundError: No module named 'deepspeed.frobs'",
+        "from deepspeed.frobs import frob",
+        "/home/user/deepspeed/scripts/finetune.py",
     ): ("checkout-and-package", "pip install -e ."),
     raised(
         "AttributeError: 'FrobTrainer' object has no attribute 'sft_args'",

@@ -157,9 +157,3 @@ AttributeError: 'DeepSpeedZeroOptimizer' object has no attribute 'ipg_index'"""
     assert first(f"deepspeed==0.18.9\n{trace}").code != "engine-bypassed"
     inside = trace.replace("/home/user/train.py", f"{SITE}/deepspeed/runtime/engine.py")
     assert first(inside).code != "engine-bypassed"
-
-
-def test_the_version_of_a_twin_counts() -> None:
-    said = "TypeError: LightningCLI.__init__() got an unexpected keyword argument 'run'"
-    found = first(f"  - lightning: 1.4.9\n{raised(said, 'cli = LightningCLI(')}")
-    assert (found.code, found.certainty) == ("api-came-later", "sure")

@@ -309,12 +309,6 @@ CONFIGS = {
         "config-unknown-key",
         "num_processes: 8",
     ),
-    "Axolotl": (
-        "axolotl.yaml",
-        "base_model: m\nsequence_length: 2\nmicro_batch_sizes: 2\n",
-        "config-unknown-key",
-        "micro_batch_size: 2",
-    ),
     "ms-swift": (
         "swift.yaml",
         "model: m\ntrain_type: lora\nlora_ranks: 8\n",

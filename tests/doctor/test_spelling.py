@@ -82,10 +82,7 @@ def test_keys_are_those_of_the_programs_releases(tool: str, program: str) -> Non
     assert found and found <= known
 
 
-def test_keys_of_axolotl_and_vllm_are_those_of_their_releases() -> None:
-    known = Keys("axolotl", Versions()).known
-    command_line = {"num_processes", "main_process_port"}
-    assert keys("axolotl") - command_line <= known
+def test_keys_of_vllm_are_those_of_its_releases() -> None:
     vllm = table("vllm")
     assert vllm is not None
     engine = {key for name in vllm.raw["functions"] if "EngineArgs" in name for key in vllm.ever(name)}

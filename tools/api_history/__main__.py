@@ -21,10 +21,7 @@ from tools.api_history.collect import collect, kept_at
 from tools.api_history.index import Index
 from tools.api_history.table import table
 
-EARLIER = {
-    **dict.fromkeys(("accelerate", "peft", "transformers", "trl"), "2022-01-01"),
-    "pytorch-lightning": "2021-06-01",
-}
+EARLIER = dict.fromkeys(("accelerate", "peft", "transformers", "trl"), "2022-01-01")
 """Packages for whose early releases scripts and images are still in use."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reshard" / "api_history"
 

@@ -31,7 +31,7 @@ _LISTS = re.compile(
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _USAGE = re.compile(r"--[a-z][\w-]+")
 _FULL = re.compile(r"full_key: (?P<key>[\w.]+)")
-PROGRAMS = {tool: tool for tool in ("trl", "llamafactory", "axolotl", "accelerate")} | {"swift": "ms-swift"}
+PROGRAMS = {tool: tool for tool in ("trl", "llamafactory", "accelerate")} | {"swift": "ms-swift"}
 """Programs whose keys are known from their releases, and their tools in settings.yaml."""
 ALIKE = 0.75
 

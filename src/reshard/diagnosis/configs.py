@@ -326,7 +326,7 @@ def _program(config: ConfigText) -> str | None:
         return "accelerate"
     if _is_llamafactory(config):
         return "llamafactory"
-    if given.keys() & OF_SWIFT:
+    if given.keys() & OF_SWIFT and "base_model" not in given:
         return "ms-swift"
     return "trl" if RUN & given.keys() and not FOREIGN & given.keys() else None
 

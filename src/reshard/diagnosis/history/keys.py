@@ -38,7 +38,6 @@ SCHEMAS = {
         trains=True,
         own=("overwrite_output_dir",),  # TrainingArguments in hparams/training_args.py, 0.9.5
     ),
-    "axolotl": Schema("Axolotl", "axolotl", r"axolotl\.utils\.(?:schemas|config\.models)\b.*"),
     "ms-swift": Schema("ms-swift", "ms-swift", r"swift\..*", r"\w*(?:Arguments?|Args|Mixin)", trains=True),
 }
 _TRAINS = "@transformers:Seq2SeqTrainingArguments"

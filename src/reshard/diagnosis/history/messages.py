@@ -24,7 +24,6 @@ from reshard.diagnosis.history.missing import (
     MODULE,
     OF_NAMES,
     QUOTE,
-    TWINS,
     TYPE,
     Missing,
     checkout_of,
@@ -305,8 +304,7 @@ def of_no_release(root: Traceback, log: Log) -> Finding | None:
 def version_of(package: str, root: Traceback, log: Log) -> Version | None:
     """The version in a log, or the one installed here if the failure's files are here."""
     here = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    names = [package, *(twin for twin, of in TWINS.items() if of == package)]
-    told = next((log.versions[name] for name in names if name in log.versions), None)
+    told = log.versions.get(package)
     if told is None and any(frame.startswith(here) for frame in root.frames):
         with suppress(PackageNotFoundError):
             told = installed_version(package)

@@ -187,7 +187,6 @@ def _inherited(kind: str, name: str) -> Iterator[Missing]:
     others = (own for own in tables(ROOTS) if kind not in own.raw["attributes"])
     every = ((base, own.attribute(base, name)) for own in others for base in sorted(bases))
     found = {presence.table.package: (base, presence) for base, presence in every if presence.there}
-    found = {package: each for package, each in found.items() if TWINS.get(package) not in found}
     if len(found) == 1:
         ((base, presence),) = found.values()
         yield Missing(f"{base}.{name}", presence, of_object=True)
@@ -326,8 +325,6 @@ ASKED: tuple[Callable[[str, Traceback, Log], Iterator[Missing]], ...] = (
 
 
 OF_NAMES = (imported, _attribute, _member)
-TWINS = {"lightning": "pytorch-lightning"}
-"""A package that is also published under another name: what both have counts once."""
 
 
 def _wherever(
@@ -342,14 +339,13 @@ def _wherever(
     if not known:
         others = tables(package for package in ROOTS if package not in {*mentioned, *_PROGRAMS})
         known = [each for each in map(ask, others) if each.presence.there]
-    by_package = {each.table.package: each for each in known}  # a subclass has what its base has
-    known = [each for package, each in by_package.items() if TWINS.get(package) not in by_package]
+    known = list({each.table.package: each for each in known}.values())  # a subclass has what its base has
     if len(known) > 1 and kind:
         known = [each for each in known if each.table.name(each.table.raw["root"], kind).there]
     yield from known if len(known) == 1 else []
 
 
-_PROGRAMS = ("axolotl", "llamafactory", "ms-swift")
+_PROGRAMS = ("llamafactory", "ms-swift")
 """Packages whose classes are called only by themselves: a failure in one mentions it."""
 
 
