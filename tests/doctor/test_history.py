@@ -29,6 +29,7 @@ from reshard.diagnosis.history.calls import base_of, refused
 from reshard.diagnosis.history.table import ROOTS, Presence, Table, table
 from reshard.diagnosis.history.versions import Versions
 from tests.serving import serving
+from tools.api_history.kept import kept
 
 LOGS = Path(__file__).with_name("history")
 
@@ -446,9 +447,34 @@ def test_no_table_is_read_before_it_is_needed() -> None:
 def test_the_tables_are_small_and_dated() -> None:
     files = sorted(tables.FOLDER.glob("*.xz"))
     assert {file.name.removesuffix(".json.xz") for file in files} == set(ROOTS)
-    assert sum(file.stat().st_size for file in files) < 2_000_000
+    assert sum(file.stat().st_size for file in files) < 1_200_000
     for package in ROOTS:
         known = table(package)
         assert known is not None
         assert known.date > "2026"
         assert known.versions == sorted(known.versions, key=Version)
+
+
+def test_the_tables_have_nothing_more_to_leave_out() -> None:
+    for package in ("torch", "trl", "vllm"):
+        known = table(package)
+        assert known is not None and kept(known.raw) == known.raw
+
+
+def test_what_only_a_package_itself_uses_is_left_out() -> None:
+    content = {
+        "package": "vllm",
+        "names": {"vllm": {"0-": "LLM _C"}, "vllm.models.llama": {"0": "LlamaMLP"}},
+        "functions": {
+            "LLM.__init__": {"vllm": {"0-": "() model"}},
+            "LLM._step": {"vllm": {"0-": "() now"}},
+            "LlamaMLP.__init__": {"vllm.models.llama": {"0-": "() prefix"}},
+        },
+        "attributes": {"LLM": {"0-": "() _ids", "0": "llm_engine"}, "LlamaMLP": {"0": "()", "1-": "act"}},
+        "bases": {"LLM": {"0-": "Base"}, "LlamaMLP": {"0-": "Module"}},
+    }
+    found = kept(content)
+    assert found["names"] == {"vllm": {"0-": "LLM _C"}}
+    assert found["functions"].keys() == {"LLM.__init__"}
+    assert found["attributes"] == {"LLM": {"0-": "()", "0": "llm_engine"}}
+    assert found["bases"].keys() == {"LLM"}

@@ -1,7 +1,8 @@
 """Rebuild the API history: `python -m tools.api_history [PACKAGE …]`.
 
 Reads the releases that the package index has and the cache lacks, and writes the data in which `reshard doctor` looks
-up names. Sources are parsed, never imported. Needs pip, whose configuration names the index.
+up names. Sources are parsed, never imported. Needs pip, whose configuration names the index. With `--filter`, only
+applies what `kept.py` leaves out now to the tables that are there, and reads no release.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from reshard.diagnosis.history.table import FOLDER, ROOTS
 from tools.api_history.collect import collect, kept_at
 from tools.api_history.index import Index
+from tools.api_history.kept import kept
 from tools.api_history.table import table
 
 EARLIER = dict.fromkeys(("accelerate", "peft", "transformers", "trl"), "2022-01-01")
@@ -31,7 +33,6 @@ def main() -> int:
     parser.add_argument(
         "packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(ROOTS)}; by default all"
     )
-    three_years = (date.today() - timedelta(days=3 * 365)).isoformat()
     parser.add_argument(
         "--since",
         help="read minor versions with a release from this day on; by default of three years, or more",
@@ -41,23 +42,45 @@ def main() -> int:
     parser.add_argument(
         "--cached", action="store_true", help="make the tables of releases that were read before"
     )
+    parser.add_argument("--filter", action="store_true", help="make the tables smaller, and read no release")
     given = parser.parse_args()
     if unknown := sorted(set(given.packages) - ROOTS.keys()):
         parser.error(f"no such package: {', '.join(unknown)}")
+    packages = given.packages or list(ROOTS)
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.filter:
+        for package in packages:
+            path = path_of(given.out, package)
+            _write(path, json.loads(lzma.decompress(path.read_bytes())))
+    else:
+        since = given.since or (date.today() - timedelta(days=3 * 365)).isoformat()
+        _read(packages, given, since)
+    return 0
+
+
+def _read(packages: list[str], given: argparse.Namespace, since: str) -> None:
+    """Make tables of the releases since a day, or of more of them for packages in `EARLIER`."""
     index = Index()
     with ProcessPoolExecutor(2) as pool:
-        for package in given.packages or ROOTS:
-            releases = index.releases(package, given.since or EARLIER.get(package, three_years))
+        for package in packages:
+            earlier = since if given.since else EARLIER.get(package, since)
+            releases = index.releases(package, earlier)
             if given.cached:
                 releases = [each for each in releases if kept_at(given.cache, each).is_file()]
             found = collect(index, releases, given.cache, pool, lambda text: print(text, file=sys.stderr))
-            path = given.out / f"{package}.json.xz"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(packed({**table(package, found), "date": date.today().isoformat()}))
-            last = found[-1]
-            print(f"{package}: {found[0].version} to {last.version}, {path.stat().st_size >> 10} KiB")
+            content = {**table(package, found), "date": date.today().isoformat()}
+            _write(path_of(given.out, package), content)
     index.close()
-    return 0
+
+
+def path_of(folder: Path, package: str) -> Path:
+    return folder / f"{package}.json.xz"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_bytes(packed(kept(content)))
+    first, last = content["versions"][0], content["versions"][-1]
+    print(f"{content['package']}: {first} to {last}, {path.stat().st_size >> 10} KiB")
 
 
 def packed(content: dict[str, Any]) -> bytes:
