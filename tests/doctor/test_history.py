@@ -26,9 +26,12 @@ import reshard
 from reshard.diagnosis.finding import Finding
 from reshard.diagnosis.history import table as tables
 from reshard.diagnosis.history.calls import base_of, refused
+from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.table import ROOTS, Presence, Table, table
 from reshard.diagnosis.history.versions import Versions
+from reshard.diagnosis.logs import diagnose_text
 from tests.serving import serving
+from tools.api_history.having import names_of
 from tools.api_history.kept import kept
 
 LOGS = Path(__file__).with_name("history")
@@ -446,7 +449,7 @@ def test_no_table_is_read_before_it_is_needed() -> None:
 
 def test_the_tables_are_small_and_dated() -> None:
     files = sorted(tables.FOLDER.glob("*.xz"))
-    assert {file.name.removesuffix(".json.xz") for file in files} == set(ROOTS)
+    assert {file.name.removesuffix(".json.xz") for file in files} == {*ROOTS, "having"}
     assert sum(file.stat().st_size for file in files) < 1_200_000
     for package in ROOTS:
         known = table(package)
@@ -478,3 +481,36 @@ def test_what_only_a_package_itself_uses_is_left_out() -> None:
     assert found["functions"].keys() == {"LLM.__init__"}
     assert found["attributes"] == {"LLM": {"0-": "()", "0": "llm_engine"}}
     assert found["bases"].keys() == {"LLM"}
+
+
+def test_a_package_that_has_a_name_is_never_missed() -> None:
+    for package in ("accelerate", "peft", "trl"):
+        known = table(package)
+        assert known is not None
+        assert all(having([package], name) for name in names_of(known.raw))
+    unknown = [f"Frob{each}Config" for each in range(1000)]
+    assert sum(bool(having(["trl"], each)) for each in unknown) < 50
+
+
+OF_ONE = {
+    "attribute": "AttributeError: 'Frobnicator' object has no attribute 'frobs_of_mine'",
+    "attribute of a class": "AttributeError: 'SFTTrainer' object has no attribute 'frobnicate'",
+    "keyword": "TypeError: SFTConfig.__init__() got an unexpected keyword argument 'frobs'",
+    "positions": "TypeError: DPOTrainer.__init__() takes 1 positional argument but 9 were given",
+    "name": "ImportError: cannot import name 'Frobnicator' from 'trl' (/env/site-packages/trl/__init__.py)",
+    "module": "ModuleNotFoundError: No module named 'trl.frobs'",
+    "undefined": "NameError: name 'Frobnicator' is not defined",
+    "key": "KeyError: 'frobs'",
+    "value": "ValueError: frobs must be positive",
+}
+
+
+@pytest.mark.parametrize("case", OF_ONE)
+def test_a_log_that_names_one_package_reads_at_most_two_tables(case: str) -> None:
+    frames = (
+        '  File "/home/user/train.py", line 9, in <module>\n    trainer = make(frobs)\n'
+        '  File "/env/lib/python3.12/site-packages/trl/trainer/sft_trainer.py", line 90, in train\n    run(frobs)\n'
+    )
+    table.cache_clear()
+    diagnose_text("train.log", f"Traceback (most recent call last):\n{frames}{OF_ONE[case]}\n")
+    assert table.cache_info().misses <= 2

@@ -17,8 +17,10 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+from reshard.diagnosis.history.having import FILE
 from reshard.diagnosis.history.table import FOLDER, ROOTS
 from tools.api_history.collect import collect, kept_at
+from tools.api_history.having import bits_of
 from tools.api_history.index import Index
 from tools.api_history.kept import kept
 from tools.api_history.table import table
@@ -51,10 +53,13 @@ def main() -> int:
     if given.filter:
         for package in packages:
             path = path_of(given.out, package)
-            _write(path, json.loads(lzma.decompress(path.read_bytes())))
+            _write(path, _stored(path))
     else:
         since = given.since or (date.today() - timedelta(days=3 * 365)).isoformat()
         _read(packages, given, since)
+    paths = {package: path_of(given.out, package) for package in ROOTS}
+    filters = {package: bits_of(_stored(path)) for package, path in paths.items() if path.is_file()}
+    (given.out / FILE).write_bytes(packed(filters))
     return 0
 
 
@@ -77,6 +82,10 @@ def path_of(folder: Path, package: str) -> Path:
     return folder / f"{package}.json.xz"
 
 
+def _stored(path: Path) -> Any:
+    return json.loads(lzma.decompress(path.read_bytes()))
+
+
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_bytes(packed(kept(content)))
     first, last = content["versions"][0], content["versions"][-1]
@@ -84,7 +93,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def packed(content: dict[str, Any]) -> bytes:
-    """The bytes of a table, identical for identical content."""
+    """The bytes of a table or of the filters, identical for identical content."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from reshard.diagnosis.finding import Text
+from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.table import Table, table, tables
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.rules import Told
@@ -166,16 +167,16 @@ WRAPPERS = ("peft", "accelerate", "deepspeed", "trl")
 
 def owner_of(kind: str, name: str) -> Table | None:
     """The only package of `WRAPPERS` whose classes have an attribute, if the class that lacks it is not its own."""
-    every = list(tables(WRAPPERS))
-    if any(kind in own.raw["attributes"] for own in every):
+    if len(name) <= SHORT or any(kind in own.raw["attributes"] for own in tables(having(WRAPPERS, kind))):
         return None
-    having = [
+    known = {*having(WRAPPERS, f".{name}"), *(package for package, names in _ALSO.items() if name in names)}
+    owners = [
         own
-        for own in every
+        for own in tables(package for package in WRAPPERS if package in known)
         if name in _ALSO.get(own.package, ())
         or any(own.attribute(each, name).there for each in _PUBLIC[own.package])
     ]
-    return having[0] if len(having) == 1 and len(name) > SHORT else None
+    return owners[0] if len(owners) == 1 else None
 
 
 _PUBLIC = {
@@ -193,12 +194,14 @@ SHORT = 8
 
 def _gone(kind: str, name: str) -> dict[str, object] | None:
     """The last release of transformers whose classes had an attribute that a model's own class expects from them."""
+    if len(name) <= SHORT or not re.fullmatch(_OF_MODELS, kind) or not having(["transformers"], f".{name}"):
+        return None
     own = table("transformers")
-    if own is None or kind in own.raw["attributes"] or len(name) <= SHORT:
+    if own is None or kind in own.raw["attributes"]:
         return None
     ends = own.last_of_classes(name)
     last = max(ends, default=own.last)
-    if last == own.last or ends.count(last) < TOGETHER or not re.fullmatch(_OF_MODELS, kind):
+    if last == own.last or ends.count(last) < TOGETHER:
         return None
     return {"last": own.versions[last], "next": own.versions[last + 1]}
 
@@ -223,7 +226,9 @@ _OF_PRETRAINED = {
 
 def _is_own(kind: str) -> bool:
     """Whether a class is in no known package: one of the user's own."""
-    return not any(kind in own.raw["attributes"] for own in tables(("transformers", *WRAPPERS, "torch")))
+    return not any(
+        kind in own.raw["attributes"] for own in tables(having(("transformers", *WRAPPERS, "torch"), kind))
+    )
 
 
 _OUTPUTS = ("DynamicCache", "StaticCache", "HybridCache", "EncoderDecoderCache")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.missing import IMPORT, table_of
 from reshard.diagnosis.history.table import PACKAGES, tables
 from reshard.diagnosis.log import Log, Traceback
@@ -25,7 +26,8 @@ def of_undefined(root: Traceback, log: Log) -> Told | None:
     module = _imported_as(match["name"]) if own or not root.frames else ""
     if module and not (own and module == own[1]):
         return "name-of-optional", optional(match["name"], module.replace("_", "-"), module)
-    known = [each for each in tables(_EXPORT) if each.name(each.raw["root"], match["name"]).there]
+    exporting = tables(having(_EXPORT, match["name"]))
+    known = [each for each in exporting if each.name(each.raw["root"], match["name"]).there]
     other = next((each for each in known if own is None or each.raw["root"] != own[1]), None)
     if other:
         return "name-of-optional", optional(match["name"], other.package, other.raw["root"])

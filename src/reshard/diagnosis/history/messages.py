@@ -14,6 +14,7 @@ from packaging.version import InvalidVersion, Version
 from reshard.base.suggest import closest
 from reshard.diagnosis.askers import imports_itself
 from reshard.diagnosis.finding import Finding, Place, Text
+from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.missing import (
     ASKED,
     ATTRIBUTE,
@@ -148,11 +149,11 @@ def of_no_transformers(root: Traceback, log: Log) -> Finding | None:
 
     If none has it, it is another package's, or comes with the model's own code.
     """
-    own = table("transformers")
     for failure in (root, *([root.before] if root.before else [])):
         match = TYPE.search(failure.said)
         if match is None and MODEL_TYPES.search("\n".join([*failure.frames, failure.source])):
             match = KEY.search(failure.said)
+        own = table("transformers") if match else None
         if match and own and not own.key(match["name"]).there:
             values: dict[str, object] = {
                 "name": match["name"],
@@ -288,10 +289,10 @@ def of_no_release(root: Traceback, log: Log) -> Finding | None:
     values: dict[str, object] = {"name": match["name"], "module": match["module"], "package": own.package}
     values |= {"first": own.versions[0], "last": own.versions[-1]}
     values["near"] = words("nearest-name", name=near[0]) if near else Text.same("")
-    every = tables(dict.fromkeys((*OWNERS, *ROOTS)))
-    others = [each.raw["root"] for each in every if each.name(each.raw["root"], match["name"]).there]
-    if others:
-        values["near"] = words("name-of-other", name=match["name"], other=others[0])
+    every = tables(having(dict.fromkeys((*OWNERS, *ROOTS)), match["name"]))
+    others = (each.raw["root"] for each in every if each.name(each.raw["root"], match["name"]).there)
+    if other := next(others, None):
+        values["near"] = words("name-of-other", name=match["name"], other=other)
     elif not near and Version(own.versions[0]) >= FIRST_READ:
         values |= {"name": f"{match['module']}.{match['name']}", "update": _asking(root, own)}
         return _told("gone-before", values, "possible", own, root, log)
@@ -418,7 +419,8 @@ def _instead(found: Missing, failure: Traceback) -> Text:
 
 def _who_dropped(found: Missing) -> str | None:
     """The only package that imported a name and no longer does, if a log does not show the caller."""
-    asking = [own.package for own in tables(ROOTS) if found.target and own.dropped(found.target)]
+    packages = having(ROOTS, found.target) if found.target else []
+    asking = [own.package for own in tables(packages) if own.dropped(found.target)]
     return asking[0] if len(asking) == 1 else None
 
 

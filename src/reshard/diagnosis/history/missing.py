@@ -12,6 +12,7 @@ from packaging.version import Version
 from reshard.base.suggest import closest
 from reshard.diagnosis.finding import Text
 from reshard.diagnosis.history.calls import base_of
+from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.table import (
     NOWHERE,
     PACKAGES,
@@ -158,12 +159,13 @@ def _module_moved(presence: Presence, module: str) -> str | None:
 def _member(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     if (match := MEMBER.search(said)) and not ATTRIBUTE.search(said):
         kind, name = match["kind"], match["name"]
-        found = list(
-            _wherever(
-                root, log, lambda own: Missing(f"{kind}.{name}", own.attribute(kind, name), of_object=True)
-            )
-        )
+        ask = partial(_attribute_of, kind=kind, name=name)
+        found = list(_wherever(root, log, ask, (kind, f".{name}")))
         yield from found or _through(kind, name) or (() if kind == "NoneType" else _inherited(kind, name))
+
+
+def _attribute_of(found: Table, kind: str, name: str) -> Missing:
+    return Missing(f"{kind}.{name}", found.attribute(kind, name), of_object=True)
 
 
 def forwarded(kind: str, name: str) -> Span:
@@ -180,12 +182,16 @@ def _through(kind: str, name: str) -> list[Missing]:
 
 def _inherited(kind: str, name: str) -> Iterator[Missing]:
     """An attribute that a class inherits from a base in another package."""
-    bases = {base for own in tables(ROOTS) for base in own.ancestors(kind)}
+    bases = {base for own in tables(having(ROOTS, kind)) for base in own.ancestors(kind)}
     bases |= {
         last[0] for last in [re.search(r"(?<=[a-z0-9A-Z])[A-Z][a-z]+$", kind)] if last
     }  # GRPOTrainer is a Trainer
-    others = (own for own in tables(ROOTS) if kind not in own.raw["attributes"])
-    every = ((base, own.attribute(base, name)) for own in others for base in sorted(bases))
+    every = (
+        (base, own.attribute(base, name))
+        for base in sorted(bases)
+        for own in tables(having(ROOTS, base, f".{name}"))
+        if kind not in own.raw["attributes"]
+    )
     found = {presence.table.package: (base, presence) for base, presence in every if presence.there}
     if len(found) == 1:
         ((base, presence),) = found.values()
@@ -197,7 +203,7 @@ def _keyword(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
         for function in _functions(match["function"], root, log):
             kind = function.removesuffix(".__init__")
             ask = partial(_taken, function=function, name=match["name"])
-            yield from _of_others(root, _wherever(root, log, ask, kind))
+            yield from _of_others(root, _wherever(root, log, ask, (kind,), kind))
 
 
 def _taken(found: Table, function: str, name: str) -> Missing:
@@ -250,18 +256,23 @@ CLOSE = 0.85
 def _needed(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     if match := _NEEDED.search(said):
         for function in _functions(match["function"], root, log):
-            shown = words("without-argument", function=function.removesuffix(".__init__"), name=match["name"])
-            yield from _of_others(
-                root, _wherever(root, log, partial(_required, shown, function, match["name"]))
+            kind = function.removesuffix(".__init__")
+            ask = partial(
+                _required,
+                words("without-argument", function=kind, name=match["name"]),
+                function,
+                match["name"],
             )
+            yield from _of_others(root, _wherever(root, log, ask, (kind,)))
 
 
 def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     if match := _GIVEN.search(said):
         more = int(match["given"]) - int(match["takes"])
         for function in _functions(match["function"], root, log):
-            shown = words("more-arguments", function=function.removesuffix(".__init__"), count=more)
-            yield from _of_others(root, _wherever(root, log, partial(_counted, shown, function, more)))
+            kind = function.removesuffix(".__init__")
+            ask = partial(_counted, words("more-arguments", function=kind, count=more), function, more)
+            yield from _of_others(root, _wherever(root, log, ask, (kind,)))
 
 
 def _of_others(root: Traceback, found: Iterable[Missing]) -> Iterator[Missing]:
@@ -306,16 +317,15 @@ def called_in(source: str) -> list[str]:
 
 
 def _type(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    match, found = TYPE.search(said), table("transformers")
+    match = TYPE.search(said)
     if match is None and MODEL_TYPES.search(log.text):
         match = KEY.search(said)
-    if match and found:
+    if match and (found := table("transformers")):
         yield Missing(f"model_type {match['name']}", found.key(match["name"]))
 
 
 def _architecture(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    match, found = _ARCHITECTURE.search(said), table("vllm")
-    if match and found:
+    if (match := _ARCHITECTURE.search(said)) and (found := table("vllm")):
         yield Missing(match["name"], found.key(match["name"]))
 
 
@@ -328,17 +338,18 @@ OF_NAMES = (imported, _attribute, _member)
 
 
 def _wherever(
-    root: Traceback, log: Log, ask: Callable[[Table], Missing], kind: str = ""
+    root: Traceback, log: Log, ask: Callable[[Table], Missing], names: tuple[str, ...], kind: str = ""
 ) -> Iterator[Missing]:
     """What only one package has: among those that the failure mentions, or among all if none of these has it.
 
+    Only packages are asked that may have all of `names`.
     If several have a class of the same name, the one from whose root it is imported counts.
     """
     mentioned = _mentioned(root, log)
-    known = [each for each in map(ask, tables(mentioned)) if each.presence.there]
+    known = [each for each in map(ask, tables(having(mentioned, *names))) if each.presence.there]
     if not known:
-        others = tables(package for package in ROOTS if package not in {*mentioned, *_PROGRAMS})
-        known = [each for each in map(ask, others) if each.presence.there]
+        others = [package for package in ROOTS if package not in {*mentioned, *_PROGRAMS}]
+        known = [each for each in map(ask, tables(having(others, *names))) if each.presence.there]
     known = list({each.table.package: each for each in known}.values())  # a subclass has what its base has
     if len(known) > 1 and kind:
         known = [each for each in known if each.table.name(each.table.raw["root"], kind).there]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from reshard.base.suggest import closest
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.history.calls import parameters, refused
+from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.messages import read_from
 from reshard.diagnosis.history.table import PACKAGES, Presence, Table, tables
 from reshard.diagnosis.history.versions import Versions
@@ -184,9 +185,8 @@ def _function(call: Call, names: dict[str, str], defined: set[str]) -> Iterator[
         for found in tables([PACKAGES[_root(module)]]):
             yield from _known(found, whole, owner)
     elif "." not in call.name and first not in defined:
-        every = [
-            each for found in tables(COMMON) for each in _known(found, first, "") if first in _public(found)
-        ]
+        public = (found for found in tables(having(COMMON, first)) if first in _public(found))
+        every = [each for found in public for each in _known(found, first, "")]
         yield from every[:1]
 
 
