@@ -1,4 +1,7 @@
-"""Diagnose targets: what each one is, what is wrong with it, and which finding is the cause of the others."""
+"""Diagnose targets: what each one is, what is wrong with it, and which finding is the cause of the others.
+
+Only what a target needs is imported: for a log, no format of checkpoints, and so no numpy.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,20 @@ from reshard.base.boundary import for_users
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.shown import shown
 from reshard.diagnosis.causes import combined
-from reshard.diagnosis.checkpoints import diagnose_checkpoint, of_pair, of_recorded
-from reshard.diagnosis.configs import diagnose_config
 from reshard.diagnosis.environment import diagnose_environment
 from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
 from reshard.diagnosis.freezes import diagnose_freeze, versions_in
-from reshard.diagnosis.launches import CONFIGS, SHELL, diagnose_launch, processes_of, under_launch
 from reshard.diagnosis.logs import STDIN, diagnose_log
-from reshard.diagnosis.notebooks import diagnose_notebook
-from reshard.diagnosis.reading import BEGIN, decoded, encoding_of
-from reshard.diagnosis.scripts import diagnose_script
+from reshard.diagnosis.reading import BEGIN, CONFIG, SHELL, decoded, encoding_of
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.unknown import WORKER_UNSEEN
 from reshard.diagnosis.words import words
-from reshard.formats import foreign
-from reshard.formats.not_found import ANYWHERE, NOTHING_FOUND
 from reshard.stores import as_path, typed_path
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
+TEXTS = {"", ".log", ".txt", ".out", ".err", ".py", ".ipynb", *SHELL, *CONFIG}
+"""Suffixes of files that are no checkpoint if they are text."""
 
 
 @for_users()
@@ -86,10 +84,20 @@ def diagnose(
     if seen.problems:
         raise ReshardError(seen.problems)
     if len(seen.checkpoints) == 2:
+        from reshard.diagnosis.checkpoints import of_pair
+
         found += of_pair(*seen.checkpoints)
-    launch = next((started for target in named if (started := processes_of(target))), None)
-    found = [under_launch(finding, *launch) if launch else finding for finding in found]
+    if scripts := [target for target in named if target.endswith(SHELL)]:
+        found = _launched(found, scripts)
     return spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
+
+
+def _launched(findings: list[Finding], scripts: Sequence[str]) -> list[Finding]:
+    """Findings as they are with as many processes as the first shell script that says so starts."""
+    from reshard.diagnosis.launches import processes_of, under_launch
+
+    launch = next((started for script in scripts if (started := processes_of(script))), None)
+    return [under_launch(finding, *launch) for finding in findings] if launch else findings
 
 
 def _is_plain(target: str) -> bool:
@@ -156,6 +164,8 @@ class _Seen:
         return found
 
     def _of_weights(self, path: Path) -> Sequence[Finding]:
+        from reshard.diagnosis.checkpoints import diagnose_checkpoint
+
         findings, command = diagnose_checkpoint(path)
         self.commands.append(command)
         self.checkpoints.append(path)
@@ -163,6 +173,9 @@ class _Seen:
 
     def _of_folder(self, folder: Path) -> Sequence[Finding]:
         """The findings of a checkpoint, or of the folder of a run with its logs and configs."""
+        from reshard.diagnosis.checkpoints import of_recorded
+        from reshard.diagnosis.configs import diagnose_config
+
         logs, configs, recorded = logs_in(folder), configs_in(folder), problems_in(folder)
         found = [of_recorded(problem, folder) for problem in recorded]
         without_weights: ReshardError | None = None
@@ -202,6 +215,8 @@ SHOWN = 8
 
 def nothing_in(error: ReshardError) -> ReshardError:
     """The error for a folder that has no logs either."""
+    from reshard.formats.not_found import ANYWHERE, NOTHING_FOUND
+
     return ReshardError(
         Problem(
             "folder-without-logs",
@@ -239,7 +254,19 @@ def is_checkpoint(target: str) -> bool:
     path = as_path(target)
     if target == STDIN or path.is_dir():
         return target != STDIN
-    return path.exists() and (path.suffix in WEIGHTS or foreign.recognized(path) is not None)
+    if not path.exists() or path.suffix in WEIGHTS or _is_text(path):
+        return path.suffix in WEIGHTS and path.exists()
+    from reshard.formats import foreign
+
+    return foreign.recognized(path) is not None
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file is a text that is no checkpoint, by its suffix and its first bytes."""
+    if path.suffix not in TEXTS or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return encoding_of(file.read(BEGIN)) is not None
 
 
 def kind_of(target: str) -> Callable[[str], list[Finding]]:
@@ -269,12 +296,22 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
 def _kind(path: Path) -> Callable[[str], list[Finding]]:
     """The function that diagnoses a file, by its suffix."""
     if path.suffix == ".py":
+        from reshard.diagnosis.scripts import diagnose_script
+
         return diagnose_script
     if path.suffix == ".ipynb":
+        from reshard.diagnosis.notebooks import diagnose_notebook
+
         return diagnose_notebook
     if path.suffix in SHELL:
+        from reshard.diagnosis.launches import diagnose_launch
+
         return diagnose_launch
-    return diagnose_config if path.suffix in CONFIGS else diagnose_log
+    if path.suffix in CONFIG:
+        from reshard.diagnosis.configs import diagnose_config
+
+        return diagnose_config
+    return diagnose_log
 
 
 def _readable(path: Path) -> None:

@@ -12,12 +12,10 @@ from reshard.checks.machine import more_processes_than_gpus
 from reshard.diagnosis.configs import device_maps
 from reshard.diagnosis.configtext import read_config
 from reshard.diagnosis.finding import Finding, Place
-from reshard.diagnosis.reading import clipped
+from reshard.diagnosis.reading import CONFIG, SHELL, clipped
 from reshard.diagnosis.rules import in_words, told
 from reshard.diagnosis.words import words
 
-CONFIGS = (".yaml", ".yml", ".json")
-SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _LAUNCHER = re.compile(
     r"\b(?:torchrun|accelerate\s+launch|deepspeed|torch\.distributed\.(?:run|launch)|megatron\s+\w+|swift\s+\w+)\b"
 )
@@ -75,7 +73,7 @@ def under_launch(finding: Finding, place: Place, count: int) -> Finding:
 def run_by_several(path: str, findings: Iterable[Finding], place: Place, count: int) -> list[Finding]:
     """The findings about a script or config of a run with several processes, which `place` starts."""
     found = list(findings)
-    if path.endswith(CONFIGS) and not any(each.code == "script-device-map" for each in found):
+    if path.endswith(CONFIG) and not any(each.code == "script-device-map" for each in found):
         found += device_maps(read_config(path))
     return [under_launch(each, place, count) for each in found]
 

@@ -21,6 +21,9 @@ HEAD, TAIL = 2_900, 1_000
 INSIDE = 16_000
 """Characters that are searched from the beginning of a traceback inside a long line, as in JSON."""
 CUT = " … "
+CONFIG = (".yaml", ".yml", ".json")
+SHELL = (".sh", ".bash", ".slurm", ".sbatch")
+"""Suffixes of shell scripts."""
 BEGIN = 4096
 """Bytes that show what a file is."""
 _NOT_ASCII = bytes(range(128, 256))

@@ -95,7 +95,8 @@ def _texts(command: Command) -> Iterator[str]:
 
 def _of_files(command: Command, installed: Mapping[str, str], checked: Checked) -> Iterator[Finding]:
     """The doctor's findings about script and configs, for the number of processes that will run them."""
-    from reshard.diagnosis.launches import SHELL, diagnose_launch, run_by_several
+    from reshard.diagnosis.launches import diagnose_launch, run_by_several
+    from reshard.diagnosis.reading import SHELL
 
     count = command.processes * command.nodes
     place = Place("the command", None, " ".join(command.words))
