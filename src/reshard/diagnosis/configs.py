@@ -320,13 +320,13 @@ def _program(config: ConfigText) -> str | None:
     given = config.content
     if isinstance(given.get("zero_optimization"), Mapping):
         return "deepspeed"
-    if "base_model" in given:  # it may have an `fsdp_config`, with keys of axolotl's
-        return "axolotl"
+    if "base_model" in given:
+        return None  # axolotl's: it may have an `fsdp_config` with keys of its own
     if given.keys() & OF_ACCELERATE:
         return "accelerate"
     if _is_llamafactory(config):
         return "llamafactory"
-    if given.keys() & OF_SWIFT and "base_model" not in given:
+    if given.keys() & OF_SWIFT:
         return "ms-swift"
     return "trl" if RUN & given.keys() and not FOREIGN & given.keys() else None
 
