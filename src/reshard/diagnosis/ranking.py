@@ -103,13 +103,10 @@ def _once(candidates: Iterable[Candidate], known: set[str]) -> list[Candidate]:
 def _completed(alike: list[Candidate]) -> Candidate:
     """The best of the candidates for one failure. What is computed completes an entry, if there is one."""
     best = alike[0]
-    rivals = [each for each in alike[1:] if each.specificity > Specificity.KIND]
-    also = tuple(
-        dict.fromkeys(each.finding.code for each in rivals if each.finding.code != best.finding.code)
-    )
+    codes = tuple(dict.fromkeys(each.finding.code for each in alike if each.specificity > Specificity.KIND))
     entry = next((each for each in alike if each.is_entry), None)
     if entry is None or best.specificity is Specificity.CONTENT:
-        return replace(best, finding=replace(best.finding, also=(*best.finding.also, *also)))
+        return replace(best, finding=_with(best.finding, codes))
     computed = [each.finding for each in alike if each.specificity > entry.specificity]
     shown = [each for found in computed for each in (found.rule, *found.evidence)]
     finding = replace(
@@ -117,6 +114,11 @@ def _completed(alike: list[Candidate]) -> Candidate:
         remedy=Text.lines([*(found.remedy for found in computed), entry.finding.remedy]),
         evidence=tuple(dict.fromkeys((*entry.finding.evidence, *shown))),
         certainty=min((each.certainty for each in (entry.finding, *computed)), key=CERTAINTIES.index),
-        also=(*entry.finding.also, *(code for code in also if code != entry.finding.code)),
     )
-    return replace(entry, finding=finding)
+    return replace(entry, finding=_with(finding, codes))
+
+
+def _with(finding: Finding, codes: tuple[str, ...]) -> Finding:
+    """A finding with the codes of other candidates for the same failure."""
+    others = (code for code in codes if code != finding.code)
+    return replace(finding, also=tuple(dict.fromkeys((*finding.also, *others))))
