@@ -16,12 +16,12 @@ from reshard.diagnosis.askers import of_pair, of_submodule
 from reshard.diagnosis.attributes import of_attribute, of_none
 from reshard.diagnosis.clashes import of_clash
 from reshard.diagnosis.collectives import described as of_hang
-from reshard.diagnosis.descriptions import of_description
+from reshard.diagnosis.descriptions import DESCRIBED, of_description
 from reshard.diagnosis.dtypes import of_dtypes
 from reshard.diagnosis.exits import of_exit
 from reshard.diagnosis.extensions import of_symbol
 from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
-from reshard.diagnosis.finding import Finding, Text
+from reshard.diagnosis.finding import UNKNOWN, Finding, Text
 from reshard.diagnosis.groups import bypassed, of_groups, sharded
 from reshard.diagnosis.history import messages as history
 from reshard.diagnosis.log import Log, Traceback
@@ -92,7 +92,9 @@ def candidates_of(log: Log) -> list[Candidate]:
         found += [Candidate(told, Explains.FIRST, Specificity.KIND, 0)] if told else []
     is_told = root is None or not (root.exception or root.frames)
     if is_told and not found and (described := of_description(log)):
-        found.append(Candidate(described, Explains.FIRST, Specificity.KIND, described.places[0].line or 0))
+        closeness = Specificity.UNKNOWN if described.code == DESCRIBED else Specificity.KIND
+        place, covers = described.places[0].line or 0, frozenset({UNKNOWN})
+        found.append(Candidate(described, Explains.FIRST, closeness, place, covers))
     return [*found, *(_at_first(root, log) if root else ())]
 
 

@@ -9,6 +9,7 @@ from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.log import Log
 from reshard.diagnosis.rules import told
 
+DESCRIBED = "description-only"
 MOST, MOST_TITLED = 6, 60
 """Maximum lines of a description, and of one below a title: longer texts are logs."""
 _TITLE = re.compile(r"^\W*(?i:bug|question|issue|help|求助|问题)\b|[?？]\s*$")
@@ -38,7 +39,7 @@ def of_description(log: Log) -> Finding | None:
     place = Place.of(log.name, lines[0].number, lines[0].text)
     entry = next((each for each in catalogue().values() if _describes(text, each)), None)
     if entry is None:
-        return told("description-only", [place], certainty="possible")
+        return told(DESCRIBED, [place], certainty="possible")
     return Finding(
         code=entry.id,
         message=entry.title,
