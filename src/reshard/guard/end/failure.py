@@ -128,7 +128,8 @@ def _folders(seen: Seen, log: Path) -> Iterator[Path]:
 def _of_full_disk(failure: Failure, folder: Path) -> Failure:
     """A failure on a full disk: ranks and torchrun cannot record why they fail, and stumble over empty files."""
     words = f"OSError: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))}"
-    findings = tuple(diagnose_text("the disk", words, Usage({"reshard"}))[:1])
+    told = diagnose_text("the disk", words, Usage({"reshard"}))[:1]
+    findings = tuple(replace(each, certainty="likely") for each in told)  # the disk was looked at
     shown = failure.shown if failure.who != SOME_RANK else ()
     return Failure(failure.who, (*shown, words), findings)
 
