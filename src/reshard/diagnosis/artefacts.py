@@ -14,24 +14,19 @@ from reshard.diagnosis.words import words
 
 
 class Kind(NamedTuple):
-    """A kind of checkpoint, the pattern of its paths, and the phrases of two remedies.
-
-    `way_out` is for a checkpoint of this kind that was passed to a program for another one, `sought` for the reverse:
-    "" where entries know the messages.
-    """
+    """A kind of checkpoint, the pattern of its paths, and the phrase for what to do if a program wants another kind."""
 
     name: str
     pattern: re.Pattern[str]
     way_out: str
-    sought: str
 
 
-def _kind(name: str, pattern: str, way_out: str, sought: str = "") -> Kind:
-    return Kind(name, re.compile(pattern), f"artefact-{way_out}", sought)
+def _kind(name: str, pattern: str, way_out: str) -> Kind:
+    return Kind(name, re.compile(pattern), f"artefact-{way_out}")
 
 
 _OTHERS = (
-    _kind("original Llama", r"(?:^|/)(?:consolidated\.\d\d\.pth|params\.json)$", "convert", "sought-meta"),
+    _kind("original Llama", r"(?:^|/)(?:consolidated\.\d\d\.pth|params\.json)$", "convert"),
     _kind("Lightning", r"\.ckpt$", "lightning"),
 )
 """Those that are not among the formats."""
@@ -76,11 +71,6 @@ def mixed_up(root: Traceback, log: Log) -> Finding | None:
                 values = {"path": path, "kind": kind.name, "way_out": way_out}
                 return told_at(("artefact-mixed-up", values), log.name, root.last, root.said)
     return None
-
-
-def kind_of_file(path: str) -> Kind | None:
-    """The kind of checkpoint to which a file that a program looks for belongs; None if entries know it."""
-    return next((kind for kind in _OTHERS if kind.sought and kind.pattern.search(path)), None)
 
 
 def _paths(said: str) -> Iterator[str]:

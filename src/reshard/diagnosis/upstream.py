@@ -120,12 +120,6 @@ def asker(root: Traceback) -> str:
     return frames[-1] if frames else ""
 
 
-def is_of_package(root: Traceback) -> bool:
-    """Whether the innermost frame is in a package, not in the user's own code."""
-    frame = asker(root)
-    return bool(frame) and bool(_LIBRARY.search(frame) or package_of(frame))
-
-
 def package_of(frame: str) -> str | None:
     """The folder of the known package to which a frame's file belongs."""
     path = frame.rsplit(":", 1)[0].replace("\\", "/")
