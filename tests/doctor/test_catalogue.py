@@ -40,7 +40,7 @@ def schema() -> dict[str, Any]:
 
 def test_the_schema_is_one_and_describes_every_key(schema: dict[str, Any]) -> None:
     Draft202012Validator.check_schema(schema)
-    assert set(schema["required"]) == set(schema["properties"]) - {"certainty"}
+    assert set(schema["required"]) == set(schema["properties"]) - {"certainty", "described"}
     assert all(key["description"] for key in schema["properties"].values())
 
 

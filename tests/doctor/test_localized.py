@@ -6,7 +6,7 @@ from reshard.diagnosis.localized import in_english
 from reshard.diagnosis.logs import diagnose_text
 
 SAID = {
-    "run.sh: 第 12 行： 4711 段错误               （核心已转储） python train.py": "killed-segmentation-fault",
+    "run.sh: 第 12 行： 4711 段错误               （核心已转储） python train.py": "killed-crash",
     "run.sh: 行 7:  4711 已杀死               python train.py": "killed-by-signal",
     "OSError: [Errno 28] 设备上没有空间: '/data/out/model.safetensors'": "disk-full",
     "RuntimeError: The server socket has failed to bind to [::]:29500 (errno: 98 - 地址已在使用).": "port-in-use",

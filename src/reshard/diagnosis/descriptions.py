@@ -19,6 +19,8 @@ _LOGGED = re.compile(
     re.MULTILINE,
 )
 """What programs print: such a text is no description."""
+_PERSON = re.compile(r"\b(?:I|[Mm]y|[Ww]e|[Hh]elp|[Ww]hy|[Hh]ow|[Bb]ug|BUG)\b|[?？]|[\u4e00-\u9fff]{4}")
+"""What people write, and programs do not."""
 _FAILS = re.compile(
     r"\b(?i:fail(?:s|ed|ing)?|errors?|crash(?:es|ed)?|wrong|broken|missing|cannot|can['’]?t|won['’]?t|(?:do|does|did)n['’]?t"
     r"|unable|stuck|hangs?|killed|garbage|gibberish|help|why|how (?:do|can|to)|lost|refuse[sd]?)\b"
@@ -35,6 +37,8 @@ def of_description(log: Log) -> Finding | None:
     is_titled = not _LOGGED.search(title) and bool(_TITLE.search(title) or _FAILS.search(title))
     is_short = len(lines) <= MOST and not _LOGGED.search(text)
     if not (is_short or (is_titled and len(lines) <= MOST_TITLED)) or not _FAILS.search(text):
+        return None
+    if log.progress or not _PERSON.search(text):
         return None
     place = Place.of(log.name, lines[0].number, lines[0].text)
     entry = next((each for each in catalogue().values() if _describes(text, each)), None)
