@@ -383,3 +383,14 @@ def test_a_file_of_another_program_makes_no_checkpoint_of_a_folder(tmp_path: Pat
         reshard.diagnose(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert [each.code for each in reshard.diagnose(tmp_path)] == ["checkpoint-damaged"]
+
+
+def test_a_log_is_diagnosed_without_numpy_and_torch(tmp_path: Path) -> None:
+    """It takes a third of the time."""
+    (tmp_path / "run.log").write_text(EXCERPT, encoding="utf-8")
+    code = (
+        "import sys\nfrom reshard.cli import main\n"
+        "try:\n    main(['doctor', 'run.log'])\nexcept SystemExit as ended:\n    assert ended.code == 1\n"
+        "assert not {'numpy', 'torch', 'reshard.formats', 'importlib.metadata'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)

@@ -12,7 +12,6 @@ from reshard.base.shown import escape, escape_lines
 from reshard.checks.environment import PACKAGES
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.cli.options import quiet_option
-from reshard.cli.tables import print_table
 from reshard.cli.usage import Command
 from reshard.diagnosis import Finding, diagnose
 from reshard.diagnosis.diagnosis import bytes_of_logs
@@ -248,6 +247,8 @@ def link(source: str) -> str:
 
 
 def _list(language: str, json_output: bool) -> None:
+    from reshard.cli.tables import print_table
+
     entries = catalogue().values()
     if json_output:
         print_json(

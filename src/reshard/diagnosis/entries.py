@@ -7,8 +7,9 @@ what distinguishes it from others with the same text, its cause, and its remedy.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import yaml
@@ -28,7 +29,8 @@ class Entry:
 
     Any of `patterns` makes the entry a candidate; all of `needs` and none of `unless` must match as well; each of
     `hints` increases its certainty, up to `certainty`. `versions` are the affected ones, as PEP 440 specifiers by
-    package. `described` are words in which people tell of it without a line of its log.
+    package. `described` are words in which people tell of it without a line of its log. What candidates alone are asked
+    for is compiled when it is.
     """
 
     id: str
@@ -38,9 +40,8 @@ class Entry:
     cure: Text
     engines: tuple[str, ...]
     patterns: tuple[re.Pattern[str], ...]
-    needs: tuple[re.Pattern[str], ...]
-    unless: tuple[re.Pattern[str], ...]
-    hints: tuple[re.Pattern[str], ...]
+    beside: Mapping[str, list[str]]
+    """`needs`, `unless` and `hints` as text."""
     versions: dict[str, str]
     symptom_of: tuple[str, ...]
     sources: tuple[str, ...]
@@ -48,6 +49,18 @@ class Entry:
     excerpt_from: str
     described: tuple[re.Pattern[str], ...] = ()
     certainty: str = "sure"
+
+    @cached_property
+    def needs(self) -> tuple[re.Pattern[str], ...]:
+        return _patterns(self.beside["needs"])
+
+    @cached_property
+    def unless(self) -> tuple[re.Pattern[str], ...]:
+        return _patterns(self.beside["unless"])
+
+    @cached_property
+    def hints(self) -> tuple[re.Pattern[str], ...]:
+        return _patterns(self.beside["hints"])
 
 
 @lru_cache(maxsize=1)
@@ -91,9 +104,7 @@ def _entry(path: Path) -> Entry:
             cure=_text(raw["cure"]),
             engines=tuple(raw["engines"]),
             patterns=_patterns(raw["patterns"]),
-            needs=_patterns(raw["needs"]),
-            unless=_patterns(raw["unless"]),
-            hints=_patterns(raw["hints"]),
+            beside={key: raw[key] for key in ("needs", "unless", "hints")},
             versions=dict(raw["versions"]),
             symptom_of=tuple(raw["symptom_of"]),
             sources=tuple(raw["sources"]),

@@ -14,7 +14,6 @@ from pathlib import Path
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
 from reshard.base.plain import JSON_MOST, json_of
 from reshard.diagnosis.reading import BEGIN, encoding_of
-from reshard.transfer.sources import Sources
 
 LOGS = ("*.log", "*.out", "*.err", "log*.txt", "*log.txt", "std*.txt")
 CONFIGS = ("*.yaml", "*.yml", "ds*.json", "*deepspeed*.json", "zero*.json")
@@ -46,6 +45,8 @@ def configs_in(folder: Path) -> list[Path]:
 
 def problems_in(folder: Path) -> list[Problem]:
     """Why a run of `reshard train` ended, as its ranks recorded it."""
+    from reshard.transfer.sources import Sources
+
     with suppress(OSError, ReshardError, *UNUSABLE):  # a file of another program
         return [Problem(**each) for each in json_of(Sources().read(folder / PROBLEMS, JSON_MOST))]
     return []

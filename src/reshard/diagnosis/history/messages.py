@@ -6,8 +6,6 @@ import re
 import sysconfig
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 
 from packaging.version import InvalidVersion, Version
 
@@ -36,6 +34,7 @@ from reshard.diagnosis.history.missing import (
     table_of,
 )
 from reshard.diagnosis.history.table import PACKAGES, ROOTS, Bounds, Table, table, tables
+from reshard.diagnosis.history.versions import installed_version
 from reshard.diagnosis.kinds import filled_in
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.rules import told, told_at
@@ -307,8 +306,7 @@ def version_of(package: str, root: Traceback, log: Log) -> Version | None:
     here = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     told = log.versions.get(package)
     if told is None and any(frame.startswith(here) for frame in root.frames):
-        with suppress(PackageNotFoundError):
-            told = installed_version(package)
+        told = installed_version(package)
     with suppress(InvalidVersion):
         return Version(told) if told else None
     return None

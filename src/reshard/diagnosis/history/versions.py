@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -52,10 +50,9 @@ class Versions:
         """The version of a package, None if it is neither pinned nor installed."""
         if package in self.pinned:
             return self.pinned[package][0]
-        with suppress(PackageNotFoundError, InvalidVersion):
-            if self.installed is None:
-                return Version(installed_version(package))
-            return Version(self.installed[package]) if package in self.installed else None
+        here = installed_version(package) if self.installed is None else self.installed.get(package)
+        with suppress(InvalidVersion):
+            return Version(here) if here else None
         return None
 
     def assumed(self, found: Table) -> Version:
@@ -70,6 +67,15 @@ class Versions:
         if package in self.pinned:
             return "sure", words("pinned-to", name=package, version=version, file=self.pinned[package][1])
         return "sure", words("installed-here", name=package, version=version)
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package in this interpreter's environment."""
+    from importlib.metadata import PackageNotFoundError, version  # imports half of the standard library
+
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 def _pins(lines: Iterator[str] | list[str]) -> Iterator[tuple[str, Version]]:
