@@ -80,7 +80,7 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The causes in a log, the most probable of the first failure first.
 
     Of what explains the first failure, one remains: what is computed from its values completes the entry for its
-    message. Other failures, warnings and symptoms follow, each once.
+    message; it names the symptoms. Other failures and warnings follow, each once.
     """
     given = sorted(candidates, key=lambda each: each.key)
     covered = {code for each in given for code in each.covers if code != each.finding.code}
@@ -89,8 +89,13 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     others = [each for each in left if each.explains is not Explains.FIRST]
     if first or any(each.is_known for each in others):
         others = [each for each in others if each.specificity > Specificity.UNKNOWN]
-    best = [_completed(first)] if first else []
-    return [*best, *_once(others, {each.finding.code for each in best})]
+    if not first:
+        return _once(others, set())
+    best = _completed(first)
+    symptoms = tuple(each.finding.code for each in others if each.explains is Explains.SYMPTOM)
+    best = replace(best, finding=_with(best.finding, symptoms))
+    causes = [each for each in others if each.explains is not Explains.SYMPTOM]
+    return [best, *_once(causes, {best.finding.code})]
 
 
 def _once(candidates: Iterable[Candidate], known: set[str]) -> list[Candidate]:
