@@ -29,6 +29,7 @@ from reshard.diagnosis.match import first_sign, of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.resolvers import of_requirement, of_resolver
 from reshard.diagnosis.rules import Told, covered_by, told_at
+from reshard.diagnosis.templates import of_template
 from reshard.diagnosis.undefined import of_guarded, of_undefined
 from reshard.diagnosis.unknown import of_unknown, of_unseen
 from reshard.diagnosis.upstream import place_in_code, update_of
@@ -63,7 +64,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
         {
             *(history.of_failure, history.of_shadow, history.of_one_package, history.of_no_release),
             *(history.of_older_release, of_clash, of_symbol, of_resolver, of_requirement, of_names),
-            *map(_of_exception, (of_dtypes, of_undefined)),
+            *map(_of_exception, (of_dtypes, of_undefined, of_template)),
         }
     ),
     Specificity.KIND: frozenset(

@@ -130,7 +130,7 @@ class _Seen:
             texts = [path] if path.suffix not in WEIGHTS and _kind(path) is not diagnose_log else []
         for each in texts:
             with each.open("rb") as file:
-                self.usage.see(decoded(file.read(LONGEST_LIST)))
+                self.usage.see(decoded(file.read(LONGEST_LIST)), str(each))
 
     def of_target(self, target: str) -> Sequence[Finding]:
         """The findings of one target."""

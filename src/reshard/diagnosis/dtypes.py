@@ -48,8 +48,13 @@ _BYTES = re.compile(
 )
 
 
+_FLASH = re.compile(r"FlashAttention only supports? fp16,? and bf16")
+
+
 def of_dtypes(root: Traceback, log: Log) -> Told | None:
     said = root.said
+    if _FLASH.search(said):
+        return "flash-attention-dtype", {}
     if newer := _NEWER_GPU.search(said):
         return "dtype-of-newer-gpu", newer.groupdict()
     if _BYTES.search(said):

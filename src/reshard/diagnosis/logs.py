@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 from reshard.base.errors import ReshardError
+from reshard.diagnosis.beside import placed
 from reshard.diagnosis.candidates import candidates_of
 from reshard.diagnosis.finding import Finding
 from reshard.diagnosis.kinds import in_notebook
@@ -57,7 +58,7 @@ def diagnose_text(name: str, content: str | Iterable[str], usage: Usage | None =
     log = read_log(name, content)
     usage = usage or Usage()
     usage.see(log.text)
-    return spelled([in_notebook(each, log) for each in _diagnosed(log)], usage)
+    return spelled([placed(in_notebook(each, log), usage) for each in _diagnosed(log)], usage)
 
 
 def _diagnosed(log: Log) -> list[Finding]:

@@ -34,10 +34,14 @@ class Usage:
     found: set[str] = field(default_factory=set)
     fp16: bool = False
     bf16: bool = False
+    texts: dict[str, str] = field(default_factory=dict)
+    """The scripts and configs that were given, by their path."""
 
-    def see(self, text: str) -> None:
-        """Record what a log, a script or a config shows."""
+    def see(self, text: str, target: str = "") -> None:
+        """Record what a log, or the script or config at `target`, shows."""
         begin = text[:SEEN]
+        if target:
+            self.texts[target] = begin
         self.found |= {
             name for name, shows in _shows().items() if name not in self.found and shows.search(begin)
         }
@@ -81,14 +85,30 @@ def spelled(findings: Iterable[Finding], usage: Usage) -> list[Finding]:
     return [replace(each, rule=_of(each.rule, usage), remedy=_of(each.remedy, usage)) for each in findings]
 
 
+def holes_in(text: str) -> set[str]:
+    """The names of the settings in a text of the doctor."""
+    return {hole["name"] for hole in _HOLE.finditer(text)}
+
+
+def names_of(setting: str) -> set[str]:
+    """The keys by which tools know a setting."""
+    spelled = (each for each in _data()["settings"][setting].values() if isinstance(each, str))
+    return {name for each in spelled for name in _keys_in(each)}
+
+
+def _keys_in(spelling: str) -> set[str]:
+    if _KEY.fullmatch(spelling):
+        return {spelling}
+    flags = re.findall(r"(?<!\S)--([\w-]+)|(?:^|(?<=\s))\+?([a-z][\w.]*)(?==|: )", spelling)
+    return {name for pair in flags for name in pair if name}
+
+
 def keys_of(tool: str) -> set[str]:
     """The keys that a tool has for settings, as it writes them."""
     found: set[str] = set()
     for setting in _data()["settings"].values():
         shared = setting.get("key") if _data()["tools"][tool].get("trainer") else None
-        spelling = setting.get(tool, shared) or ""
-        flags = re.findall(r"(?<!\S)--([\w-]+)|(?:^|(?<=\s))\+?([a-z][\w.]*)(?==|: )", spelling)
-        found |= {spelling} if _KEY.fullmatch(spelling) else {name for pair in flags for name in pair if name}
+        found |= _keys_in(setting.get(tool, shared) or "")
     return found
 
 
