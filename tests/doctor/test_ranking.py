@@ -82,4 +82,4 @@ def test_files_given_for_others_are_the_cause_whatever_entries_say() -> None:
 def test_what_a_cause_covers_is_not_told() -> None:
     closed = candidate("closed", specificity=Specificity.NUMBERS, covers=("killed",))
     (told,) = ranked([candidate("killed"), closed, candidate("symptom", Explains.SYMPTOM)])
-    assert (told.finding.code, told.finding.also) == ("closed", ("symptom",))
+    assert (told.finding.code, told.finding.also) == ("closed", ("killed", "symptom"))

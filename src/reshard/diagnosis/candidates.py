@@ -86,7 +86,7 @@ def candidates_of(log: Log) -> list[Candidate]:
         place = loading.places[0].line or 0
         covers = frozenset(newweights.ENTRIES)
         explains = Explains.FIRST if root and root.first <= place <= root.end else Explains.WARNING
-        found.append(Candidate(loading, explains, Specificity.MESSAGE, place, covers))
+        found.append(Candidate(loading, explains, Specificity.BEGUN, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in found):
         root = shortages.last_words(log)
         told = absent.of_log(log) if root is None else None

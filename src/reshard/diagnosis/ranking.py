@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from reshard.diagnosis.finding import CERTAINTIES, Finding, Text
+from reshard.diagnosis.finding import CERTAINTIES, UNKNOWN, Finding, Text
 
 
 class Explains(IntEnum):
@@ -84,7 +84,7 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     """
     given = sorted(candidates, key=lambda each: each.key)
     covered = {code for each in given for code in each.covers if code != each.finding.code}
-    left = [each for each in given if each.finding.code not in covered]
+    left = [_with_covered(each, given) for each in given if each.finding.code not in covered]
     first = [each for each in left if each.explains is Explains.FIRST]
     others = [each for each in left if each.explains is not Explains.FIRST]
     if first or any(each.is_known for each in others):
@@ -96,6 +96,11 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     best = replace(best, finding=_with(best.finding, symptoms))
     causes = [each for each in others if each.explains is not Explains.SYMPTOM]
     return [best, *_once(causes, {best.finding.code})]
+
+
+def _with_covered(candidate: Candidate, given: list[Candidate]) -> Candidate:
+    codes = tuple(each.finding.code for each in given if each.finding.code in candidate.covers - {UNKNOWN})
+    return replace(candidate, finding=_with(candidate.finding, codes)) if codes else candidate
 
 
 def _once(candidates: Iterable[Candidate], known: set[str]) -> list[Candidate]:

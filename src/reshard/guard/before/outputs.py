@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.base.errors import Problem, listed
-from reshard.folders.companions import RECORD
 from reshard.guard.before.resources import models_of
 from reshard.guard.command.read import Command
 from reshard.guard.options import Options
@@ -37,7 +36,7 @@ def _taken(final: Path, command: Command) -> Iterator[Problem]:
             rule="--final replaces a model that is in its folder",
             remedy="choose another folder: --final DIR",
         )
-    elif final.is_dir() and not (final / RECORD).is_file() and _has_model(final):
+    elif final.is_dir() and not _is_of_reshard(final) and _has_model(final):
         yield Problem(
             "final-has-a-model",
             "the folder of --final contains a model that reshard did not write",
@@ -98,3 +97,9 @@ def occupied(output: Path) -> Iterator[Problem]:
             remedy="resume from them, or choose another folder",
             severity="warning",
         )
+
+
+def _is_of_reshard(folder: Path) -> bool:
+    from reshard.folders.companions import RECORD  # imports numpy, which a good run does not need
+
+    return (folder / RECORD).is_file()
