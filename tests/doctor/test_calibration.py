@@ -195,6 +195,8 @@ def test_exceptions_that_are_not_called_errors_are_seen() -> None:
         "wandb: WARNING Unable to verify login\nwandb: Waiting for the process to finish... (success).",
         "Using the default, as it is not set\nYou are not using flash attention",
         "epoch 1 done, no problems",
+        "/x/state_dict_loader.py:144: UserWarning: torch.distributed is unavailable or uninitialized, assuming the"
+        " intent is to load in a single process.\n  warnings.warn(",
     ],
 )
 def test_what_says_that_it_is_no_error_is_none(line: str) -> None:

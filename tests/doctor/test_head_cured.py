@@ -69,7 +69,8 @@ def typed(folder: Path, *words: str, interpreter: str = sys.executable) -> subpr
 
 def assert_trained(done: subprocess.CompletedProcess[str], output: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((output / "run.json").read_text())["outcome"] == "done"
+    *_, end = (output / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(end)["outcome"] == "done"
     assert "✗" not in done.stdout and "is ready" in done.stdout
 
 

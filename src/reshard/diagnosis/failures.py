@@ -459,7 +459,7 @@ _DENIES = re.compile(
     r"\b(?i:not|no|only|must|requires?|required|unexpected|unhandled|mixed|nan|timeout|exception|throwing)\b|n['’]t\b"
 )
 """Words of most messages of failures, and of many harmless ones."""
-_CALM = re.compile(r"(?<!=)\b(?:INFO|DEBUG)\b|^\[?[ID]\d{3,4}\b|: warning: |\bHTTP/\d")
+_CALM = re.compile(r"(?<!=)\b(?:INFO|DEBUG)\b|^\[?[ID]\d{3,4}\b|: warning: |\b[A-Z]\w*Warning: |\bHTTP/\d")
 """Log levels without failures, compiler warnings, and a server's answers."""
 _WAITS = re.compile(r"^>(?:>> done with)? compiling and loading fused kernels")
 """What a program prints before and after it compiles under a lock: only the first, if the lock is an old one."""
