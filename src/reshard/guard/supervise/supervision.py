@@ -129,9 +129,9 @@ def _not_started(word: str, error: OSError) -> Problem:
 def _not_passed_on(stream: str, error: OSError) -> Problem:
     return Problem(
         OUTPUT_CLOSED,
-        f"the command's {stream} leads nowhere any more, so it could not print",
+        f"the command could no longer write to {stream}",
         found=error.strerror,
-        remedy="let the program that reads it run to the end, or print to a file on a disk with free space",
+        remedy="let the program that reads the output run to its end, or write to a file on a disk with free space",
     )
 
 
