@@ -13,8 +13,8 @@ from reshard.checks.environment import PACKAGES
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.cli.options import quiet_option
 from reshard.cli.usage import Command
-from reshard.diagnosis import Finding, diagnose
-from reshard.diagnosis.diagnosis import bytes_of_logs
+from reshard.diagnosis import Finding
+from reshard.diagnosis.diagnosis import Examination, bytes_of_logs, examine
 from reshard.diagnosis.entries import Entry, catalogue, find
 from reshard.diagnosis.environment import Environment, diagnose_environment, look_around
 from reshard.diagnosis.finding import LANGUAGES, Text
@@ -120,12 +120,14 @@ def command(
     environment = None if targets else look_around(python)
     read: list[Text] = []
     if environment is None:
-        findings = _diagnosed(targets, json_output or quiet, read.append)
+        examination = _examined(targets, json_output or quiet, read.append)
     else:
-        findings = spelled(diagnose_environment(environment), Usage())
+        examination = Examination(spelled(diagnose_environment(environment), Usage()))
+    findings = examination.findings
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}
-        print_json({**shown, "findings": [finding.told(lang) for finding in findings]})
+        facts = {} if environment is not None else {"facts": examination.facts}
+        print_json({**shown, "findings": [finding.told(lang) for finding in findings], **facts})
     elif quiet:
         _print_lines(findings, language)
     else:
@@ -139,10 +141,10 @@ LONG = 32 << 20
 """Bytes of logs above which progress is shown: about two seconds of reading."""
 
 
-def _diagnosed(targets: tuple[str, ...], silent: bool, on_read: Callable[[Text], None]) -> list[Finding]:
+def _examined(targets: tuple[str, ...], silent: bool, on_read: Callable[[Text], None]) -> Examination:
     total = bytes_of_logs(*targets)
     with progress("read", total, quiet=silent or total < LONG) as advance:
-        return diagnose(*targets, on_bytes=advance, on_read=on_read)
+        return examine(*targets, on_bytes=advance, on_read=on_read)
 
 
 def _print_environment(environment: Environment, language: str) -> None:

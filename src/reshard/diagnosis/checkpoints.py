@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,10 +44,13 @@ OF_OTHERS = (".bin", ".pt", ".pth")
 """Suffixes that other programs use, too: such a file has to begin as one with weights does."""
 
 
-def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
+def diagnose_checkpoint(
+    path: Path, on_inspected: Callable[[Inspection], None] = lambda inspection: None
+) -> tuple[list[Finding], str]:
     """The findings about the checkpoint at `path`, and the command to run next ("" if there is none).
 
-    Raises ReshardError if there is no checkpoint: a damaged or incomplete one is a finding.
+    `on_inspected` receives what `inspect` found, if it can be opened. Raises ReshardError if there is no checkpoint: a
+    damaged or incomplete one is a finding.
     """
     try:
         inspection = inspect_checkpoint(_tracked(path))
@@ -57,6 +60,7 @@ def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
         if not is_meant(path):
             raise (_unknown(path) if path.is_file() else error) from None
         return [_damage(problem, path) for problem in error.problems], ""
+    on_inspected(inspection)
     checkpoint = inspection.checkpoint
     findings = [_of_problem(problem, inspection) for problem in inspection.problems if not _lacks(problem)]
     findings += _missing(inspection, _tracked(path))

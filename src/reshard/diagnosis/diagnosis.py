@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.base.arguments import Arguments
 from reshard.base.boundary import for_users
@@ -21,12 +23,16 @@ from reshard.diagnosis.environment import diagnose_environment
 from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
 from reshard.diagnosis.freezes import diagnose_freeze, versions_in
-from reshard.diagnosis.logs import STDIN, diagnose_log
+from reshard.diagnosis.log import Log
+from reshard.diagnosis.logs import STDIN, diagnose_log, findings_in, log_of
 from reshard.diagnosis.reading import BEGIN, CONFIG, SHELL, decoded, encoding_of
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.unknown import WORKER_UNSEEN
 from reshard.diagnosis.words import words
 from reshard.stores import as_path, typed_path
+
+if TYPE_CHECKING:
+    from reshard.commands.inspection import Inspection
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
 TEXTS = {"", ".log", ".txt", ".out", ".err", ".py", ".ipynb", *SHELL, *CONFIG}
@@ -68,8 +74,55 @@ def diagnose(
     >>> reshard.diagnose("train.log")[0].code
     'cuda-out-of-memory'
     """
+    return examine(*targets, on_bytes=on_bytes, on_read=on_read).findings
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What targets show: what is wrong, and the facts in them. Nothing is read again for the facts."""
+
+    findings: list[Finding]
+    logs: list[Log] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+    """The scripts, configs and lists of packages, by their path."""
+    checkpoints: dict[str, Inspection | None] = field(default_factory=dict)
+    """What `inspect` found, by the path; None where nothing can be opened."""
+
+    @cached_property
+    def facts(self) -> dict[str, object]:
+        """The facts in the targets, as in `doctor --json`: see `facts.py`."""
+        from reshard.diagnosis.facts import facts_of
+
+        return facts_of(self.findings, self.logs, self.texts, self.checkpoints)
+
+
+@for_users()
+def examine(
+    *targets: str | PathLike[str],
+    on_bytes: Callable[[int], None] = lambda count: None,
+    on_read: Callable[[Text], None] = lambda read: None,
+) -> Examination:
+    """The same as `diagnose`, with the facts behind the findings.
+
+    Parameters
+    ----------
+    *targets : str or path-like
+        As for `diagnose`. Without a target, only findings about this machine.
+    on_bytes, on_read : callable
+        As for `diagnose`.
+
+    Returns
+    -------
+    Examination
+        Findings, logs and facts.
+
+    Raises
+    ------
+    ReshardError
+        For every target that cannot be read.
+    """
     if not targets:
-        return spelled(diagnose_environment(), Usage())
+        return Examination(spelled(diagnose_environment(), Usage()))
     given = Arguments("diagnose")
     for each in targets:
         given.path("target", each)
@@ -89,7 +142,8 @@ def diagnose(
         found += of_pair(*seen.checkpoints)
     if scripts := [target for target in named if target.endswith(SHELL)]:
         found = _launched(found, scripts)
-    return spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
+    findings = spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
+    return Examination(findings, seen.logs, {**seen.usage.texts, **seen.lists}, seen.inspected)
 
 
 def _launched(findings: list[Finding], scripts: Sequence[str]) -> list[Finding]:
@@ -118,6 +172,10 @@ class _Seen:
     """Why targets cannot be read."""
     usage: Usage = field(default_factory=Usage)
     """What was run, according to all targets."""
+    logs: list[Log] = field(default_factory=list)
+    lists: dict[str, str] = field(default_factory=dict)
+    """Lists of packages, by their path."""
+    inspected: dict[str, Inspection | None] = field(default_factory=dict)
 
     def of_usage(self, target: str) -> None:
         """Record what a script or a config shows about the run; logs are read later, only once."""
@@ -149,7 +207,9 @@ class _Seen:
     def _of_text(self, target: str, on_read: Callable[[Text], None] | None = None) -> Sequence[Finding]:
         """The findings of a log, or of a list of packages."""
         on_read = on_read or self.on_read
-        if target != STDIN and (versions := versions_in(_first_lines(as_path(target)))):
+        lines = [] if target == STDIN else _first_lines(as_path(target))
+        if versions := versions_in(lines):
+            self.lists[target] = "\n".join(lines)
             if not (found := diagnose_freeze(target, versions)):
                 on_read(words("read-packages", target=target, count=len(versions)))
             return found
@@ -159,14 +219,17 @@ class _Seen:
             nonlocal count
             count += lines
 
-        if not (found := diagnose_log(target, self.on_bytes, counted, self.usage)):
+        log = log_of(target, self.on_bytes, counted)
+        self.logs.append(log)
+        if not (found := findings_in(log, self.usage)):
             on_read(words("read-lines", target="stdin" if target == STDIN else target, count=count))
         return found
 
     def _of_weights(self, path: Path) -> Sequence[Finding]:
         from reshard.diagnosis.checkpoints import diagnose_checkpoint
 
-        findings, command = diagnose_checkpoint(path)
+        self.inspected[str(path)] = None
+        findings, command = diagnose_checkpoint(path, partial(self.inspected.__setitem__, str(path)))
         self.commands.append(command)
         self.checkpoints.append(path)
         return findings

@@ -22,16 +22,20 @@ LARGEST = 64 << 20
 """Maximum bytes to keep as one text; files of any size are read line by line."""
 
 
-def diagnose_log(
+def diagnose_log(target: str) -> list[Finding]:
+    """The findings of one log, the first cause first. Raises ReshardError if it cannot be read."""
+    return findings_in(log_of(target))
+
+
+def log_of(
     target: str,
     on_bytes: Callable[[int], None] = lambda count: None,
     on_lines: Callable[[int], None] = lambda count: None,
-    usage: Usage | None = None,
-) -> list[Finding]:
-    """The findings of one log, the first cause first. `target` is a path, or "-" for standard input.
+) -> Log:
+    """A log, parsed. `target` is a path, or "-" for standard input.
 
-    `on_bytes` receives numbers of bytes as they are read, `on_lines` of lines, `usage` what was run. Raises
-    ReshardError if nothing can be read.
+    `on_bytes` receives numbers of bytes as they are read, `on_lines` of lines. Raises ReshardError if nothing can be
+    read.
     """
     try:
         with nullcontext(sys.stdin.buffer) if target == STDIN else as_path(target).open("rb") as file:
@@ -43,7 +47,7 @@ def diagnose_log(
                     expected="the log of a run",
                     remedy="pipe both streams of the run: COMMAND 2>&1 | reshard doctor -",
                 )
-            return diagnose_text(target, lines_of(file, begin, on_bytes, on_lines), usage)
+            return read_log(target, lines_of(file, begin, on_bytes, on_lines))
     except OSError as error:
         raise ReshardError(
             "log-unreadable", "a log cannot be read", file=target, found=error.strerror
@@ -51,16 +55,13 @@ def diagnose_log(
 
 
 def diagnose_text(name: str, content: str | Iterable[str], usage: Usage | None = None) -> list[Finding]:
-    """The findings of a log given as text or as its lines, under a name.
+    """The findings of a log given as text or as its lines, under a name."""
+    return findings_in(read_log(name, content), usage)
 
-    `usage` is extended by what the log shows about the run.
-    """
-    log = read_log(name, content)
+
+def findings_in(log: Log, usage: Usage | None = None) -> list[Finding]:
+    """The findings of a log, the first cause first. `usage` is extended by what the log shows about the run."""
     usage = usage or Usage()
     usage.see(log.text)
-    return spelled([placed(in_notebook(each, log), usage) for each in _diagnosed(log)], usage)
-
-
-def _diagnosed(log: Log) -> list[Finding]:
-    """The findings of a log, the first cause first."""
-    return [each.finding for each in ranked(candidates_of(log))]
+    found = [each.finding for each in ranked(candidates_of(log))]
+    return spelled([placed(in_notebook(each, log), usage) for each in found], usage)
