@@ -1,9 +1,13 @@
-"""Whether a version of a class or function accepts a parameter, including bases in other packages."""
+"""Whether a release accepts a parameter of a class or function, bases in other packages included; how it spells one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+
+from packaging.version import InvalidVersion, Version
 
 from reshard.diagnosis.history.table import PACKAGES, Bounds, Table, table
 from reshard.diagnosis.history.versions import Versions
@@ -64,3 +68,33 @@ def _with_bases(found: Table, function: str) -> Iterator[tuple[Table, str]]:
     for marked in found.marked(function):
         if base := base_of(marked):
             yield from _with_bases(*base)
+
+
+def spelling_of(parameter: str, versions: Mapping[str, str], package: str = "transformers") -> str:
+    """A parameter as the release of a package in use spells it, given its old or its new name.
+
+    It is returned as it is if the version of the package is unknown, or if the package never renamed it.
+
+    >>> spelling_of("dtype", {"transformers": "4.55.2"}), spelling_of("dtype", {"transformers": "5.0.0"})
+    ('torch_dtype', 'dtype')
+    """
+    found = table(package) if package in versions else None
+    with suppress(InvalidVersion):
+        version = Version(versions.get(package, ""))
+        pairs = found.renames.items() if found else ()
+        for old, new in (pair for pair in pairs if parameter in pair):
+            first = _first_with(package, old, new)
+            if first:
+                return new if version >= first else old
+    return parameter
+
+
+@cache
+def _first_with(package: str, old: str, new: str) -> Version | None:
+    """The first release in which a function that took the old parameter takes the new one."""
+    own = table(package)
+    if own is None:
+        return None
+    both = [function for function in own.raw["functions"] if own.own_parameter(function, old).there]
+    firsts = [min(there) for function in both if (there := own.own_parameter(function, new).there)]
+    return Version(own.versions[min(firsts)]) if firsts and min(firsts) > 0 else None

@@ -241,6 +241,16 @@ class Table:
         ]
         return min(found, key=lambda other: (other.count("."), other), default=None)
 
+    def exports(self, module: str) -> set[str]:
+        """The names that a module has in any release."""
+        groups = self.raw["names"].get(module, {})
+        return {name for names in groups.values() for name in names.split(" ")}
+
+    def moved(self, module: str, name: str) -> str | None:
+        """The module that has a name after the last release that has it in `module`; None if it did not move."""
+        after = max(self.name(module, name).there, default=self.last) + 1
+        return self.elsewhere(name, module, self.versions[after]) if after <= self.last else None
+
     def parameter(self, function: str, name: str) -> Presence:
         """A parameter of a function or method, by its qualified name, in any module."""
         return self._parameter(function, name, "**")
@@ -295,6 +305,12 @@ class Table:
                 return None
             found = (found or set()) | {each for each in own if each[-1] != "!" and each != "()"}
         return found
+
+    def own_parameters(self, function: str, at: int) -> set[str] | None:
+        """The parameters of a function in the release at an index, as far as known; None if that release lacks it."""
+        every = self.raw["functions"].get(function, {}).values()
+        found = {each for groups in every for each in self._at(groups, at)}
+        return {each for each in found if each[0] not in "(@*" and each[-1] != "!"} if "()" in found else None
 
     def ever(self, function: str) -> set[str]:
         """All parameters of a function in any release."""

@@ -1,0 +1,71 @@
+"""What changed of a name between two releases, for programs; and how a release spells a parameter."""
+
+from __future__ import annotations
+
+import doctest
+import json
+
+import pytest
+
+from reshard.base.errors import ReshardError
+from reshard.diagnosis.history import between, calls
+from reshard.diagnosis.history.between import changes
+from reshard.diagnosis.history.calls import spelling_of
+
+
+@pytest.mark.parametrize("module", [between, calls])
+def test_the_examples_are_true(module: object) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
+
+
+KINDS = {
+    "module": ("transformers", "transformers.models.qwen3", "4.51.0", None),
+    "class": ("transformers", "AdamW", None, "4.50.0"),
+    "function": ("huggingface-hub", "huggingface_hub.cached_download", None, "0.26.0"),
+    "method": ("peft", "PeftModel.save_pretrained", "0.1.0", None),
+    "attribute": ("transformers", "Trainer.tokenizer", None, "5.0.0"),
+    "parameter": ("transformers", "TrainingArguments(evaluation_strategy=…)", None, "4.51.0"),
+    "model type": ("transformers", "qwen3", "4.51.0", None),
+    "architecture": ("vllm", "Qwen3ForCausalLM", "0.8.5.post1", None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_name_is_looked_up(kind: str) -> None:
+    package, name, added, removed = KINDS[kind]
+    found = changes(package, name)
+    assert (found["kind"], found["added"], found["removed"]) == (kind, added, removed)
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_parameter_of_one_release_only_is_told_with_its_new_name() -> None:
+    found = changes("transformers", "TrainingArguments", before="4.40.0", after="4.51.3")
+    assert "evaluation_strategy" in found["parameters"]["removed"]
+    assert found["parameters"]["renamed"]["evaluation_strategy"] == "eval_strategy"
+    assert changes("transformers", "TrainingArguments(no_cuda)")["moved_to"] == "use_cpu"
+
+
+REFUSED = {
+    "history-package-unknown": (("transformer", "AdamW"), "did you mean transformers?"),
+    "history-name-unknown": (("trl", "SFTTrainr"), "did you mean SFTTrainer"),
+    "history-version-invalid": (("trl", "SFTTrainer", "new"), "`before` is not a version"),
+    "history-version-too-old": (("trl", "SFTTrainer", None, "0.0.1"), "`after` is older"),
+}
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_what_cannot_be_looked_up_is_refused_with_what_is_known(code: str) -> None:
+    given, said = REFUSED[code]
+    with pytest.raises(ReshardError) as caught:
+        changes(*given)
+    assert [problem.code for problem in caught.value.problems] == [code]
+    assert said in str(caught.value) and "expected: " in str(caught.value)
+
+
+@pytest.mark.parametrize("parameter", ["torch_dtype", "dtype"])
+def test_a_cure_spells_a_parameter_as_the_release_does(parameter: str) -> None:
+    assert spelling_of(parameter, {"transformers": "4.55.4"}) == "torch_dtype"
+    assert spelling_of(parameter, {"transformers": "4.56.0"}) == "dtype"
+    assert spelling_of(parameter, {}) == parameter
+    assert spelling_of("learning_rate", {"transformers": "4.55.4"}) == "learning_rate"
