@@ -230,6 +230,30 @@ def test_versions_are_read_as_people_and_tools_write_them(line: str, package: st
     assert read_log("log", line).versions == {package: version}
 
 
+COMMANDS = {
+    "$ torchrun --nproc-per-node 2 train.py": "torchrun --nproc-per-node 2 train.py",
+    "(base) root@node7:/work# CUDA_VISIBLE_DEVICES=0 python train.py": "CUDA_VISIBLE_DEVICES=0 python train.py",
+    "[INFO] [runner.py:618:main] cmd = /usr/bin/python3 -u -m launch a.py": "/usr/bin/python3 -u -m launch a.py",
+    "run sh: `/usr/bin/python -m torch.distributed.run sft.py`": "/usr/bin/python -m torch.distributed.run sft.py",
+    "accelerate launch \\\n    -m axolotl \\\n    a.yml\nstarting": "accelerate launch -m axolotl a.yml",
+}
+
+
+@pytest.mark.parametrize("shown", COMMANDS)
+def test_a_command_line_is_found_with_its_line(shown: str) -> None:
+    command = read_log("log", f"python 3.11\n{shown}").command
+    assert command is not None and (command.number, command.text) == (2, COMMANDS[shown])
+
+
+def test_facts_have_their_lines_and_ranks() -> None:
+    log = read_log(
+        "log", "torch 2.6.0\n[rank3]: loading\n[rank0]: step 1\n\n[rank3]: torch 2.7.0\n[rank0]: \n"
+    )
+    assert {name: line.number for name, (_, line) in log.versions_seen.items()} == {"torch": 1}
+    assert {line.rank: line.number for line in log.last_lines.values()} == {None: 1, 3: 5, 0: 3}
+    assert log.command is None and log.first_to_die is None
+
+
 def test_a_progress_bar_leaves_its_last_state() -> None:
     lines = read_log("log", "  0%|  | 0/4\r 25%|# | 1/4\r100%|##| 4/4\nnext").lines
     assert [line.text for line in lines] == ["100%|##| 4/4", "next"]

@@ -1,4 +1,4 @@
-"""Parse logs of many ranks: streams without colours and prefixes, tracebacks, versions and facts.
+"""Parse logs of many ranks: streams without colours and prefixes, their tracebacks, and what the run says of itself.
 
 Launchers add a prefix to each line, and the lines of ranks interleave. A line belongs to the stream that its prefix
 names; within a stream a traceback is contiguous again.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from reshard.diagnosis.failures import progress
+from reshard.diagnosis.mentions import command_in, first_to_die_in, versions_in, world_size_in
 from reshard.diagnosis.prefixes import START
 from reshard.diagnosis.reading import shortened
 from reshard.diagnosis.thinning import thinned
@@ -22,13 +23,15 @@ __all__ = ["Line", "Log", "Traceback", "read_log"]
 
 @dataclass
 class Log:
-    """A parsed log. `versions` are those of packages, `facts` are about the launch."""
+    """A parsed log, and the facts in it that no recogniser has to look for.
+
+    `tracebacks` are in the order of their first lines. The rank of a line or a traceback is its `rank`; which of them
+    failed first, `match.first_sign` says.
+    """
 
     name: str
     lines: list[Line]
     tracebacks: list[Traceback]
-    versions: dict[str, str]
-    facts: dict[str, str]
 
     @property
     def text(self) -> str:
@@ -38,10 +41,52 @@ class Log:
     @property
     def ordered(self) -> list[Line]:
         """Lines by stream, streams by their first line."""
-        streams: dict[str, list[Line]] = {}
+        return [line for stream in self.streams.values() for line in stream]
+
+    @cached_property
+    def streams(self) -> dict[str, list[Line]]:
+        """The lines of each stream, by its name: of each rank, if lines have a rank in their prefix."""
+        return streams_of(self.lines)
+
+    @property
+    def last_lines(self) -> dict[str, Line]:
+        """The last line of each stream that is not empty."""
+        return {name: line for name, lines in self.streams.items() for line in lines if line.text.strip()}
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """The versions of packages, the first that the log names of each."""
+        return {package: version for package, (version, _) in self.versions_seen.items()}
+
+    @cached_property
+    def versions_seen(self) -> dict[str, tuple[str, Line]]:
+        """The versions of packages, each with the line that names it."""
+        found: dict[str, tuple[str, Line]] = {}
         for line in self.lines:
-            streams.setdefault(line.stream, []).append(line)
-        return [line for stream in streams.values() for line in stream]
+            for package, version in versions_in(line.text):
+                found.setdefault(package, (version, line))
+        return found
+
+    @cached_property
+    def command(self) -> Line | None:
+        """The first command line that starts a run, as one line; None if the log shows none."""
+        return command_in(self.ordered)
+
+    @cached_property
+    def first_to_die(self) -> int | None:
+        """The rank that torchrun reports as the first to fail; None if it reports none."""
+        return first_to_die_in(self.text)
+
+    @cached_property
+    def world_size(self) -> int:
+        """The number of ranks that the log names; 0 if it names none."""
+        return next((size for line in self.lines if (size := world_size_in(line.text))), 0)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """`first_to_die` and `world_size` by their names, as far as the log names them."""
+        who = {} if self.first_to_die is None else {"first rank to die": str(self.first_to_die)}
+        return who | ({"world size": str(self.world_size)} if self.world_size else {})
 
     @cached_property
     def progress(self) -> dict[str, int]:
@@ -72,12 +117,16 @@ def read_log(name: str, content: str | Iterable[str]) -> Log:
     raw = content.split("\n") if isinstance(content, str) else content
     lines = [line for each in thinned(map(shortened, raw)) for line in _unescaped(Line(*each))]
     lines = _begun_elsewhere(lines)
+    found = [each for stream in streams_of(lines).values() for each in tracebacks(stream)]
+    return Log(name, lines, sorted(found, key=lambda t: t.first))
+
+
+def streams_of(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    """Lines by their stream, streams by their first line."""
     streams: dict[str, list[Line]] = {}
     for line in lines:
         streams.setdefault(line.stream, []).append(line)
-    found = [each for stream in streams.values() for each in tracebacks(stream)]
-    text = "\n".join(line.text for line in lines)
-    return Log(name, lines, sorted(found, key=lambda t: t.first), _versions(text), _facts(text))
+    return streams
 
 
 _ERROR = re.compile(r"\s*(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
@@ -107,53 +156,3 @@ def _unescaped(line: Line) -> list[Line]:
         return [line]
     parts = re.split(r'(?<!\\)\\+n|(?<!\\)(?="[,}\]])', line.text)
     return [line._replace(text=shortened(re.sub(r"(?<!\\)\\+(?=[\"'])", "", part))) for part in parts]
-
-
-PACKAGES = (
-    *("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "safetensors", "tokenizers"),
-    *("megatron-core", "transformer-engine", "flash-attn", "vllm", "verl", "ms-swift", "datasets", "numpy"),
-    *("triton", "bitsandbytes", "xformers", "huggingface-hub", "llamafactory", "axolotl"),
-    *("pytorch-lightning", "lightning", "colossalai"),
-)
-_ALIASES = {
-    "pytorch": "torch",
-    "pytorch_lightning": "pytorch-lightning",
-    "megatron_core": "megatron-core",
-    "flash_attn": "flash-attn",
-    "swift": "ms-swift",
-    "huggingface_hub": "huggingface-hub",
-    "ms_swift": "ms-swift",
-}
-_VERSION = re.compile(
-    r"(?<![\w.-])(?P<name>" + "|".join([*PACKAGES, *_ALIASES]).replace("-", "[-_]") + r")[\"'`]?(?: info)?"
-    r"(?:[ _]?version)?[\"'`]?(?:\s*[:=]+\s*(?:version=)?|\s+|-)[\"']?v?"
-    r"(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|rc|post)\d+)?)",
-    re.IGNORECASE,
-)
-
-
-def _versions(text: str) -> dict[str, str]:
-    """Versions of packages in the log, the first of each."""
-    found: dict[str, str] = {}
-    for match in _VERSION.finditer(text):
-        name = match["name"].lower()
-        found.setdefault(_ALIASES.get(name, name.replace("_", "-")), match["version"])
-    return found
-
-
-_FACTS = {
-    "launcher": re.compile(
-        r"\b(torchrun|accelerate launch|deepspeed(?= --)|srun|torch\.distributed\.(?:run|launch))\b"
-    ),
-    "world size": re.compile(
-        r"\b(?:WORLD_SIZE|world[ _]size|num_processes|nproc[_-]per[_-]node)\b\D{0,4}(\d+)"
-    ),
-    "first rank to die": re.compile(
-        r"Root Cause \(first observed failure\):(?:\n.*?){1,8}?rank\s*:\s*(\d+)", re.MULTILINE
-    ),
-    "gpu": re.compile(r"\b(V100|T4|P100|A100|A800|H100|H800|H20|H200|B200|L40S?|RTX \d{4}|910B)\b"),
-}
-
-
-def _facts(text: str) -> dict[str, str]:
-    return {name: match[1] for name, pattern in _FACTS.items() if (match := pattern.search(text))}

@@ -17,12 +17,24 @@ class Line(NamedTuple):
     stream: str
     text: str
 
+    @property
+    def rank(self) -> int | None:
+        """The rank that printed it; None if its prefix names none."""
+        return rank_of(self.stream)
+
+
+def rank_of(stream: str) -> int | None:
+    """The rank in the name of a stream: 3 for `3` and for `node7/3`; None for other names."""
+    name = stream.rpartition("/")[2]
+    return int(name) if name.isdecimal() else None
+
 
 @dataclass
 class Traceback:
     """A Python traceback in one stream. `before` is the earlier one in its chain.
 
-    It has the lines `first` to `end`: the exception is in line `last`, and its message continues to `end`.
+    It has the lines `first` to `end`: the exception is in line `last`, and its message continues to `end`. `frames`
+    are `file:line function`, the outermost first.
     """
 
     stream: str
@@ -40,6 +52,11 @@ class Traceback:
     def said(self) -> str:
         """The exception and its message, as the interpreter prints them."""
         return f"{self.exception}: {self.message}" if self.exception else self.message
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that printed it; None if its prefix names none."""
+        return rank_of(self.stream)
 
     @property
     def root(self) -> Traceback:

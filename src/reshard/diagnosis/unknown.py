@@ -34,8 +34,8 @@ def of_unseen(root: Traceback, log: Log) -> Finding | None:
     """The finding for a log in which only the launcher reports that a worker failed."""
     if not is_launchers(root):
         return None
-    who = log.facts.get("first rank to die")
-    evidence = [words("first-to-die", who=who)] if who else []
+    who = log.first_to_die
+    evidence = [] if who is None else [words("first-to-die", who=who)]
     return told(WORKER_UNSEEN, [last_line(root, log)], certainty="likely", evidence=evidence)
 
 
