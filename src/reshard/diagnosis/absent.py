@@ -106,7 +106,7 @@ def _heard(log: Log, text: str) -> set[int]:
 def _world(log: Log, text: str) -> int:
     """The world size according to a log; 0 if unknown."""
     found = _WORLD.search(text)
-    size = int(found["nranks"] or found["size"]) if found else int(log.facts.get("world size", 0))
+    size = int(found["nranks"] or found["size"]) if found else log.world_size
     return size if size <= MOST else 0
 
 

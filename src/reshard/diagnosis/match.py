@@ -276,8 +276,8 @@ def first_failure(log: Log) -> Traceback | None:
     """The traceback of the rank that died first, not of ranks that lost a peer."""
     alive = living(log)
     own = [each for each in alive if not is_consequence(each)] or alive
-    named = log.facts.get("first rank to die")
-    by_rank = [each for each in own if named is not None and each.stream.split("/")[-1] == named]
+    named = log.first_to_die
+    by_rank = [each for each in own if named is not None and each.rank == named]
     return next(iter(by_rank or own), None)
 
 
