@@ -82,12 +82,6 @@ class Log:
         """The number of ranks that the log names; 0 if it names none."""
         return next((size for line in self.lines if (size := world_size_in(line.text))), 0)
 
-    @property
-    def facts(self) -> dict[str, str]:
-        """`first_to_die` and `world_size` by their names, as far as the log names them."""
-        who = {} if self.first_to_die is None else {"first rank to die": str(self.first_to_die)}
-        return who | ({"world size": str(self.world_size)} if self.world_size else {})
-
     @cached_property
     def progress(self) -> dict[str, int]:
         """The number of the last line in each stream that shows that its process continued."""
