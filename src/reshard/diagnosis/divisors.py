@@ -61,7 +61,11 @@ def of_divisors(root: Traceback, log: Log) -> Finding | None:
     place = Place.of(log.name, root.root.last, root.root.said)
     kind = next((kind for kind, pattern in ADVICE if pattern.search(check.whole)), "other")
     cure = Text.lines([*_fits(check), words(f"divides-{kind}")])
+    values = ((check.whole, check.size), (check.parts, check.by))
     shown = {
+        "compared": {
+            name: value for name, value in values if value and re.search(rf"\b{value}\b", place.text)
+        },
         "whole": check.whole,
         "parts": check.parts,
         "told": _sentence(evidence(root, log)),

@@ -124,6 +124,7 @@ def _completed(alike: list[Candidate]) -> Candidate:
         remedy=Text.lines([*(found.remedy for found in computed), entry.finding.remedy]),
         evidence=tuple(dict.fromkeys((*entry.finding.evidence, *shown))),
         certainty=min((each.certainty for each in (entry.finding, *computed)), key=CERTAINTIES.index),
+        values={name: value for found in computed for name, value in found.values.items()},
     )
     return replace(entry, finding=_with(finding, codes))
 

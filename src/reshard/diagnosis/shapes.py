@@ -95,7 +95,9 @@ def computed(said: str) -> Told | None:
         rows = (each for each in classes if each[1][0] == _HIDDEN and each[1][1]["dimension"])
         classes = [*rows, *classes]
     pair, (kind, values) = classes[0]
-    shown = {"name": pair.name, "saved": list(pair.saved), "wanted": list(pair.wanted), **values}
+    saved, wanted = list(pair.saved), list(pair.wanted)
+    compared = {f"{pair.name} in the checkpoint": saved, f"{pair.name} in the model": wanted}
+    shown = {"name": pair.name, "saved": saved, "wanted": wanted, "compared": compared, **values}
     if kind == "rows":
         kind += "-more" if pair.saved > pair.wanted else "-fewer"
     return f"shape-{'other-size' if kind == _HIDDEN else kind}", shown

@@ -123,10 +123,18 @@ def of_numbers(root: Traceback, log: Log) -> Finding | None:
         return None
     place = Place.of(log.name, root.last, root.said)
     texts = evidence(found, root, log)
-    values = {**_shown(found), "told": _sentence(texts)}
+    values = {**_shown(found), "told": _sentence(texts), "compared": _compared(found)}
     told_of = told(f"short-{_whose(found, root, log)}", [place], values, certainty="likely")
     first = alike(root, log) or way(found, root)
     return replace(told_of, remedy=Text.lines([first, told_of.remedy])) if first else told_of
+
+
+def _compared(found: Shortage) -> dict[str, object]:
+    """The numbers that the message itself has."""
+    computed = ("others", "unallocated", "asked" if not found.is_memory else "")
+    return {
+        name: value for name, value in _shown(found).items() if name in found.numbers and name not in computed
+    }
 
 
 _BARE = re.compile(r"(?:CUDA|HIP) error: out of memory")

@@ -68,6 +68,8 @@ def told(
 ) -> Finding:
     """The finding of one rule; `values` fill the braces of its texts, a `Text` among them in each language.
 
+    The finding keeps them; `compared` among them are numbers of the message, by what they are.
+
     It is as certain as the rule allows, and at most `certainty`.
     """
     rule = rules()[identifier]
@@ -85,6 +87,7 @@ def told(
         places=tuple(places),
         evidence=tuple(evidence),
         sources=tuple(rule["sources"]),
+        values=values or {},
     )
 
 
