@@ -99,7 +99,8 @@ def command(
       torchrun … 2>&1 | reshard doctor -          a log from a pipe
       reshard doctor --explain ID                 one failure in the catalogue
 
-    Each finding states how certain it is. Fix the first one first.
+    Each finding states how certain it is. Fix the first one first. --json also prints `facts`: what the files show,
+    each with its line, and in `unseen` what they do not show, with the command that would.
 
     Exit status: 0 no errors (there may be warnings), 1 errors, 2 a target cannot be read.
     """

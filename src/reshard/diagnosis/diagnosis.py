@@ -79,7 +79,7 @@ def diagnose(
 
 @dataclass(frozen=True)
 class Examination:
-    """What targets show: what is wrong, and the facts in them. Nothing is read again for the facts."""
+    """What targets show: what is wrong, and the facts in them. No log or checkpoint is read again for these."""
 
     findings: list[Finding]
     logs: list[Log] = field(default_factory=list)
@@ -87,13 +87,15 @@ class Examination:
     """The scripts, configs and lists of packages, by their path."""
     checkpoints: dict[str, Inspection | None] = field(default_factory=dict)
     """What `inspect` found, by the path; None where nothing can be opened."""
+    of_targets: list[Finding] = field(default_factory=list)
+    """The findings of each target alone."""
 
     @cached_property
     def facts(self) -> dict[str, object]:
         """The facts in the targets, as in `doctor --json`: see `facts.py`."""
         from reshard.diagnosis.facts import facts_of
 
-        return facts_of(self.findings, self.logs, self.texts, self.checkpoints)
+        return facts_of(self.of_targets, self.logs, self.texts, self.checkpoints)
 
 
 @for_users()
@@ -143,7 +145,7 @@ def examine(
     if scripts := [target for target in named if target.endswith(SHELL)]:
         found = _launched(found, scripts)
     findings = spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
-    return Examination(findings, seen.logs, {**seen.usage.texts, **seen.lists}, seen.inspected)
+    return Examination(findings, seen.logs, {**seen.usage.texts, **seen.lists}, seen.inspected, found)
 
 
 def _launched(findings: list[Finding], scripts: Sequence[str]) -> list[Finding]:

@@ -1,35 +1,48 @@
 """The facts in the targets of a diagnosis, for programs: what stands where, not what it means.
 
-Each fact names the `file` and `line` where it was seen; a line of a log counts from 1. What is not certain is left out.
-What would be too long is left out as well, and counted in `left_out`.
+Each fact names the `file` and the `line` where it was seen; lines count from 1. What is not certain is left out. Of
+each list, `MOST` are given, and `left_out` counts the others. All texts are in English, or the program's own.
 
-`facts_of` gives, as plain values for JSON:
-
-- `root`: the first failure: `rank`, `exception`, `message`, and the lines `first` to `last` (`line` has the exception);
-  its `frames`, outermost first, each with `source` and `source_line` (its file and line of code), `function`, `code`
-  and the `line` of the log; null if there is none
-- `ranks`: `last` (the last line of each rank: `rank`, `text`), `first_failed` (`rank`, `known_by`), `world`
-  (`size`), `missing` (`ranks`)
+- `root`: the first failure: `process`, `exception`, `message` (its first line and indented ones), the `first` and
+  `last` line (`line` has the exception), whether it only `follows` from another process's failure, the later exceptions
+  of its chain (`then`), and its `frames`, outermost first: `source` and `source_line` (file and line of code),
+  `function`, `code`
+- `ranks`: `last` (the last line of each process), `failed` (its exception), `first_failed` (and how it is `known_by`),
+  `world` (its `size`), `absent` (`ranks` that did not reach a barrier, or how many `came`, `of` how many). A process
+  has the name in the prefix of its lines
 - `versions`: `package`, `version`
-- `commands`: `text`, and its `flags` (`name`, `value`)
+- `commands`: `text`, and `flags`: `name`, and the `value` that stands behind
 - `settings`: `name`, `value`
-- `numbers`: values that were compared: `what`, and `values` by name
-- `checkpoints`: a summary of each
-- `history`: `package`, `name`, and in which releases it was added, removed or moved
-- `unseen`: `what` the files cannot show, and the `command` that would
-- `left_out`: how many facts of each kind were too many
+- `numbers`: `what` and `value`, as compared
+- `checkpoints`: a summary of each; `opened` is false where nothing can be opened
+- `history`: what `history.between.changes` says of names in the message and the frames
+- `unseen`: `what` the targets do not show, and the `command` that would
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from reshard.base.errors import ReshardError
 from reshard.diagnosis.finding import Finding
+from reshard.diagnosis.given import Fact, at, commands_in, settings_in, versions_in
+from reshard.diagnosis.history.between import changes
+from reshard.diagnosis.history.having import having
+from reshard.diagnosis.history.table import PACKAGES, ROOTS
 from reshard.diagnosis.log import Log
+from reshard.diagnosis.processes import failure_of, frames_of, ranks_of, root_of
+from reshard.diagnosis.unseen import unseen_in
 
 if TYPE_CHECKING:
     from reshard.commands.inspection import Inspection
+
+MOST = 300
+"""Facts of each list."""
+LOOKED_UP = 8
+"""Names of which the history is told."""
 
 
 def facts_of(
@@ -37,7 +50,96 @@ def facts_of(
     logs: Sequence[Log],
     texts: Mapping[str, str],
     checkpoints: Mapping[str, Inspection | None],
-) -> dict[str, object]:
-    """All facts in what was examined."""
-    lists = ("versions", "commands", "settings", "numbers", "checkpoints", "history", "unseen")
-    return {"root": None, "ranks": {}, **{name: [] for name in lists}, "left_out": {}}
+) -> Fact:
+    """All facts in what was examined. `findings` are those of each target, the first cause first."""
+    root = root_of(findings, logs)
+    frames = list(frames_of(*root)) if root else []
+    versions, commands = list(versions_in(logs, texts)), list(commands_in(logs, texts))
+    processes, known = ranks_of(logs)
+    lists = {
+        **processes,
+        "versions": versions,
+        "commands": commands,
+        "settings": list(settings_in(texts)),
+        "numbers": list(_numbers(findings)),
+        "checkpoints": [_summary(path, found) for path, found in checkpoints.items()],
+        "history": list(_history(findings, frames, versions)),
+    }
+    lists["unseen"] = list(unseen_in(logs, root[1] if root else None, texts, lists))
+    given = {name: each[:MOST] for name, each in lists.items()}
+    left = {name: len(each) - MOST for name, each in {**lists, "frames": frames}.items() if len(each) > MOST}
+    return {
+        "root": {**failure_of(*root), "frames": frames[-MOST:]} if root else None,
+        "ranks": {**{name: given.pop(name) for name in processes}, **known},
+        **given,
+        "left_out": left,
+    }
+
+
+MEANS = {"asked": "requested", "there": "available", "own": "in use by the process"}
+
+
+def _numbers(findings: Sequence[Finding]) -> Iterator[Fact]:
+    """What causes have computed with, as far as the message itself has it."""
+    for finding in findings:
+        compared = finding.values.get("compared")
+        for name, value in compared.items() if isinstance(compared, Mapping) and finding.places else ():
+            place = finding.places[0]
+            yield {"what": MEANS.get(name, name), "value": value, **at(place.target, place.line)}
+
+
+KEPT = "format variant family layout iteration tensors parameters bytes dtypes dropped"
+"""What `inspect --json` says of a checkpoint that is no text."""
+
+
+def _summary(path: str, inspection: Inspection | None) -> Fact:
+    """What `inspect` says of a checkpoint."""
+    if inspection is None:
+        return {"opened": False, **at(path, None)}
+    told = inspection.as_dict()
+    problems = [
+        {name: each.get(name) for name in ("code", "message", "file", "tensor")} for each in told["problems"]
+    ]
+    shown = {name: told[name] for name in KEPT.split()}
+    return {
+        "opened": True,
+        "complete": inspection.whole,
+        **shown,
+        "problems": problems[:MOST],
+        **at(path, None),
+    }
+
+
+_IMPORTED = re.compile(r"\bfrom (?P<module>\w[\w.]*) import (?P<names>\w+(?:, \w+)*)")
+_CALLED = re.compile(r"\b(?P<name>[A-Z]\w+)\(")
+
+
+def _history(findings: Sequence[Finding], frames: Sequence[Fact], versions: Sequence[Fact]) -> Iterator[Fact]:
+    """What releases have of the names in the findings and in the frames' code; since the one in use, if it is known."""
+    used = {str(each["package"]): str(each["version"]) for each in reversed(versions)}
+    asked: dict[tuple[str, str], Fact] = {}
+    for each in findings:
+        if (package := str(each.values.get("package"))) in ROOTS and each.places:
+            name = str(each.values.get("name")).removeprefix("model_type ")
+            asked[package, name] = at(each.places[0].target, each.places[0].line)
+    for frame in frames:
+        for named in _names_in(str(frame["code"])):
+            asked.setdefault(named, {key: frame[key] for key in ("file", "line")})
+    for (package, name), place in [*asked.items()][:LOOKED_UP]:
+        with suppress(ReshardError):  # neither the package nor the name has a history
+            found = changes(package, name, used.get(package))
+            known = found.pop("known")["releases"]
+            of_use = ("before", "after", "there", "parameters") if package not in used else ()
+            shown = {key: value for key, value in found.items() if key not in of_use}
+            yield {**shown, "known": [known[0], known[-1]], **place}
+
+
+def _names_in(code: str) -> Iterator[tuple[str, str]]:
+    """The names that a line of code imports from known packages, and the classes that it calls, of only one."""
+    for match in _IMPORTED.finditer(code):
+        root = match["module"].partition(".")[0]
+        for name in match["names"].split(", ") if root in PACKAGES else ():
+            yield PACKAGES[root], f"{match['module']}.{name}"
+    for match in _CALLED.finditer(code):
+        packages = having(ROOTS, match["name"])
+        yield from [(packages[0], match["name"])] if len(packages) == 1 else []
