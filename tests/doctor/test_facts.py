@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import reshard
+from reshard.diagnosis import diagnosis
 from reshard.diagnosis import facts as module
 from reshard.diagnosis.diagnosis import Examination, examine
 from tests.commandline import follows_schema
@@ -151,9 +152,11 @@ def test_a_version_that_is_not_the_installed_one_is_left_out(line: str, tmp_path
 
 def test_a_command_has_its_flags_with_the_words_behind_them(tmp_path: Path) -> None:
     typed = "$ torchrun --standalone train.py --bf16 True --max_steps -1 -m a --out=b --verbose lr=1e-5 \\"
-    (ran,) = facts_in(log_of(tmp_path, "now", typed, "  --load /ckpt/3"))["commands"]
+    (ran,) = facts_in(log_of(tmp_path, "now", typed, "  --load /ckpt/3 --last 2>&1 | tee --append x"))[
+        "commands"
+    ]
     expected = {"standalone": None, "bf16": "True", "max_steps": "-1", "m": "a", "out": "b"}
-    expected |= {"verbose": "lr=1e-5", "lr": "1e-5", "load": "/ckpt/3"}
+    expected |= {"verbose": "lr=1e-5", "lr": "1e-5", "load": "/ckpt/3", "last": None}
     assert {each["name"]: each["value"] for each in ran["flags"]} == expected and ran["line"] == 2
 
 
@@ -294,9 +297,17 @@ def test_facts_are_bounded_and_the_others_counted(tmp_path: Path) -> None:
 
 def test_facts_are_computed_only_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(module, "facts_of", lambda *given: asked.append(given) or {})
+    monkeypatch.setattr(module, "facts_of", lambda *given: asked.append(given) or {"left_out": {}})
     log = GUARD / "torchrun-raise.log"
     command("doctor", log)
     assert reshard.diagnose(log) and not asked
     examination = examine(log)
     assert examination.facts is examination.facts and len(asked) == 1
+
+
+def test_of_many_logs_those_with_findings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "KEPT", 8)
+    for at in range(5):
+        (tmp_path / f"{at}.log").write_text("started\n" * 2 + "ValueError: no frob\n" * (at == 4))
+    facts = facts_in(*(tmp_path / f"{at}.log" for at in range(5)))
+    assert facts["left_out"] == {"logs": 2} and facts["root"]["file"] == str(tmp_path / "4.log")

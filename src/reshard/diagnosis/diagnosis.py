@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.base.arguments import Arguments
 from reshard.base.boundary import for_users
@@ -89,13 +89,17 @@ class Examination:
     """What `inspect` found, by the path; None where nothing can be opened."""
     of_targets: list[Finding] = field(default_factory=list)
     """The findings of each target alone."""
+    logs_left_out: int = 0
+    """Logs that were diagnosed and are not kept: see `KEPT`."""
 
     @cached_property
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, Any]:
         """The facts in the targets, as in `doctor --json`: see `facts.py`."""
         from reshard.diagnosis.facts import facts_of
 
-        return facts_of(self.of_targets, self.logs, self.texts, self.checkpoints)
+        facts = facts_of(self.of_targets, self.logs, self.texts, self.checkpoints)
+        left = {"logs": self.logs_left_out} if self.logs_left_out else {}
+        return {**facts, "left_out": {**facts["left_out"], **left}}
 
 
 @for_users()
@@ -145,7 +149,8 @@ def examine(
     if scripts := [target for target in named if target.endswith(SHELL)]:
         found = _launched(found, scripts)
     findings = spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
-    return Examination(findings, seen.logs, {**seen.usage.texts, **seen.lists}, seen.inspected, found)
+    texts = {**seen.usage.texts, **seen.lists}
+    return Examination(findings, seen.logs, texts, seen.inspected, found, seen.logs_left_out)
 
 
 def _launched(findings: list[Finding], scripts: Sequence[str]) -> list[Finding]:
@@ -175,6 +180,7 @@ class _Seen:
     usage: Usage = field(default_factory=Usage)
     """What was run, according to all targets."""
     logs: list[Log] = field(default_factory=list)
+    logs_left_out: int = 0
     lists: dict[str, str] = field(default_factory=dict)
     """Lists of packages, by their path."""
     inspected: dict[str, Inspection | None] = field(default_factory=dict)
@@ -222,10 +228,18 @@ class _Seen:
             count += lines
 
         log = log_of(target, self.on_bytes, counted)
-        self.logs.append(log)
         if not (found := findings_in(log, self.usage)):
             on_read(words("read-lines", target="stdin" if target == STDIN else target, count=count))
+        self._keep(log, has_findings=bool(found))
         return found
+
+    def _keep(self, log: Log, has_findings: bool) -> None:
+        """Keep a log for its facts, unless there are many: half of the room is for those with findings."""
+        lines = sum(len(each.lines) for each in [*self.logs, log])
+        if not self.logs or lines <= (KEPT if has_findings else KEPT // 2):
+            self.logs.append(log)
+        else:
+            self.logs_left_out += 1
 
     def _of_weights(self, path: Path) -> Sequence[Finding]:
         from reshard.diagnosis.checkpoints import diagnose_checkpoint
@@ -274,6 +288,8 @@ class _Seen:
         return found
 
 
+KEPT = 400_000
+"""Lines of logs that are kept for their facts, in about 150 MB."""
 SHOWN = 8
 """Logs without findings that are named one by one."""
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.base.errors import ReshardError
 from reshard.diagnosis.finding import Finding
@@ -50,7 +50,7 @@ def facts_of(
     logs: Sequence[Log],
     texts: Mapping[str, str],
     checkpoints: Mapping[str, Inspection | None],
-) -> Fact:
+) -> dict[str, Any]:
     """All facts in what was examined. `findings` are those of each target, the first cause first."""
     root = root_of(findings, logs)
     frames = list(frames_of(*root)) if root else []
@@ -116,7 +116,12 @@ _CALLED = re.compile(r"\b(?P<name>[A-Z]\w+)\(")
 
 def _history(findings: Sequence[Finding], frames: Sequence[Fact], versions: Sequence[Fact]) -> Iterator[Fact]:
     """What releases have of the names in the findings and in the frames' code; since the one in use, if it is known."""
-    used = {str(each["package"]): str(each["version"]) for each in reversed(versions)}
+    stated = [str(each["package"]) for each in versions]
+    used = {
+        str(each["package"]): str(each["version"])
+        for each in versions
+        if stated.count(str(each["package"])) == 1
+    }
     asked: dict[tuple[str, str], Fact] = {}
     for each in findings:
         if (package := str(each.values.get("package"))) in ROOTS and each.places:

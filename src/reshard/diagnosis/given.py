@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 from packaging.utils import canonicalize_name
@@ -88,11 +89,15 @@ def commands_in(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[Fact]
             yield {"text": line.text.strip(), "flags": _flags(line.text), **at(file, line.number)}
 
 
+_OPERATOR = re.compile(r"\d?[<>|&;]")
+"""Where a shell's command ends."""
+
+
 def _flags(command: str) -> list[Fact]:
     """The flags of a command, with the word that follows, and its overrides (`name=value`)."""
     words: list[str] = []
     with suppress(ValueError):  # an open quote
-        words = shlex.split(command)
+        words = list(takewhile(lambda word: not _OPERATOR.match(word), shlex.split(command)))
     found: list[Fact] = []
     for word, after in zip(words, [*words[1:], "-"], strict=True):
         name, equals, value = word.partition("=")

@@ -31,8 +31,9 @@ def unseen_in(
     seen: Mapping[str, Sequence[Fact]],
 ) -> Iterator[Fact]:
     """What is not there, given what was `seen`: logs, tracebacks, versions, files and checkpoints that are named."""
-    if not logs:
+    if not logs and not any(each.endswith(".ipynb") for each in texts):
         yield _fact("the log of the run", "COMMAND 2>&1 | tee run.log")
+    if not logs:
         return
     again = f"reshard doctor {quote(logs[0].name)}"
     if root is not None:
