@@ -31,6 +31,7 @@ DATA = Path(__file__).parent / "data"
 ELSEWHERE = ("docs/demo.md", "docs/tutorials")
 """Pages whose commands need each other's output: tests/test_demo.py and tests/test_tutorials.py run them."""
 PARSED = {
+    "--ask": "asks a model over the network",
     "train": "tests/train runs it",
     "guard": "tests/guard runs it",
     "export": "needs a run of `train`: tests/train runs it",

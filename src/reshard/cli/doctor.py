@@ -10,6 +10,7 @@ from rich.cells import set_cell_size
 
 from reshard.base.shown import escape, escape_lines
 from reshard.checks.environment import PACKAGES
+from reshard.cli import asking
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.cli.options import quiet_option
 from reshard.cli.usage import Command
@@ -70,6 +71,7 @@ LABELS = {
     metavar="PATH",
     help="Examine the environment of this interpreter, or in this folder, instead of reshard's own.",
 )
+@asking.options
 @quiet_option("Print one line for each finding.")
 @common_options
 @handles_errors
@@ -79,6 +81,9 @@ def command(
     list_all: bool,
     explain: str | None,
     python: str | None,
+    ask: str | None,
+    model: str | None,
+    ask_dry_run: bool,
     quiet: bool,
     json_output: bool,
 ) -> None:
@@ -98,17 +103,23 @@ def command(
       reshard doctor run/                         the folder of a run: its logs, configs and checkpoints
       torchrun … 2>&1 | reshard doctor -          a log from a pipe
       reshard doctor --explain ID                 one failure in the catalogue
+      reshard doctor train.log --ask URL --model NAME    and what a language model says
 
     Each finding states how certain it is. Fix the first one first. --json also prints `facts`: what the files show,
     each with its line, and in `unseen` what they do not show, with the command that would.
 
-    Exit status: 0 no errors (there may be warnings), 1 errors, 2 a target cannot be read.
+    --ask sends the facts and at most 150 lines of the logs, without secrets, addresses, and names of users and hosts.
+    The key comes from RESHARD_ASK_KEY or, for api.openai.com only, from OPENAI_API_KEY. False statements that the
+    doctor recognizes are removed from the answer.
+
+    Exit status: 0 no errors (there may be warnings), 1 errors, 2 a target cannot be read, or no model answered.
     """
     language = lang or locale_language()
     if targets and (list_all or explain):
         raise click.UsageError("--list and --explain take no target")
     if python and (targets or list_all or explain):
         raise click.UsageError("--python examines an environment, and takes no target")
+    url = asking.checked(ask, model, ask_dry_run, targets)
     if list_all:
         _list(language, json_output)
         return
@@ -124,17 +135,27 @@ def command(
         examination = _examined(targets, json_output or quiet, read.append)
     else:
         examination = Examination(spelled(diagnose_environment(environment), Usage()))
+    question = asking.Question(examination, url, model or "", language)
+    if ask_dry_run:
+        asking.print_request(question, json_output)
+        return
     findings = examination.findings
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}
         facts = {} if environment is not None else {"facts": examination.facts}
-        print_json({**shown, "findings": [finding.told(lang) for finding in findings], **facts})
+        answer = asking.in_json(question) if url else {}
+        print_json({**shown, "findings": [finding.told(lang) for finding in findings], **facts, **answer})
+        if "problems" in answer:
+            sys.exit(2)
     elif quiet:
         _print_lines(findings, language)
     else:
         if environment is not None:
             _print_environment(environment, language)
         _print(findings, read, language)
+    if url and not json_output:
+        sys.stdout.flush()
+        asking.print_answer(question, quiet)
     sys.exit(1 if any(finding.severity == "error" for finding in findings) else 0)
 
 
