@@ -7,8 +7,11 @@ as escapes (`\\x1b`, `\\n`). Passwords and signatures in URLs are left out. All 
 from __future__ import annotations
 
 import html
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 _HIDDEN = re.compile(
     r"[\x00-\x1f\x7f-\x9f"  # C0 and C1, which contain ESC and the one-byte CSI
@@ -89,6 +92,17 @@ def shown_lines(text: str) -> str:
 def shown_json(text: str) -> str:
     """The same JSON, without characters that JSON allows but a terminal does not show."""
     return re.sub(_HIDDEN, lambda match: match[0] if match[0] == "\n" else _in_json(match), text)
+
+
+def strict(content: Any) -> Any:
+    """The same content without secrets in URLs, and with NaN and infinities as strings: JSON has no such numbers."""
+    if isinstance(content, (str, Path)):
+        return without_secrets(str(content))
+    if isinstance(content, Mapping):
+        return {key: strict(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [strict(value) for value in content]
+    return str(content) if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def escape(text: str) -> str:

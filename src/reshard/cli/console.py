@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import codecs
 import json
-import math
 import shlex
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -22,7 +21,15 @@ import click
 from reshard.base.boundary import failed_to_print, problems_of
 from reshard.base.errors import Problem, ReshardError, RunFailedError, size
 from reshard.base.interrupts import raising
-from reshard.base.shown import escape, escape_lines, shown, shown_json, shown_lines, without_secrets
+from reshard.base.shown import (
+    escape,
+    escape_lines,
+    shown,
+    shown_json,
+    shown_lines,
+    strict,
+    without_secrets,
+)
 from reshard.stores import StorePath
 
 if TYPE_CHECKING:
@@ -56,19 +63,8 @@ def stderr() -> Console:
 def print_json(content: Any) -> None:
     """Print the output of `--json`."""
     plain = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
-    text = json.dumps(_strict(content), indent=2, ensure_ascii=plain, default=str, allow_nan=False)
+    text = json.dumps(strict(content), indent=2, ensure_ascii=plain, default=str, allow_nan=False)
     click.echo(shown_json(text))
-
-
-def _strict(content: Any) -> Any:
-    """The same content without secrets in URLs, and with NaN and infinities as strings: JSON has no such numbers."""
-    if isinstance(content, (str, Path)):
-        return without_secrets(str(content))
-    if isinstance(content, Mapping):
-        return {key: _strict(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_strict(value) for value in content]
-    return str(content) if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def print_problems(problems: Sequence[Problem], console: Console | None = None) -> None:
