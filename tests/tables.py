@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from reshard.agents.options import Options as McpOptions
 from reshard.base.options import options_of
 from reshard.cli import cli
 from reshard.cli.support import NOT_TESTED, support
@@ -69,6 +70,7 @@ TABLES = {
     "Family": (DOCS / "families.md", families),
     "Model": (DOCS / "add-a-family.md", undeclared),
     "Option of guard": (DOCS / "guard.md", partial(options, Options, "guard")),
+    "Option of mcp": (DOCS / "mcp.md", partial(options, McpOptions, "mcp")),
     "Option of train": (DOCS / "training-options.md", partial(options, StartOptions, "train", "sft")),
 }
 """The page and the rows of each table, by the title of its first column."""

@@ -30,7 +30,7 @@ ORDER = (
     ("engines", "checks"),
     ("oracle", "diagnosis"),
     ("api",),
-    ("guard",),
+    ("agents", "guard"),
     ("training", "live"),
     ("cli",),
 )

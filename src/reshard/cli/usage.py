@@ -44,6 +44,7 @@ OPTIONS = {
     "--threads": "--workers",
     "--jobs": "--workers",
     "--silent": "--quiet",
+    "--timeout": "--time-limit",
     "--language": "--lang",
 }
 """Options of other programs (Megatron-LM's `tools/checkpoint`, vLLM, torch, transformers) and their equivalents."""
