@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import reshard
 from reshard.diagnosis.entries import catalogue
 from reshard.diagnosis.finding import UNKNOWN
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.messages import _message, _messages, begun
 from reshard.diagnosis.unknown import nearest
 from tests.commandline import reshard as command
 
@@ -102,37 +100,6 @@ def test_entries_that_share_hardly_a_word_are_not_near() -> None:
     assert nearest("FrobError: frobnicate wibble wobble quux", ENTRIES.values()) == []
     entry = ENTRIES["dtensor-mixed-cat"]
     assert entry.id in nearest(entry.excerpt.splitlines()[-3], ENTRIES.values())
-
-
-# -------------------------------------------------------------------------------------- messages that are not whole
-
-SHARED = 0.95
-"""Required share of entries with long enough messages; other messages begin like those of another entry."""
-
-
-@pytest.mark.parametrize(
-    "quoted",
-    [
-        lambda words: "训练时报错“" + " ".join(words[:11]) + "”,请问怎么解决?",
-        lambda words: " ".join(words[:11]),
-        lambda words: "I get\n" + " ".join(words[:6]) + "\n" + " ".join(words[6:12]) + "\nwhat now?",
-    ],
-    ids=["in a sentence", "cut", "wrapped"],
-)
-def test_the_beginning_of_a_message_names_its_entry(quoted: Callable[[list[str]], str]) -> None:
-    known = {name: _message(ENTRIES[name]).split() for name in _messages()}
-    assert len(known) > 80
-    missed = [
-        name for name, words in known.items() if name not in [each.id for each, _ in begun(quoted(words))]
-    ]
-    assert len(missed) < (1 - SHARED) * len(known), missed
-
-
-def test_a_message_that_is_cut_is_possible_and_one_that_goes_on_otherwise_is_another() -> None:
-    cut = "You can't train a model that has been loaded with device_map='auto'"
-    (found,) = diagnose_text("log", f"微调报错 {cut},怎么办")
-    assert (found.code, found.certainty) == ("device-map-distributed", "possible")
-    assert diagnose_text("log", f"ValueError: {cut} on a frob")[0].code == UNKNOWN
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rich.traceback import Traceback
 from reshard.diagnosis.finding import UNKNOWN
 from reshard.diagnosis.log import read_log
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.match import first_failure
+from reshard.diagnosis.root import first_failure
 from tests.doctor.tracebacks import failing
 
 FAILURE = [

@@ -25,9 +25,10 @@ from reshard.diagnosis.finding import UNKNOWN, Finding, Text
 from reshard.diagnosis.groups import bypassed, of_groups, sharded
 from reshard.diagnosis.history import messages as history
 from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.match import first_sign, of_entries
+from reshard.diagnosis.match import of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.resolvers import of_requirement, of_resolver
+from reshard.diagnosis.root import first_sign
 from reshard.diagnosis.rules import Told, covered_by, told_at
 from reshard.diagnosis.templates import of_template
 from reshard.diagnosis.undefined import of_guarded, of_undefined
@@ -86,7 +87,7 @@ def candidates_of(log: Log) -> list[Candidate]:
         place = loading.places[0].line or 0
         covers = frozenset(newweights.ENTRIES)
         explains = Explains.FIRST if root and root.first <= place <= root.end else Explains.WARNING
-        found.append(Candidate(loading, explains, Specificity.BEGUN, place, covers))
+        found.append(Candidate(loading, explains, Specificity.KIND, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in found):
         root = shortages.last_words(log)
         told = absent.of_log(log) if root is None else None

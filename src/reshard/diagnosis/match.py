@@ -1,4 +1,4 @@
-"""The entries that a log matches, as candidates, and which failure came first."""
+"""The entries that a log matches, as candidates."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from packaging.version import InvalidVersion, Version
 from reshard.diagnosis.collectives import compared
 from reshard.diagnosis.collectives import way as way_of_hang
 from reshard.diagnosis.entries import Entry, catalogue
-from reshard.diagnosis.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure
 from reshard.diagnosis.finding import CERTAINTIES, Finding, Place, Text
 from reshard.diagnosis.kinds import BY_KIND, filled_in, told_of
 from reshard.diagnosis.log import Line, Log, Traceback
-from reshard.diagnosis.messages import begun
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.reading import clipped
+from reshard.diagnosis.root import is_in, live_lines, living, which_is_first
 from reshard.diagnosis.shapes import contradict
 from reshard.diagnosis.words import words
 
@@ -37,8 +36,6 @@ def of_entries(log: Log, root: Traceback | None) -> list[Candidate]:
     whole = _Passage(log.ordered, failures)
     live = _Passage(live_lines(log), failures)
     hits = [hit for entry in catalogue().values() if (hit := _hit(entry, log, root, whole, live))]
-    if not any(hit.at_root or hit.entry.kind in FATAL for hit in hits):
-        hits += _begun(live, whole.text, root)
     by_failure: dict[object, list[_Hit]] = {}
     for hit in hits:
         by_failure.setdefault(_failure(hit.line, failures), []).append(hit)
@@ -69,7 +66,7 @@ def _hit(entry: Entry, log: Log, root: Traceback | None, whole: _Passage, live: 
         return None
     if entry.id in BY_KIND:
         return _Hit(entry, line, explains, Specificity.KIND) if explains else None
-    is_root = explains or (root is not None and _is_in(line, root))
+    is_root = explains or (root is not None and is_in(line, root))
     first = [which_is_first(root)] if root and explains else []
     if entry.kind == "symptom" and is_root:
         return _Hit(entry, line, is_root, Specificity.KIND, tuple(first))
@@ -149,20 +146,6 @@ def _analysed(hit: _Hit, log: Log, root: Traceback | None) -> list[Text]:
     return told_of(root, log) if root and hit.entry.id in BY_KIND else []
 
 
-def _begun(live: _Passage, text: str, root: Traceback | None) -> list[_Hit]:
-    """Entries of whose message only a part is there, except those that something in the log contradicts."""
-    found = [
-        (entry, live.line(at))
-        for entry, at in begun(live.text)
-        if entry.kind in FATAL and not any(pattern.search(text) for pattern in entry.unless)
-    ]
-    fit = [each for each in found if all(pattern.search(text) for pattern in each[0].needs)] or found
-    return [
-        _Hit(entry, line, root is not None and root.first <= line.number <= root.end, Specificity.BEGUN)
-        for entry, line in fit
-    ]
-
-
 class _Passage:
     """Lines as one text, in which a pattern may span lines only inside one of `failures`."""
 
@@ -189,111 +172,10 @@ class _Passage:
     def _inside(self, pattern: re.Pattern[str]) -> Line | None:
         """The same for a pattern that joins a failure's message with lines around it: in each failure separately."""
         for failure in self._failures:
-            said = [line for line in self.lines if _is_in(line, failure)]
+            said = [line for line in self.lines if is_in(line, failure)]
             if said and pattern.search("\n".join(line.text for line in said)):
                 return next((line for line in said if line.number == failure.last), said[-1])
         return next((line for line in self.lines if pattern.search(line.text)), None)
-
-
-def living(log: Log) -> list[Traceback]:
-    """The tracebacks after which their process did not continue.
-
-    If a launcher reports at the end that a process failed, and nothing else says why, all of them count.
-    """
-    alive = [
-        each
-        for each in log.tracebacks
-        if each.last > (log.measured if _ends_script(each) else log.progress).get(each.stream, 0)
-        and not _is_handled(each, log)
-    ]
-    if alive or not log.tracebacks:
-        return alive
-    sign = loose_failure(_unhandled_lines(log))
-    return log.tracebacks if sign is not None and sign.exception in (EXIT, CUT_OFF) else []
-
-
-def _ends_script(failure: Traceback) -> bool:
-    """Whether a script died of it: a later "done" comes from the shell script around it."""
-    return failure.before is None and bool(failure.frames) and failure.frames[0].endswith(" <module>")
-
-
-_LOGS = re.compile(r"\b(?:WARN(?:ING)?|ERROR|CRITICAL)\b")
-"""The level of a line in which a program logs an exception that it has caught."""
-_CAUGHT = re.compile(r"\b(?i:caught|retry(?:ing)?|skipp(?:ed|ing)|ignor(?:ed|ing))\b")
-_WENT_ON = re.compile(
-    r"\b(?i:done|finished|completed?|wrote|saved|accuracy|bye)\b|\b(?i:step|epoch|iter\w*)\W{0,3}\d"
-)
-
-
-def _is_handled(failure: Traceback, log: Log) -> bool:
-    """Whether a program has logged an exception and gone on, by the lines before and after it."""
-    if _ends_script(failure) or not failure.frames or not _went_on(failure.stream, failure.last, log):
-        return False
-    before = [line for line in _own(failure.stream, log) if line.number < failure.first][-1:]
-    return any(_LOGS.search(line.text) for line in before)
-
-
-def _own(stream: str, log: Log) -> list[Line]:
-    return [line for line in log.lines if line.stream == stream and line.text.strip()]
-
-
-def _went_on(stream: str, number: int, log: Log) -> bool:
-    """Whether a process worked on after a line, and did not fail later."""
-    after = [line for line in _own(stream, log) if line.number > number]
-    return any(_WENT_ON.search(line.text) for line in after) and loose_failure(after) is None
-
-
-def _unhandled_lines(log: Log) -> list[Line]:
-    """The lines without exceptions that the program has caught, and the lines in which it says so."""
-    handled = [each for each in log.tracebacks if _is_handled(each, log)]
-    caught = {line.stream: line.number for line in log.lines if _is_caught(line)}
-    went_on = {stream for stream, last in caught.items() if _went_on(stream, last, log)}
-    return [
-        line
-        for line in log.lines
-        if not any(
-            each.stream == line.stream and each.first - 1 <= line.number <= each.last for each in handled
-        )
-        and not (line.stream in went_on and _is_caught(line))
-    ]
-
-
-def _is_caught(line: Line) -> bool:
-    return bool(_LOGS.search(line.text) and _CAUGHT.search(line.text))
-
-
-def live_lines(log: Log) -> list[Line]:
-    """Lines by stream that are after the last sign that their process continued, or in a failure."""
-    alive = living(log)
-    return [
-        line
-        for line in log.ordered
-        if line.number > log.progress.get(line.stream, 0) or any(_is_in(line, each) for each in alive)
-    ]
-
-
-def first_failure(log: Log) -> Traceback | None:
-    """The traceback of the rank that died first, not of ranks that lost a peer."""
-    alive = living(log)
-    own = [each for each in alive if not is_consequence(each)] or alive
-    named = log.first_to_die
-    by_rank = [each for each in own if named is not None and each.rank == named]
-    return next(iter(by_rank or own), None)
-
-
-def first_sign(log: Log) -> Traceback | None:
-    """The first failure, with or without a complete traceback: see `loose_failure`.
-
-    Its exception is EXIT or CUT_OFF if the log has only an exit status or part of a traceback. A launcher's failure
-    counts only if there is no other.
-    """
-    whole = first_failure(log)
-    if whole is not None and not is_consequence(whole):
-        return whole
-    loose = loose_failure(_unhandled_lines(log))
-    if whole is None or (loose is not None and loose.exception not in (EXIT, CUT_OFF)):
-        return loose
-    return loose if loose is not None and is_launchers(whole) else whole
 
 
 def _applies(entry: Entry, text: str, versions: dict[str, str]) -> bool:
@@ -316,22 +198,11 @@ def _inside(version: str, specifier: str) -> bool | None:
         return None
 
 
-def which_is_first(root: Traceback) -> Text:
-    """A text that says which failure of the log is the first."""
-    phrase = "first-failure" + "-alone" * (root.exception in ("", EXIT, CUT_OFF)) + "-of" * bool(root.stream)
-    who = f"rank {root.stream}" if root.stream.isdecimal() else root.stream
-    return words(phrase, exception=root.exception, who=who, line=root.last)
-
-
 def _short(text: str) -> str:
     return clipped(" ".join(text.split()), 60)
 
 
 def _failure(line: Line, failures: Sequence[Traceback]) -> object:
     """What a line belongs to: a failure, including its message, or only itself."""
-    found = next((each for each in failures if _is_in(line, each)), None)
+    found = next((each for each in failures if is_in(line, each)), None)
     return (found.stream, found.first) if found else line.number
-
-
-def _is_in(line: Line, failure: Traceback) -> bool:
-    return failure.stream == line.stream and failure.root.first <= line.number <= failure.end

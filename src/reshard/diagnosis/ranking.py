@@ -29,17 +29,15 @@ class Specificity(IntEnum):
     """Only where the run failed."""
     KIND = 1
     """The kind of the exception, or what its message asks for."""
-    BEGUN = 2
-    """The beginning of a known message."""
-    MESSAGE = 3
+    MESSAGE = 2
     """A known message."""
-    TOLD_APART = 4
+    TOLD_APART = 3
     """A known message, and another line or version that its entry requires or hints at."""
-    HISTORY = 5
+    HISTORY = 4
     """Releases that have a name, against those in use; requirements; names of weights."""
-    NUMBERS = 6
+    NUMBERS = 5
     """Values that were computed with: shapes, divisors, bytes, ranks."""
-    CONTENT = 7
+    CONTENT = 6
     """Files that were given for others, or a failure that says itself what it is."""
 
 

@@ -16,7 +16,7 @@ from reshard.diagnosis.data import data
 from reshard.diagnosis.failures import CUT_OFF, is_launchers
 from reshard.diagnosis.finding import Finding, Place, Text
 from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.match import live_lines
+from reshard.diagnosis.root import live_lines
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.words import words
 

@@ -11,8 +11,8 @@ from reshard.diagnosis.entries import Entry, catalogue
 from reshard.diagnosis.failures import CUT_OFF, EXIT, is_launchers
 from reshard.diagnosis.finding import UNKNOWN, Finding, Place, Text
 from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.match import which_is_first
 from reshard.diagnosis.reading import clipped
+from reshard.diagnosis.root import which_is_first
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.sentences import asks
 from reshard.diagnosis.upstream import own_code, search_of

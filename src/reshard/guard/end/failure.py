@@ -24,7 +24,7 @@ from reshard.diagnosis.failures import EXIT, is_consequence
 from reshard.diagnosis.finding import UNKNOWN, Finding
 from reshard.diagnosis.log import Line, Log, Traceback, read_log
 from reshard.diagnosis.logs import LARGEST, diagnose_text
-from reshard.diagnosis.match import first_failure
+from reshard.diagnosis.root import first_failure
 from reshard.diagnosis.scripts import diagnose_script
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.words import aside
