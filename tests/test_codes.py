@@ -12,9 +12,9 @@ from string import Formatter
 from typing import NamedTuple
 
 import reshard
+from reshard.base.translations import translations
 from reshard.diagnosis.entries import catalogue
 from reshard.diagnosis.rules import rules
-from reshard.diagnosis.words import translations
 from tests.commandline import reshard as command
 
 SOURCE = Path(reshard.__file__).parent

@@ -9,6 +9,7 @@ import click
 from rich.cells import set_cell_size
 
 from reshard.base.shown import escape, escape_lines
+from reshard.base.text import locale_language
 from reshard.checks.environment import PACKAGES
 from reshard.cli import asking
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
@@ -21,7 +22,6 @@ from reshard.diagnosis.environment import Environment, diagnose_environment, loo
 from reshard.diagnosis.finding import LANGUAGES, Text
 from reshard.diagnosis.rules import rules
 from reshard.diagnosis.spelling import Usage, spelled
-from reshard.diagnosis.words import locale_language as locale_language
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}

@@ -88,7 +88,7 @@ def _method(name: str, help_text: str) -> None:
         if list_options:
             _print_options(name, given.get("engine", StartOptions.engine))
             return
-        from reshard.diagnosis.words import locale_language
+        from reshard.base.text import locale_language
         from reshard.training.start import trained
 
         silent = quiet or json_output

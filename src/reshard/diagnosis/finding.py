@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from reshard.base.errors import Problem
 from reshard.base.shown import shown, shown_lines
+from reshard.base.text import LANGUAGES as LANGUAGES
+from reshard.base.text import Text as Text
 from reshard.diagnosis.reading import clipped
 
-LANGUAGES = ("en", "zh")
 UNKNOWN = "unknown-failure"
 """The code of a failure that nothing explains."""
 CERTAINTIES = ("sure", "likely", "possible")
-
-
-class Text(str):
-    """A sentence, with its Chinese version (`zh`)."""
-
-    zh: str
-
-    def __new__(cls, en: str, zh: str) -> Text:
-        text = super().__new__(cls, en)
-        text.zh = zh
-        return text
-
-    def __reduce__(self) -> tuple[type[Text], tuple[str, str]]:
-        """For pickling and copying."""
-        return Text, (self.en, self.zh)
-
-    @property
-    def en(self) -> str:
-        """The English sentence."""
-        return str(self)
-
-    def of(self, language: str) -> str:
-        """The text in one of `LANGUAGES`."""
-        return self.zh if language == "zh" else self.en
-
-    @staticmethod
-    def same(text: str) -> Text:
-        """A text that is the same in both languages: code, names, numbers."""
-        return Text(text, text)
-
-    @staticmethod
-    def lines(texts: Iterable[Text]) -> Text:
-        """Texts below each other."""
-        given = list(texts)
-        return Text("\n".join(each.en for each in given), "\n".join(each.zh for each in given))
 
 
 SHOWN = 300

@@ -1,25 +1,16 @@
-"""Phrases of the doctor in both languages, by name (`words.yaml`), and problems of checkpoints by code
-(`problems.yaml`)."""
+"""Phrases of the doctor in both languages, by name (`words.yaml`)."""
 
 from __future__ import annotations
 
-import locale
-import os
-import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import lru_cache
 
-from reshard.base.errors import Problem
 from reshard.base.shown import shown
+from reshard.base.text import locale_language as locale_language
+from reshard.base.translations import translated as translated
+from reshard.base.translations import translations as translations
 from reshard.diagnosis.data import data
 from reshard.diagnosis.finding import LANGUAGES, Finding, Text
-
-
-def locale_language() -> str:
-    """ "zh" if the environment is in Chinese, else "en"."""
-    told = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
-    return "zh" if (told or locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"
 
 
 def words(phrase: str, /, **values: object) -> Text:
@@ -53,28 +44,4 @@ def _in_text(value: object, language: str) -> object:
 def _phrases() -> dict[str, dict[str, str]]:
     """All phrases by name."""
     content: dict[str, dict[str, str]] = data("words.yaml")
-    return content
-
-
-def translated(problem: Problem, field: str) -> Text:
-    """A field of a problem, which must be set. Text that `problems.yaml` does not have is quoted."""
-    english = str(getattr(problem, field))
-    chinese = translations().get(problem.code, {}).get(field)
-    if chinese is None:
-        return Text(shown(english), shown(_quoted(english)))
-    return Text(shown(english), shown(chinese.format(**{**asdict(problem), **problem.values})))
-
-
-def _quoted(text: str) -> str:
-    """English words in quotation marks; names and numbers without them."""
-    return f"“{text}”" if len(_WORD.findall(text)) > 1 else text
-
-
-_WORD = re.compile(r"(?<![\w.=/-])[a-z]{2,}(?![\w.=/-])")
-
-
-@lru_cache(maxsize=1)
-def translations() -> dict[str, dict[str, str]]:
-    """The Chinese texts of problems: by code, and by field."""
-    content: dict[str, dict[str, str]] = data("problems.yaml")
     return content

@@ -1,0 +1,17 @@
+"""Reads the program's own data: YAML files beside the modules that use them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_LOADER: Any = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # ten times faster in C, for twenty thousand lines
+
+
+def read_data(path: Path) -> Any:
+    """The content of a file."""
+    return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
