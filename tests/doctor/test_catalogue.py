@@ -16,10 +16,10 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from reshard.cli import cli
-from reshard.diagnosis.check import SCHEMA, main, problems
 from reshard.diagnosis.entries import FOLDER, KINDS, Entry, catalogue
-from reshard.diagnosis.pages import page
 from reshard.diagnosis.rules import rules
+from tools.check_entries import SCHEMA, main, problems
+from tools.failures_page import page
 
 REPOSITORY = Path(__file__).parents[2]
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -150,7 +150,7 @@ def test_entries_with_the_same_patterns_can_be_told_apart() -> None:
 def test_the_page_of_failures_is_that_of_the_catalogue() -> None:
     page_in_docs = REPOSITORY / "docs" / "failures.md"
     assert page_in_docs.read_text(encoding="utf-8") == page(), (
-        "python -m reshard.diagnosis.pages > docs/failures.md"
+        "python -m tools.failures_page > docs/failures.md"
     )
 
 

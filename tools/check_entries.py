@@ -1,4 +1,4 @@
-"""Check entries of the catalogue: `python -m reshard.diagnosis.check [FILE …]`.
+"""Check entries of the catalogue: `python -m tools.check_entries [FILE …]`.
 
 Every file is checked against `catalogue.schema.json`; in addition, an entry must be named like its file, be recognised
 by its own excerpt, and refer to existing entries. Needs the jsonschema package, which nothing else in reshard does.

@@ -1,4 +1,4 @@
-"""The catalogue as a page of the documentation: `python -m reshard.diagnosis.pages > docs/failures.md`."""
+"""The catalogue as a page of the documentation: `python -m tools.failures_page > docs/failures.md`."""
 
 from __future__ import annotations
 
