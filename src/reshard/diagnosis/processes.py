@@ -10,8 +10,8 @@ from reshard.diagnosis.failures import CUT_OFF, EXIT, is_consequence, is_launche
 from reshard.diagnosis.finding import Finding
 from reshard.diagnosis.given import Fact, at
 from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.match import first_sign, living
 from reshard.diagnosis.reading import clipped
+from reshard.diagnosis.root import first_sign, living
 from reshard.diagnosis.tracebacks import frame_of
 
 SHOWN, MESSAGE = 300, 2000
