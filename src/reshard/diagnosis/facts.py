@@ -15,7 +15,8 @@ each list, `MOST` are given, and `left_out` counts the others. All texts are in 
 - `settings`: `name`, `value`
 - `numbers`: `what` and `value`, as compared
 - `checkpoints`: a summary of each; `opened` is false where nothing can be opened
-- `history`: what `history.between.changes` says of names in the message and the frames
+- `history`: what `history.between.changes` says of the names in findings, and of those in frames that a release surely
+  added or removed
 - `unseen`: `what` the targets do not show, and the `command` that would
 """
 
@@ -23,15 +24,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from reshard.base.errors import ReshardError
 from reshard.diagnosis.finding import Finding
 from reshard.diagnosis.given import Fact, at, commands_in, settings_in, versions_in
 from reshard.diagnosis.history.between import changes
-from reshard.diagnosis.history.having import having
-from reshard.diagnosis.history.table import PACKAGES, ROOTS
+from reshard.diagnosis.history.table import PACKAGES, ROOTS, table
 from reshard.diagnosis.log import Log
 from reshard.diagnosis.processes import failure_of, frames_of, ranks_of, root_of
 from reshard.diagnosis.unseen import unseen_in
@@ -111,7 +113,7 @@ def _summary(path: str, inspection: Inspection | None) -> Fact:
 
 
 _IMPORTED = re.compile(r"\bfrom (?P<module>\w[\w.]*) import (?P<names>\w+(?:, \w+)*)")
-_CALLED = re.compile(r"\b(?P<name>[A-Z]\w+)\(")
+_WRITTEN = re.compile(rf"(?<![\w./])(?P<root>{'|'.join(PACKAGES)})(?:\.\w+)+(?!\w)")
 
 
 def _history(findings: Sequence[Finding], frames: Sequence[Fact], versions: Sequence[Fact]) -> Iterator[Fact]:
@@ -127,24 +129,42 @@ def _history(findings: Sequence[Finding], frames: Sequence[Fact], versions: Sequ
         if (package := str(each.values.get("package"))) in ROOTS and each.places:
             name = str(each.values.get("name")).removeprefix("model_type ")
             asked[package, name] = at(each.places[0].target, each.places[0].line)
+    of_findings = len(asked)
     for frame in frames:
         for named in _names_in(str(frame["code"])):
             asked.setdefault(named, {key: frame[key] for key in ("file", "line")})
-    for (package, name), place in [*asked.items()][:LOOKED_UP]:
-        with suppress(ReshardError):  # neither the package nor the name has a history
-            found = changes(package, name, used.get(package))
-            known = found.pop("known")["releases"]
-            of_use = ("before", "after", "there", "parameters") if package not in used else ()
-            shown = {key: value for key, value in found.items() if key not in of_use}
-            yield {**shown, "known": [known[0], known[-1]], **place}
+    found = (
+        _changed(*named, used, is_asked=number < of_findings) | place
+        for number, (named, place) in enumerate(asked.items())
+    )
+    yield from islice((each for each in found if "package" in each), LOOKED_UP)
+
+
+def _changed(package: str, name: str, used: Mapping[str, str], is_asked: bool) -> Fact:
+    """What the history has of a name; {} without anything. Of names in code, only what surely was added or removed."""
+    try:
+        found = changes(package, name, used.get(package))
+    except ReshardError:  # neither the package nor the name has a history
+        return {}
+    known = found.pop("known")["releases"]
+    around = [known[known.index(found["added"]) - 1]] if found["added"] else []
+    around += [found["removed"]] if found["removed"] else []
+    own, module = table(package), name.rpartition(".")[0]
+    is_seen = own is not None and not any(own.is_open(module, Version(each)) for each in around)
+    if not is_asked and not (around and is_seen):
+        return {}
+    of_use = ("before", "after", "there", "parameters") if package not in used else ()
+    return {
+        **{key: value for key, value in found.items() if key not in of_use},
+        "known": [known[0], known[-1]],
+    }
 
 
 def _names_in(code: str) -> Iterator[tuple[str, str]]:
-    """The names that a line of code imports from known packages, and the classes that it calls, of only one."""
+    """The names that a line of code imports from known packages, or writes with their modules."""
     for match in _IMPORTED.finditer(code):
         root = match["module"].partition(".")[0]
         for name in match["names"].split(", ") if root in PACKAGES else ():
             yield PACKAGES[root], f"{match['module']}.{name}"
-    for match in _CALLED.finditer(code):
-        packages = having(ROOTS, match["name"])
-        yield from [(packages[0], match["name"])] if len(packages) == 1 else []
+    for match in _WRITTEN.finditer(code):
+        yield PACKAGES[match["root"]], match[0]

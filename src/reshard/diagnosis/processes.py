@@ -59,7 +59,7 @@ def _message(failure: Traceback) -> str:
     return "\n".join([first, *takewhile(lambda line: line[:1].isspace(), more)])
 
 
-_FRAME = re.compile(r"(?P<source>.+?)(?::(?P<line>\d+)(?: (?P<function>.+))?)?")
+_FRAME = re.compile(r"(?P<source>.+?):(?P<line>\d+)(?: (?P<function>.+))?|(?P<file>\S+)(?: (?P<name>.+))?")
 
 
 def frames_of(log: Log, failure: Traceback) -> Iterator[Fact]:
@@ -73,9 +73,9 @@ def frames_of(log: Log, failure: Traceback) -> Iterator[Fact]:
             return
         line, below = shown
         yield {
-            "source": match["source"],
+            "source": match["source"] or match["file"],
             "source_line": int(match["line"]) if match["line"] else None,
-            "function": match["function"],
+            "function": match["function"] or match["name"],
             "code": _code_below(line.text, below.text if below else ""),
             **at(log.name, line.number),
         }
