@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.base.arguments import Arguments
 from reshard.base.boundary import for_users
@@ -20,6 +20,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.base.shown import shown
 from reshard.diagnosis.causes import combined
 from reshard.diagnosis.environment import diagnose_environment
+from reshard.diagnosis.examination import Examination as Examination
 from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
 from reshard.diagnosis.freezes import diagnose_freeze, versions_in
@@ -75,31 +76,6 @@ def diagnose(
     'cuda-out-of-memory'
     """
     return examine(*targets, on_bytes=on_bytes, on_read=on_read).findings
-
-
-@dataclass(frozen=True)
-class Examination:
-    """What targets show: what is wrong, and the facts in them. No log or checkpoint is read again for these."""
-
-    findings: list[Finding]
-    logs: list[Log] = field(default_factory=list)
-    texts: dict[str, str] = field(default_factory=dict)
-    """The scripts, configs and lists of packages, by their path."""
-    checkpoints: dict[str, Inspection | None] = field(default_factory=dict)
-    """What `inspect` found, by the path; None where nothing can be opened."""
-    of_targets: list[Finding] = field(default_factory=list)
-    """The findings of each target alone."""
-    logs_left_out: int = 0
-    """Logs that were diagnosed and are not kept: see `KEPT`."""
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """The facts in the targets, as in `doctor --json`: see `facts.py`."""
-        from reshard.diagnosis.facts import facts_of
-
-        facts = facts_of(self.of_targets, self.logs, self.texts, self.checkpoints)
-        left = {"logs": self.logs_left_out} if self.logs_left_out else {}
-        return {**facts, "left_out": {**facts["left_out"], **left}}
 
 
 @for_users()
