@@ -77,7 +77,6 @@ def test_all_targets_that_cannot_be_read_are_named_at_once(tmp_path: Path) -> No
     ("content", "words"),
     [
         (f"# 训练\n{SPREAD}\n".encode("gbk"), "coding: gbk"),
-        (b'print "hello"\n', "Python 2"),
         (b"def f(:\n", "fix its syntax"),
     ],
 )

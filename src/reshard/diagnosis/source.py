@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
@@ -18,19 +18,20 @@ from reshard.stores import as_path
 from reshard.transfer.sources import Sources
 
 _RANK = (
-    r"(?:(?<![\w.])(?:\w+\.)*(?:get_)?(?:local_|global_|dp_|dist_)?(?:process_|global_|local_)?(?:rank|process_index)\b(?:\(\))?"
-    r"|environ\W{0,9}(?:get\()?\W{0,9}(?:LOCAL_)?RANK\b[^)\]]*[)\]]+)"
+    r"(?:(?<!\w)(?:(?:get|local|global|dp|dist|process)_)*(?:rank|process_index)\b(?:\(\))?"
+    r"|env(?:iron)?(?:\.get\(|\(|\[)'(?:LOCAL_)?RANK'[^)\]]*[)\]]+)"
 )
 _MAIN = re.compile(
-    rf"{_RANK}\s*(?:==\s*0|in\s*[\[(]|<=\s*0|<\s*1)|\bis_(?:local_)?(?:main_process|world_process_zero|rank_?0|master)"
-    rf"|\bnot\s+(?:\w+\.)*(?:local_|global_)?rank\b",
+    rf"{_RANK} (?:== 0|in [\[(]|<= 0|< 1)|\bis_(?:local_)?(?:main_process|world_process_zero|rank_?0|master)"
+    r"|\bnot (?:\w+\.)*(?:local_|global_)?rank\b",
     re.IGNORECASE,
 )
 _OTHERS = re.compile(
-    rf"{_RANK}\s*(?:!=\s*0|>\s*0|>=\s*1)|\bnot\s+(?:\w+\.)*is_(?:local_)?(?:main_process|world_process_zero|master)"
+    rf"{_RANK} (?:!= 0|> 0|>= 1)|\bnot (?:\w+\.)*is_(?:local_)?(?:main_process|world_process_zero|master)"
     r"|^(?:\w+\.)*(?:local_|global_)?rank$",
     re.IGNORECASE,
 )
+"""Conditions as `ast.unparse` writes them."""
 _ONE_RANK = re.compile(r"on_(?:local_)?main_process|rank_?zero_only|master_only|main_process_only")
 
 
@@ -43,7 +44,6 @@ class Call:
 
     name: str
     node: ast.Call
-    assigned: tuple[str, ...] = ()
     guard: int | None = None
     others: bool = False
     scope: str = ""
@@ -119,10 +119,6 @@ class Source:
         """Calls of any of these classes, functions or methods."""
         return [call for call in self.calls if call.last in last]
 
-    def assignments(self, variable: str, before: int) -> list[Call]:
-        """The calls whose result a variable had before a line; the latest first."""
-        return [call for call in self.calls if variable in call.assigned and call.line < before][::-1]
-
     @cached_property
     def values(self) -> dict[str, list[ast.expr]]:
         """All values of each name: from assignments, defaults of parameters, fields and argparse."""
@@ -131,37 +127,33 @@ class Source:
             found.setdefault(name, []).append(value)
         return found
 
-    def flow(self, names: Iterable[str]) -> set[str]:
-        """All names that the values of these names may reach: by assignment, return, or as arguments."""
-        reached = set(names)
-        steps = list(self._steps())
-        while True:
-            more = {to for origin, to in steps if origin & reached and to not in reached}
-            if not more:
-                return reached
-            reached |= more
-
-    def _steps(self) -> Iterator[tuple[set[str], str]]:
+    @cached_property
+    def _passed(self) -> list[tuple[str, ast.expr]]:
+        """The values that names get, functions return, and parameters are given."""
         functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
-        for name, value in _bindings(self.tree):
-            yield names_in(value), name
-        for function in functions.values():
-            for node in ast.walk(function):
-                if isinstance(node, ast.Return) and node.value is not None:
-                    yield names_in(node.value), function.name
+        passed = [*_bindings(self.tree)]
+        for name, function in functions.items():
+            returned = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
+            passed += [(name, value) for value in returned if value is not None]
         for call in self.calls:
             if call.last in functions:
-                yield from _parameters(functions[call.last], call.node)
+                passed += _arguments(functions[call.last], call.node)
+        return passed
+
+    def reached(self, node: ast.expr) -> set[str]:
+        """All names that an expression may reach: by assignment, return, or as an argument."""
+        reached = {name for name, value in self._passed if node in ast.walk(value)}
+        steps = [(names_in(value), name) for name, value in self._passed]
+        while more := {name for names, name in steps if names & reached} - reached:
+            reached |= more
+        return reached
 
 
-def _parameters(function: ast.FunctionDef, call: ast.Call) -> Iterator[tuple[set[str], str]]:
-    """From the arguments of a call to the parameters of the function."""
-    given = [each.arg for each in function.args.args if each.arg != "self"]
-    for value, name in zip(call.args, given, strict=False):
-        yield names_in(value), name
-    for keyword in call.keywords:
-        if keyword.arg is not None:
-            yield names_in(keyword.value), keyword.arg
+def _arguments(function: ast.FunctionDef, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    """The parameters of a function, with the arguments of a call."""
+    names = [each.arg for each in function.args.args if each.arg != "self"]
+    yield from zip(names, call.args, strict=False)
+    yield from ((each.arg, each.value) for each in call.keywords if each.arg is not None)
 
 
 def names_in(*nodes: ast.AST) -> set[str]:
@@ -228,8 +220,6 @@ def _unreadable(path: str, error: Exception) -> ReshardError:
         said, remedy = "it is nested too deeply", "split the long expression or chain"
     elif "codec" in said or "encoding" in said or "Non-UTF-8" in said:
         remedy = "save it as UTF-8, or declare its encoding in the first line: # -*- coding: gbk -*-"
-    elif "Missing parentheses" in said or "except" in said:
-        remedy = "it is a Python 2 script: translate it (2to3)"
     return ReshardError(
         "script-not-python",
         "the script cannot be read as Python",
@@ -246,42 +236,31 @@ def parsed(path: str, text: str, tree: ast.Module) -> Source:
     return source
 
 
-def _calls(node: ast.AST, where: _Where, assigned: tuple[str, ...] = ()) -> Iterator[Call]:
+def _calls(node: ast.AST, where: _Where) -> Iterator[Call]:
     if isinstance(node, ast.Call):
-        yield Call(ast.unparse(node.func), node, assigned, where.guard, where.others, where.scope)
-        assigned = ()
-    if isinstance(node, ast.Assign):
-        assigned = tuple(_targets(node.targets))
+        yield Call(ast.unparse(node.func), node, where.guard, where.others, where.scope)
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         alone = [each.lineno for each in node.decorator_list if _ONE_RANK.search(ast.unparse(each))]
         where = _Where(f"{where.scope}.{node.name}", alone[0] if alone else None)
-    elif isinstance(node, ast.If) and (side := rank_side(node.test)) is not None:
+    elif isinstance(node, ast.If) and (side := _side(node.test)) is not None:
         yield from _calls(node.test, where)
         yield from _block(node.body, _Where(where.scope, node.lineno, others=side == "others"))
         yield from _block(node.orelse, _Where(where.scope, node.lineno, others=side == "main"))
         return
     for _, value in ast.iter_fields(node):
-        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-            yield from _block(value, where)
-        else:
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    yield from _calls(child, where, assigned if child is getattr(node, "value", None) else ())
+        parts = value if isinstance(value, list) else [value]
+        yield from _block([each for each in parts if isinstance(each, ast.AST)], where)
 
 
-def _block(statements: list[ast.stmt], where: _Where) -> Iterator[Call]:
+def _block(nodes: Sequence[ast.AST], where: _Where) -> Iterator[Call]:
     """The calls of a block. After `if rank != 0: return`, only the first rank remains."""
-    for statement in statements:
-        yield from _calls(statement, where)
-        if (
-            isinstance(statement, ast.If)
-            and rank_side(statement.test) == "others"
-            and _leaves(statement.body)
-        ):
-            where = _Where(where.scope, statement.lineno)
+    for node in nodes:
+        yield from _calls(node, where)
+        if isinstance(node, ast.If) and _side(node.test) == "others" and _leaves(node.body):
+            where = _Where(where.scope, node.lineno)
 
 
-def rank_side(test: ast.expr) -> str | None:
+def _side(test: ast.expr) -> str | None:
     """Whether a condition includes only the "main" rank, or only the "others"."""
     words = ast.unparse(test)
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):

@@ -13,27 +13,30 @@ from reshard.diagnosis.source import Call, Source
 from reshard.diagnosis.words import words
 
 MAKERS = ("infer_auto_device_map", "get_balanced_memory")
+"""Functions that make a map over several devices."""
 SINKS = (
     *("fully_shard", "FSDP", "FullyShardedDataParallel", "DistributedDataParallel", "DDP"),
     *("prepare", "prepare_model", "initialize"),
 )
+"""Functions and classes that train a model, besides trainers."""
 _LAUNCHED = re.compile(
     r"LOCAL_RANK|WORLD_SIZE|init_process_group|Accelerator\(|PartialState\(|accelerate launch|torchrun|deepspeed\s*="
     r"|fsdp\s*=|distributed_type\s*=|fully_shard|--nproc"
 )
+_FORCED = re.compile(r"distributed_type\s*=[^=]")
+"""A script that chooses how it is distributed, whatever launches it."""
 _PER_PROCESS = re.compile(r"rank|process_index|current_device|\bNone\b", re.IGNORECASE)
+_SETS_WORLD_SIZE = re.compile(r"""environ(?:\.setdefault\(|\[)["']WORLD_SIZE["']\]?\s*[,=][^=]""")
 
 
 def device_map_findings(source: Source) -> Iterator[Finding]:
-    """A device_map over several devices that reaches a trainer, or a launch with several processes."""
-    forced = re.search(r"distributed_type\s*=[^=]", source.text)
+    """A model over several devices that a trainer gets, which needs a whole one in each process."""
     places: list[Place] = []
-    for names, call, value in _uses(source):
-        origins = [each for each in _origins(value, source) if forced or not _chosen_by_launch(value, source)]
-        sink = _reached(source, source.flow(names), call) if origins else None
+    for value in _device_maps(source.tree):
+        spread = _spread(value, source)
+        sink = _trained_by(value, source) if spread else None
         if sink is not None:
-            places += [_fixed(source, origin) for origin in origins]
-            places.append(source.place(sink.line))
+            places += [*(source.replaced(each, "None") for each in spread), source.place(sink.line)]
     if not places:
         return
     launched = _LAUNCHED.search(source.text)
@@ -48,82 +51,71 @@ def device_map_findings(source: Source) -> Iterator[Finding]:
     )
 
 
-def _uses(source: Source) -> Iterator[tuple[set[str], Call | None, ast.expr]]:
-    """Where a device map is used: the names of what it loads, the call if it is one, and the map."""
-    for call in source.calls:
-        keyword = call.keyword("device_map")
-        if keyword is not None:
-            yield set(call.assigned) | _returned(source, call), call, keyword.value
-        for each in call.node.keywords:
-            for value in _entries(each.value):
-                yield set(call.assigned) | _returned(source, call), call, value
-    for name, values in source.values.items():
-        for bound in values:
-            for value in _entries(bound):
-                yield {name}, None, value
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            target = node.targets[0]
-            if isinstance(target.slice, ast.Constant) and target.slice.value == "device_map":
-                yield {ast.unparse(target.value)}, None, node.value
+def export_device_map(source: Source) -> Iterator[Finding]:
+    """device_map='auto' in a script that sets WORLD_SIZE itself, and passes the model to no trainer."""
+    if _SETS_WORLD_SIZE.search(source.text) and not any(device_map_findings(source)):
+        spread = [value for value in _device_maps(source.tree) if _is_spread(value)]
+        if spread:
+            yield told("script-export-device-map", [source.replaced(value, "None") for value in spread])
 
 
-def _entries(value: ast.expr) -> Iterator[ast.expr]:
-    """The values of device_map in a dict literal."""
-    if isinstance(value, ast.Dict):
-        for key, entry in zip(value.keys, value.values, strict=True):
-            if isinstance(key, ast.Constant) and key.value == "device_map":
-                yield entry
+def _device_maps(tree: ast.Module) -> Iterator[ast.expr]:
+    """The values of device_map: an argument, a key of a dict, or set as one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "device_map":
+            yield node.value
+        elif isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            yield from (value for key, value in pairs if _is_key(key))
+        elif isinstance(node, ast.Assign) and _is_entry(node.targets[0]):
+            yield node.value
 
 
-def _returned(source: Source, call: Call) -> set[str]:
-    """The function that returns the result of a call."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Return) and node.value is not None and call.node in ast.walk(node.value):
-            return {call.scope.rpartition(".")[2]}
-    return set()
+def _is_entry(target: ast.expr) -> bool:
+    """Whether this is `kwargs["device_map"]`."""
+    return isinstance(target, ast.Subscript) and _is_key(target.slice)
 
 
-def _origins(value: ast.expr, source: Source, seen: frozenset[str] = frozenset()) -> list[ast.expr]:
-    """The expressions that make a device map over several devices: 'auto', or the function that makes one."""
-    if isinstance(value, ast.Constant):
-        return [value] if value.value in SPREAD else []
-    if isinstance(value, ast.IfExp):
-        return [*_origins(value.body, source, seen), *_origins(value.orelse, source, seen)]
-    if isinstance(value, ast.BoolOp):
-        return [origin for each in value.values for origin in _origins(each, source, seen)]
+def _is_key(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value == "device_map"
+
+
+def _spread(value: ast.expr, source: Source) -> list[ast.expr]:
+    """The expressions that make a map over several devices; none if a launch gets a map for each process."""
+    choices = list(_choices(value, source))
+    spread = [each for each in choices if _is_spread(each)]
+    others = (ast.unparse(each) for each in choices if each not in spread)
+    return spread if _FORCED.search(source.text) or not any(map(_PER_PROCESS.search, others)) else []
+
+
+def _choices(value: ast.expr, source: Source) -> Iterator[ast.expr]:
+    """What an expression may be: both sides of a condition, and all values of a name."""
+    rest, seen = [value], set[str]()
+    while rest:
+        each = rest.pop()
+        if isinstance(each, ast.IfExp):
+            rest += [each.body, each.orelse]
+        elif isinstance(each, ast.BoolOp):
+            rest += each.values
+        elif isinstance(each, ast.Name | ast.Attribute):
+            name = each.id if isinstance(each, ast.Name) else each.attr
+            rest += source.values.get(name, []) if name not in seen else []
+            seen.add(name)
+        else:
+            yield each
+
+
+def _is_spread(value: ast.expr) -> bool:
     if isinstance(value, ast.Call):
-        return [value] if ast.unparse(value.func).rpartition(".")[2] in MAKERS else []
-    if isinstance(value, ast.Name | ast.Attribute):
-        name = value.id if isinstance(value, ast.Name) else value.attr
-        if name not in seen:
-            given = source.values.get(name, [])
-            return [origin for each in given for origin in _origins(each, source, seen | {name})]
-    return []
+        return ast.unparse(value.func).rpartition(".")[2] in MAKERS
+    return isinstance(value, ast.Constant) and value.value in SPREAD
 
 
-def _chosen_by_launch(value: ast.expr, source: Source) -> bool:
-    """Whether the script chooses another map, with a device per process, if several are launched."""
-    if isinstance(value, ast.IfExp):
-        return bool(_PER_PROCESS.search(ast.unparse(value)))
-    if isinstance(value, ast.Name | ast.Attribute):
-        name = value.id if isinstance(value, ast.Name) else value.attr
-        given = source.values.get(name, [])
-        others = [each for each in given if not (isinstance(each, ast.Constant) and each.value in SPREAD)]
-        return any(_PER_PROCESS.search(ast.unparse(each)) for each in others)
-    return False
-
-
-def _reached(source: Source, names: set[str], call: Call | None) -> Call | None:
-    """The trainer, or the function that prepares a model, that gets one of these names or the result of the call."""
-    for sink in source.calls:
-        if not (sink.last.endswith("Trainer") or sink.last in SINKS):
-            continue
-        inline = call is not None and call.node is not sink.node and call.node in ast.walk(sink.node)
-        if inline or names & sink.names():
-            return sink
+def _trained_by(value: ast.expr, source: Source) -> Call | None:
+    """The trainer, or the function that prepares a model, that gets what an expression is part of."""
+    names = source.reached(value)
+    for call in source.calls:
+        trains = call.last.endswith("Trainer") or call.last in SINKS
+        if trains and (names & call.names() or value in ast.walk(call.node)):
+            return call
     return None
-
-
-def _fixed(source: Source, origin: ast.expr) -> Place:
-    return source.replaced(origin, "None")

@@ -79,7 +79,7 @@ MAY_WORK = (
 )
 """Errors with which a run can still end well, or whose program may be another than it seems."""
 OF_SEVERAL = (
-    *("script-device-map", "script-rank-guard", "script-no-set-device", "script-preloaded-model"),
+    *("script-device-map", "script-rank-guard", "script-no-set-device"),
     "script-optimizer-before-sharding",
 )
 """Findings that matter only if several processes run the script."""
