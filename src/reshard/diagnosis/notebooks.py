@@ -7,7 +7,7 @@ import codecs
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from reshard.base.errors import ReshardError
 from reshard.base.plain import JSON_MOST, json_of
@@ -18,18 +18,16 @@ from reshard.diagnosis.source import NOT_PYTHON, parsed
 from reshard.stores import as_path
 from reshard.transfer.sources import Sources
 
-T = TypeVar("T")
-
 _COMMAND = re.compile(r"^(\s*)(?=\S)(?:[%!?].*|.*\?\s*)$")
 """Lines for the notebook, not for Python."""
 
 
 class _Cell(NamedTuple):
-    """A code cell: its number in the notebook, from 1, its code, and the lines that it printed."""
+    """A cell: its number in the notebook, from 1, its code, and what that printed."""
 
     number: int
     source: str
-    printed: list[str]
+    printed: str
 
 
 def diagnose_notebook(path: str) -> list[Finding]:
@@ -38,7 +36,7 @@ def diagnose_notebook(path: str) -> list[Finding]:
     Raises ReshardError if the file is not a notebook.
     """
     try:
-        cells = list(_cells(json_of(Sources().read(as_path(path), JSON_MOST).removeprefix(codecs.BOM_UTF8))))
+        cells = _cells(json_of(Sources().read(as_path(path), JSON_MOST).removeprefix(codecs.BOM_UTF8)))
     except (ValueError, OSError) as error:
         raise ReshardError(
             "notebook-unreadable",
@@ -48,49 +46,43 @@ def diagnose_notebook(path: str) -> list[Finding]:
             expected="a Jupyter notebook, format 4",
             remedy="save it again in Jupyter, or pass its code as a .py file (jupyter nbconvert --to script)",
         ) from None
-    return [*_of_code(path, cells), *_of_outputs(path, cells)]
+    printed = [cell for cell in cells if cell.printed]
+    return [
+        *_of_code(path, cells),
+        *(found for cell in printed for found in diagnose_text(f"{path}[{cell.number}]", cell.printed)),
+    ]
 
 
-def _cells(content: Any) -> Iterator[_Cell]:
-    """The code cells. Raises ValueError if the content does not follow Jupyter's format 4.
-
-    Source: nbformat.v4.schema.json, whose `multiline_string` is a string or a list of strings.
-    """
-    cells = _of_kind(dict, content, "the notebook").get("cells")
-    if cells is None and "worksheets" in content:
-        raise ValueError("worksheets: this is format 3 or older")
-    for number, cell in enumerate(_of_kind(list, cells, "cells"), 1):
-        where = f"cell {number}"
-        if _of_kind(dict, cell, where).get("cell_type") == "code":
-            outputs = _of_kind(list, cell.get("outputs") or [], f"outputs of {where}")
-            printed = [line for output in outputs for line in _printed(output, where)]
-            yield _Cell(number, _joined(cell.get("source"), f"source of {where}"), printed)
+def _cells(content: Any) -> list[_Cell]:
+    """The cells. Raises ValueError if the content does not follow Jupyter's format 4 (nbformat.v4.schema.json)."""
+    cells = content.get("cells") if isinstance(content, dict) else None
+    if not isinstance(cells, list):
+        raise ValueError("there is no list of cells")
+    return [_cell(number, cell) for number, cell in enumerate(cells, 1)]
 
 
-def _printed(output: Any, where: str) -> list[str]:
-    """The lines of a stream, or of a cell's traceback."""
-    kind = _of_kind(dict, output, f"an output of {where}").get("output_type")
-    if kind == "stream":
-        return [_joined(output.get("text"), f"the text that {where} printed")]
-    if kind != "error":
-        return []
-    lines = _of_kind(list, output.get("traceback") or [], f"the traceback of {where}")
-    said = f"{output.get('ename')}: {output.get('evalue')}"
-    return [_of_kind(str, line, f"a line of the traceback of {where}") for line in lines] or [said]
+def _cell(number: int, cell: dict[str, Any]) -> _Cell:
+    """A cell: an empty one, if it has no code."""
+    try:
+        if cell.get("cell_type") != "code":
+            return _Cell(number, "", "")
+        printed = filter(None, map(_printed, cell.get("outputs") or []))
+        return _Cell(number, _joined(cell.get("source")), "\n".join(printed))
+    except (AttributeError, TypeError):
+        raise ValueError(f"cell {number} is not as Jupyter writes it") from None
 
 
-def _joined(text: Any, where: str) -> str:
-    lines = text if isinstance(text, list) else [text or ""]
-    return "".join(_of_kind(str, line, where) for line in lines)
+def _printed(output: dict[str, Any]) -> str:
+    """The text of a stream, or of a cell's traceback."""
+    kind = output.get("output_type")
+    if kind == "error":
+        return "\n".join(output.get("traceback") or [f"{output.get('ename')}: {output.get('evalue')}"])
+    return _joined(output.get("text")) if kind == "stream" else ""
 
 
-def _of_kind(kind: type[T], value: Any, where: str) -> T:
-    if not isinstance(value, kind):
-        raise ValueError(f"{where}: {_WORDS[kind]} is expected, not {_WORDS.get(type(value), 'a number')}")
-    return value
-
-
-_WORDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "nothing"}
+def _joined(text: str | list[str] | None) -> str:
+    """What the schema calls a multiline string: one string, or a list."""
+    return "".join(text or "")
 
 
 def _of_code(path: str, cells: list[_Cell]) -> Iterator[Finding]:
@@ -121,10 +113,3 @@ def _parses(text: str) -> bool:
     except NOT_PYTHON:
         return False
     return True
-
-
-def _of_outputs(path: str, cells: list[_Cell]) -> Iterator[Finding]:
-    """Findings in what each cell printed."""
-    for cell in cells:
-        if cell.printed:
-            yield from diagnose_text(f"{path}[{cell.number}]", "\n".join(cell.printed))
