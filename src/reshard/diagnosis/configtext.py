@@ -93,14 +93,6 @@ class ConfigText:
             return place
         return Place(place.target, place.line, place.text, f"# {place.text}")
 
-    def with_sibling(self, key: str, name: str, value: object) -> Place:
-        """The line of a key with another key added after it, in JSON."""
-        spot = self.spots.get(key)
-        if spot is None or spot.value is None or not self.path.endswith(".json"):
-            return self.place(key)
-        own = self.lines[spot.line][slice(*spot.value)]
-        return self._fixed(spot, spot.value, f'{own}, "{name}": {json.dumps(value)}')
-
     def _fixed(self, spot: _Spot, columns: tuple[int, int], by: str) -> Place:
         line = self.lines[spot.line]
         fixed = line[: columns[0]] + by + line[columns[1] :]
