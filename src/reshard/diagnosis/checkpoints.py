@@ -8,40 +8,33 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.plain import CODE_MOST
 from reshard.base.shown import shown
 from reshard.commands.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
 from reshard.diagnosis.finding import Finding, Place, Text
-from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.trainable import trainability
 from reshard.diagnosis.words import translated, words
 from reshard.folders import iterations
-from reshard.folders.companions import find_companions, read_object
 from reshard.formats import foreign
-from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron import fsdp_dtensor, legacy, torch_dist, zarr
+from reshard.formats.not_found import NOTHING_FOUND
 from reshard.formats.target import Options
 from reshard.planning import IS_ADAPTER, plan_conversion
-from reshard.transfer.sources import Sources
 
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 MARKS = (
-    *("config.json", "adapter_config.json", "*.index.json", "*.safetensors", "*.bin", "*.pt", "*.pth"),
-    *(
-        "*.distcp",
-        ".metadata",
-        "latest",
-        iterations.TRACKER,
-        "iter_*",
-        "release",
-        "mp_rank_*",
-        "global_step*",
-    ),
+    *("config.json", "adapter_config.json", "latest", iterations.TRACKER),
+    *("iter_*", "release", "mp_rank_*", "global_step*", "*.distcp"),
 )
-"""Files that show that a checkpoint was intended, even if it cannot be opened."""
-OF_OTHERS = (".bin", ".pt", ".pth")
-"""Suffixes that other programs use, too: such a file has to begin as one with weights does."""
+"""Names that show that a checkpoint was intended, even if it has no weights that can be read."""
+WEIGHTS = ("*.bin", "*.pt", "*.pth")
+"""Names of weights that other programs use, too: such a file has to begin as one with weights does."""
+BEGINNINGS = (
+    b"PK\x03\x04",
+    b"PK\x05\x06",
+    *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)),
+    b"version https",
+)
+"""Of a zip archive, a pickle, and a Git LFS pointer."""
 
 
 def diagnose_checkpoint(
@@ -57,7 +50,7 @@ def diagnose_checkpoint(
     except ReshardError as error:
         if any(problem.code in foreign.CODES for problem in error.problems):
             raise
-        if not is_meant(path):
+        if not _is_meant(path, error):
             raise (_unknown(path) if path.is_file() else error) from None
         return [_damage(problem, path) for problem in error.problems], ""
     on_inspected(inspection)
@@ -65,7 +58,7 @@ def diagnose_checkpoint(
     findings = [_of_problem(problem, inspection) for problem in inspection.problems if not _lacks(problem)]
     findings += _missing(inspection, _tracked(path))
     try:
-        findings += [*_tokenizer(checkpoint), *remote_code(checkpoint.root), *trainability(checkpoint)]
+        findings += trainability(checkpoint)
     except ReshardError as error:  # a config or a tokenizer that is not JSON
         findings += [
             _damage(problem, path) for problem in error.problems if problem not in inspection.problems
@@ -126,31 +119,21 @@ def _tracked(path: Path) -> Path:
     return path if not steps or (path / iterations.TRACKER).exists() else list(steps.values())[-1]
 
 
-def is_meant(path: Path) -> bool:
-    """Whether a path was intended as a checkpoint: a weight file, or a folder with part of one."""
-    if path.is_file():
-        return _begins_as_weights(path)
-    folders = [path, *(child for child in path.glob("*") if child.is_dir())]
-    found = (file for folder in folders for mark in MARKS for file in folder.glob(mark))
-    return any(
-        each.suffix not in OF_OTHERS or not each.is_file() or _begins_as_weights(each) for each in found
-    )
+def _is_meant(path: Path, error: ReshardError) -> bool:
+    """Whether a path was intended as a checkpoint, although it cannot be opened: it has at least a part of one."""
+    if any(problem.code != NOTHING_FOUND for problem in error.problems):
+        return True
+    folders = [each for each in (path, *path.glob("*")) if each.is_dir()]
+    files = [path, *(file for folder in folders for name in WEIGHTS for file in folder.glob(name))]
+    marked = any(True for folder in folders for name in MARKS for _ in folder.glob(name))
+    return marked or any(file.is_file() and _begins_as_weights(file) for file in files)
 
 
 def _begins_as_weights(path: Path) -> bool:
-    """Whether a file begins like safetensors, a zip archive, a pickle or a Git LFS pointer, or has only zeros."""
+    """Whether a file begins as one with weights, or has only zeros, as after an interrupted copy."""
     with path.open("rb") as file:
         begin = file.read(64)
-    starts = (
-        b"PK\x03\x04",
-        b"PK\x05\x06",
-        b"\x80\x02",
-        b"\x80\x03",
-        b"\x80\x04",
-        b"\x80\x05",
-        b"version https",
-    )
-    return begin.startswith(starts) or begin[8:9] == b"{" or not begin.strip(b"\0")
+    return begin.startswith(BEGINNINGS) or not begin.strip(b"\0")
 
 
 def _damage(problem: Problem, path: Path) -> Finding:
@@ -188,29 +171,28 @@ class Part(NamedTuple):
     is_missing: bool
     flags: str
 
+    @property
+    def shows(self) -> Text:
+        return words("part-missing" if self.is_missing else "part-there", name=self.name, flags=self.flags)
+
 
 def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
     """Which of weights, config, tokenizer and tracker are there, and how to supply the others."""
     checkpoint = inspection.checkpoint
-    parts = list(_parts(inspection, iterations.root_of(checkpoint.path)))
+    parts = list(_parts(inspection))
     lost = [part.name for part in parts if part.is_missing]
-    if not lost:
-        return
-    what = ", ".join(filter(None, (checkpoint.format, str(checkpoint.layout))))
-    held = {"count": len(checkpoint.tensors), "what": what}
-    shows = [
-        words("part-missing" if part.is_missing else "part-there", name=part.name, flags=part.flags)
-        for part in parts
-    ]
-    values = {
-        "missing": Text(", ".join(part.en for part in lost), "、".join(part.zh for part in lost)),
-        "command": inspection.next or f"reshard inspect {path}",
-        "shows": Text.lines([words("part-weights", **held), *shows]),
-    }
-    yield told("checkpoint-lacks", [Place(str(path))], values)
+    if lost:
+        what = ", ".join(filter(None, (checkpoint.format, str(checkpoint.layout))))
+        weights = words("part-weights", count=len(checkpoint.tensors), what=what)
+        values = {
+            "missing": Text(", ".join(part.en for part in lost), "、".join(part.zh for part in lost)),
+            "command": inspection.next or f"reshard inspect {path}",
+            "shows": Text.lines([weights, *(part.shows for part in parts)]),
+        }
+        yield told("checkpoint-lacks", [Place(str(path))], values)
 
 
-def _parts(inspection: Inspection, root: Path) -> Iterator[Part]:
+def _parts(inspection: Inspection) -> Iterator[Part]:
     lacking = {problem.code for problem in inspection.problems}
     checkpoint = inspection.checkpoint
     is_there = (checkpoint.root / "config.json").is_file()
@@ -218,10 +200,9 @@ def _parts(inspection: Inspection, root: Path) -> Iterator[Part]:
         yield Part(Text.same("config.json"), not is_there, "--base DIR")
     yield Part(words("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
     if checkpoint.format in (torch_dist.NAME, zarr.NAME, legacy.NAME, fsdp_dtensor.NAME):
-        tracker = root / iterations.TRACKER
-        yield Part(
-            Text.same(iterations.TRACKER), not tracker.is_file(), f"--iteration {checkpoint.iteration}"
-        )
+        tracker = iterations.root_of(checkpoint.path) / iterations.TRACKER
+        flags = f"--iteration {checkpoint.iteration}"
+        yield Part(Text.same(iterations.TRACKER), not tracker.is_file(), flags)
 
 
 def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
@@ -250,46 +231,3 @@ def _finding(problem: Problem, where: Place, why: Iterable[Text], cure: Iterable
         severity=problem.severity,
         places=(where,),
     )
-
-
-def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Whether the tokenizer fits the embedding, has a chat template, and opens in transformers 4."""
-    companions = find_companions(checkpoint.sources, *checkpoint.folders)
-    names = checkpoint.dialect.embeddings
-    table = next((t for name in names if (t := checkpoint.tensors.get(name))), None)
-    tokens = companions.vocab_size
-    if table is not None and tokens is not None and tokens > table.shape[0]:
-        shows = f"tokens: {tokens}, embedding: {table.shape[0]}"
-        place = Place(str(checkpoint.root), None, shows)
-        yield told("checkpoint-vocabulary", [place], {"tokens": tokens, "rows": table.shape[0]})
-    path = companions.files.get("tokenizer_config.json")
-    if path is None:
-        return
-    config = read_object(path, checkpoint.sources)
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        yield told("checkpoint-tokenizer-of-5", [_line_of(path, "TokenizersBackend")])
-    if "chat_template" not in config and not any(name in companions.files for name in TEMPLATE_FILES):
-        yield told("checkpoint-no-template", [Place(str(path))])
-
-
-def remote_code(folder: Path) -> Iterator[Finding]:
-    """The old checkpointing method in modeling files, and a config that disables the cache."""
-    for path in sorted(folder.glob("modeling*.py")):
-        try:
-            tree = ast.parse(Sources().read(path, CODE_MOST).decode("utf-8"))
-        except (SyntaxError, ValueError, OSError, RecursionError, MemoryError, ReshardError):
-            continue
-        methods = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-        for method in methods:
-            is_old = "enable" not in {argument.arg for argument in method.args.args}
-            if method.name == "_set_gradient_checkpointing" and is_old:
-                yield told("checkpoint-old-gradient-checkpointing", [_line_of(path, f"def {method.name}")])
-    config = folder / "config.json"
-    if config.is_file() and read_object(config, Sources()).get("use_cache") is False:
-        yield told("checkpoint-use-cache", [_line_of(config, '"use_cache"')])
-
-
-def _line_of(path: Path, word: str) -> Place:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    number = next((i for i, line in enumerate(lines, 1) if word in line), None)
-    return Place(str(path), number, clipped(lines[number - 1].strip(), 200) if number else word)

@@ -2,40 +2,110 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from reshard.base.errors import ReshardError
+from reshard.base.plain import CODE_MOST
 from reshard.diagnosis.finding import Finding, Place
+from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.words import words
-from reshard.folders.companions import find_companions, read_object
+from reshard.folders.companions import CONFIG, TOKENIZER_CONFIG, Companions, find_companions, read_object
 from reshard.formats.checkpoint import Checkpoint
+from reshard.transfer.sources import Sources
+
+Config = Mapping[str, Any]
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What loads differently or cannot be saved again. Raises ReshardError if a config is not JSON."""
     companions = find_companions(checkpoint.sources, *checkpoint.folders)
-    config_path = companions.files.get("config.json")
-    if config_path is not None:
-        config = read_object(config_path, checkpoint.sources)
-        yield from _dtype(checkpoint, config, config_path)
-        yield from _tied_twice(checkpoint, config, config_path)
+    given = {
+        name: (read_object(path, checkpoint.sources), path)
+        for name in (TOKENIZER_CONFIG, CONFIG, "generation_config.json")
+        if (path := companions.files.get(name)) is not None
+    }
+    yield from _vocabulary(checkpoint, companions)
+    if TOKENIZER_CONFIG in given:
+        yield from _tokenizer(*given[TOKENIZER_CONFIG], companions)
+    yield from remote_code(checkpoint.root)
+    if CONFIG in given:
+        yield from _config(checkpoint, *given[CONFIG])
     adapter = checkpoint.path / "adapter_config.json"
     if checkpoint.format == "peft" and adapter.is_file():
         yield from _base_of_adapter(read_object(adapter, checkpoint.sources), adapter)
-    if (path := companions.files.get("generation_config.json")) is not None:
-        yield from _generation(read_object(path, checkpoint.sources), path)
-    if (path := companions.files.get("tokenizer_config.json")) is not None:
-        yield from _tokenizer_of_5(read_object(path, checkpoint.sources), path)
-    if (path := companions.files.get("tokenizer.json")) is not None:
-        yield from _small_vocabulary(checkpoint, companions.vocab_size, path)
+    if "generation_config.json" in given:
+        yield from _generation(*given["generation_config.json"])
 
 
-def _dtype(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
-    """The dtype in the config, and that of most weights: from_pretrained(dtype="auto") uses the config's."""
+def _vocabulary(checkpoint: Checkpoint, companions: Companions) -> Iterator[Finding]:
+    """A tokenizer with more tokens than the embedding, or hardly any, as transformers 5 makes one of missing files."""
+    tables = (checkpoint.tensors.get(name) for name in checkpoint.dialect.embeddings)
+    rows = next((table.shape[0] for table in tables if table is not None), 0)
+    tokens = companions.vocab_size
+    if tokens is None or not rows:
+        return
+    if tokens > rows:
+        place = Place(str(checkpoint.root), None, f"tokens: {tokens}, embedding: {rows}")
+        yield told("checkpoint-vocabulary", [place], {"tokens": tokens, "rows": rows})
+    path = companions.files.get("tokenizer.json")
+    if path is not None and tokens < 16 <= rows // 4:
+        yield told("checkpoint-tiny-tokenizer", [Place(str(path), None, f"tokens: {tokens}")], {"rows": rows})
+
+
+def _tokenizer(config: Config, path: Path, companions: Companions) -> Iterator[Finding]:
+    """A tokenizer that only transformers 5 can open, and one without a chat template."""
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        place = place_of(path, "TokenizersBackend", '"tokenizer_class": "PreTrainedTokenizerFast"')
+        here = _installed("transformers")
+        is_older = here.startswith("4.")
+        yield told(
+            "checkpoint-tokenizer-of-5",
+            [place],
+            severity="error" if is_older else None,
+            evidence=[words("installed-here", name="transformers", version=here)] if is_older else [],
+        )
+    if "chat_template" not in config and not any(name in companions.files for name in TEMPLATE_FILES):
+        yield told("checkpoint-no-template", [Place(str(path))])
+
+
+def _installed(package: str) -> str:
+    """The version of a package, "" if it is not installed."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
+
+
+def remote_code(folder: Path) -> Iterator[Finding]:
+    """The old checkpointing method in modeling files."""
+    for path in sorted(folder.glob("modeling*.py")):
+        for method in _methods(path):
+            is_old = "enable" not in {argument.arg for argument in method.args.args}
+            if method.name == "_set_gradient_checkpointing" and is_old:
+                yield told("checkpoint-old-gradient-checkpointing", [place_of(path, f"def {method.name}")])
+
+
+def _methods(path: Path) -> list[ast.FunctionDef]:
+    """The functions of a Python file; none if it cannot be parsed."""
+    with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError, ReshardError):
+        tree = ast.parse(Sources().read(path, CODE_MOST).decode("utf-8"))
+        return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return []
+
+
+FLOATS = {"float32", "float16", "bfloat16", "float64"}
+
+
+def _config(checkpoint: Checkpoint, config: Config, path: Path) -> Iterator[Finding]:
+    """A dtype that the weights do not have, which loading then uses; a head that it ignores; a cache that is off."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     named = str(config.get(key) or "").removeprefix("torch.")
     count: Counter[str] = Counter()
@@ -46,18 +116,13 @@ def _dtype(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -> Ite
     if is_plain and named in FLOATS and named != most:
         values = {"named": named, "most": most, "key": key}
         yield told("checkpoint-dtype", [place_of(path, f'"{key}"', f'"{key}": "{most}"')], values)
-
-
-FLOATS = {"float32", "float16", "bfloat16", "float64"}
-
-
-def _tied_twice(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
-    """A stored head although the config ties it to the embedding: loading ignores it."""
     if config.get("tie_word_embeddings") is True and "lm_head.weight" in checkpoint.tensors:
         yield told("checkpoint-tied-head", [place_of(path, '"tie_word_embeddings"')])
+    if config.get("use_cache") is False:
+        yield told("checkpoint-use-cache", [place_of(path, '"use_cache"')])
 
 
-def _base_of_adapter(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+def _base_of_adapter(config: Config, path: Path) -> Iterator[Finding]:
     """A missing folder of an adapter's base, unless its name may be a Hub model: `owner/name`."""
     base = str(config.get("base_model_name_or_path") or "")
     is_hub = base.count("/") == 1 and not base.startswith((".", "/", "~"))
@@ -70,44 +135,20 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None, "typic
 """Options that only sampling uses, with the defaults of transformers."""
 
 
-def _generation(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+def _generation(config: Config, path: Path) -> Iterator[Finding]:
     """Sampling options without sampling: GenerationConfig.save_pretrained refuses them."""
-    if config.get("do_sample") is True:
-        return
     unused = [key for key, default in SAMPLING.items() if config.get(key) not in (None, default)]
-    if unused:
-        explicit = "do_sample" in config
-        place = place_of(path, '"do_sample"' if explicit else f'"{unused[0]}"')
-        fixed = f'"do_sample": true, {place.text}' if not explicit else place.text.replace("false", "true")
-        yield told(
-            "checkpoint-generation-config",
-            [Place(place.target, place.line, place.text, fixed)],
-            {"keys": ", ".join(f"{key}={config[key]}" for key in unused)},
-        )
-
-
-def _tokenizer_of_5(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
-    """A tokenizer of transformers 5 with transformers 4 installed: it cannot be opened here."""
-    try:
-        installed = version("transformers")
-    except PackageNotFoundError:
+    if config.get("do_sample") is True or not unused:
         return
-    if config.get("tokenizer_class") == "TokenizersBackend" and installed.startswith("4."):
-        fixed = '"tokenizer_class": "PreTrainedTokenizerFast",'
-        yield told(
-            "checkpoint-tokenizer-of-5",
-            [place_of(path, "TokenizersBackend", fixed)],
-            severity="error",
-            evidence=[words("installed-here", name="transformers", version=installed)],
-        )
+    key = "do_sample" if "do_sample" in config else unused[0]
+    kept = "" if key == "do_sample" else f', "{key}": {json.dumps(config[key])}'
+    place = place_of(path, f'"{key}"', f'"do_sample": true{kept}')
+    values = {"keys": ", ".join(f"{key}={config[key]}" for key in unused)}
+    yield told("checkpoint-generation-config", [place], values)
 
 
-def _small_vocabulary(checkpoint: Checkpoint, tokens: int | None, path: Path) -> Iterator[Finding]:
-    """A tokenizer with hardly any tokens, as transformers 5 makes one if the tokenizer's files are missing."""
-    tables = (checkpoint.tensors.get(name) for name in checkpoint.dialect.embeddings)
-    rows = next((table.shape[0] for table in tables if table is not None), 0)
-    if tokens is not None and tokens < 16 <= rows // 4:
-        yield told("checkpoint-tiny-tokenizer", [Place(str(path), None, f"tokens: {tokens}")], {"rows": rows})
+LONGEST = 200
+"""Characters of a line that is shown with its fixed version: JSON without line breaks is longer."""
 
 
 def place_of(path: Path, word: str, fixed: str = "") -> Place:
@@ -115,5 +156,6 @@ def place_of(path: Path, word: str, fixed: str = "") -> Place:
     lines = path.read_text(encoding="utf-8").splitlines()
     number = next((i for i, line in enumerate(lines, 1) if word in line), None)
     text = lines[number - 1].strip() if number else word
-    comma = "," if text.endswith(",") and fixed and not fixed.endswith(",") else ""
-    return Place(str(path), number, text, fixed + comma)
+    if len(text) > LONGEST:
+        return Place(str(path), number, clipped(text, LONGEST))
+    return Place(str(path), number, text, fixed + ("," if fixed and text.endswith(",") else ""))

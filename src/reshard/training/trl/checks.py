@@ -94,7 +94,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
 
 def model(run: Run) -> Iterator[Problem]:
     """Problems of the model's own code that would fail at the first step. Untrusted code is not run."""
-    from reshard.diagnosis.checkpoints import remote_code  # with all that diagnoses a checkpoint
+    from reshard.diagnosis.trainable import remote_code  # with all formats of checkpoints
 
     options = options_of(run)
     if options["trust_remote_code"] and options["gradient_checkpointing"]:
