@@ -64,11 +64,9 @@ class ConfigText:
     def place(self, key: str) -> Place:
         """The line of a key; the file, if the key is missing."""
         spot = self.spots.get(key)
-        return (
-            Place(self.path, spot.line + 1, self.lines[spot.line].strip())
-            if spot
-            else Place(self.path, None, key)
-        )
+        if spot is None:
+            return Place(self.path, None, key)
+        return Place(self.path, spot.line + 1, self.lines[spot.line].strip())
 
     def changed(self, key: str, value: object) -> Place:
         """The line of a key with another value."""
@@ -101,26 +99,12 @@ class ConfigText:
 
 def read_config(path: str) -> ConfigText:
     """Parse a config: as JSON by its suffix, else as YAML. Raises ReshardError with the line of the error."""
-    lenient = False
     try:
         text = decoded(Sources().read(as_path(path), JSON_MOST)).removeprefix("\ufeff")
-        if path.endswith(".json"):
-            content, lenient = _json(text)
-        else:
-            content = yaml.load(text, Loader=_Loader)
+        is_json = path.endswith(".json")
+        content, is_lenient = _json(text) if is_json else (yaml.load(text, Loader=_Loader), False)
     except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else getattr(error, "lineno", None)
-        kind = "JSON" if path.endswith(".json") else "YAML"
-        raise ReshardError(
-            "config-unreadable",
-            f"the config cannot be read as {kind}",
-            file=f"{path}:{line}" if line else path,
-            found=getattr(error, "problem", None) or getattr(error, "msg", None) or str(error),
-            remedy="indent with spaces: YAML does not allow tabs"
-            if "'\\t'" in str(error)
-            else "fix its syntax first",
-        ) from None
+        raise _unreadable(path, error) from None
     if not isinstance(content, Mapping):
         raise ReshardError(
             "config-without-keys",
@@ -130,15 +114,27 @@ def read_config(path: str) -> ConfigText:
             found=f"a {type(content).__name__}" if content is not None else "nothing",
             remedy="pass the config of the run; data files need no diagnosis",
         )
-    plain = _COMMENT.sub(_blank, text) if lenient else text
-    try:
+    root = None
+    with suppress(yaml.YAMLError):  # JSON that is not YAML
+        plain = _COMMENT.sub(_blank, text) if is_lenient else text
         root = yaml.compose(plain.replace("\t", " "), Loader=_Loader)
-    except yaml.YAMLError:
-        root = None  # JSON that is not YAML
     every = list(_spots(root, ""))
     repeated = [name for name, count in Counter(name for name, _ in every).items() if count > 1]
     spots = {**dict(_merged(root, "")), **dict(every)}
-    return ConfigText(path, text.splitlines(), content, spots, repeated, lenient)
+    return ConfigText(path, text.splitlines(), content, spots, repeated, is_lenient)
+
+
+def _unreadable(path: str, error: Exception) -> ReshardError:
+    mark = getattr(error, "problem_mark", None)
+    line = mark.line + 1 if mark else getattr(error, "lineno", None)
+    has_tabs = "'\\t'" in str(error)
+    return ReshardError(
+        "config-unreadable",
+        f"the config cannot be read as {'JSON' if path.endswith('.json') else 'YAML'}",
+        file=f"{path}:{line}" if line else path,
+        found=getattr(error, "problem", None) or getattr(error, "msg", None) or str(error),
+        remedy="indent with spaces: YAML does not allow tabs" if has_tabs else "fix its syntax first",
+    )
 
 
 _COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z)|#[^\n]*)', re.DOTALL)
