@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,12 +28,7 @@ MARKS = (
 """Names that show that a checkpoint was intended, even if it has no weights that can be read."""
 WEIGHTS = ("*.bin", "*.pt", "*.pth")
 """Names of weights that other programs use, too: such a file has to begin as one with weights does."""
-BEGINNINGS = (
-    b"PK\x03\x04",
-    b"PK\x05\x06",
-    *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)),
-    b"version https",
-)
+BEGINNINGS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"version https")
 """Of a zip archive, a pickle, and a Git LFS pointer."""
 
 
@@ -76,7 +71,10 @@ def of_pair(first: Path, second: Path) -> list[Finding]:
     problems = _refused(checkpoint, base, merge=False)
     if any(problem.code == IS_ADAPTER for problem in problems):
         problems = _refused(checkpoint, base, merge=True)
-    return [_misfit(problem, checkpoint, base) for problem in problems]
+    return [
+        _told("base-does-not-fit", problem, base, "problem-name-base", path=checkpoint, base=base)
+        for problem in problems
+    ]
 
 
 def _refused(checkpoint: Path, base: Path, *, merge: bool) -> list[Problem]:
@@ -90,17 +88,6 @@ def _refused(checkpoint: Path, base: Path, *, merge: bool) -> list[Problem]:
 
 def _has_config(path: Path) -> bool:
     return (path / "config.json").is_file()
-
-
-def _misfit(problem: Problem, checkpoint: Path, base: Path) -> Finding:
-    values = {
-        "message": translated(problem, "message"),
-        "shows": Text.lines(_said(problem, "tensor", "rule", "expected", "found")),
-        "remedy": _said_or(problem, "remedy", "problem-name-base"),
-        "path": checkpoint,
-        "base": base,
-    }
-    return told("base-does-not-fit", [Place(problem.file or str(base), None, problem.tensor or "")], values)
 
 
 def _unknown(path: Path) -> ReshardError:
@@ -138,13 +125,21 @@ def _begins_as_weights(path: Path) -> bool:
 
 def _damage(problem: Problem, path: Path) -> Finding:
     """The finding why a checkpoint cannot be opened."""
+    return _told("checkpoint-damaged", problem, path, "problem-copy-again", path=path)
+
+
+def _told(code: str, problem: Problem, place: Path, remedy: str, **paths: Path) -> Finding:
+    """The finding of a rule that quotes a problem; `remedy` is the phrase for one that has none."""
     values = {
         "message": translated(problem, "message"),
         "shows": Text.lines(_said(problem, "tensor", "rule", "expected", "found")),
-        "remedy": _said_or(problem, "remedy", "problem-copy-again"),
-        "path": path,
+        "remedy": translated(problem, "remedy") if problem.remedy else words(remedy),
     }
-    return told("checkpoint-damaged", [Place(problem.file or str(path), None, problem.tensor or "")], values)
+    return told(code, [_place(problem, place)], {**values, **paths})
+
+
+def _place(problem: Problem, path: Path) -> Place:
+    return Place(problem.file or str(path), None, problem.tensor or "")
 
 
 def _said(problem: Problem, *fields: str) -> Iterator[Text]:
@@ -152,11 +147,6 @@ def _said(problem: Problem, *fields: str) -> Iterator[Text]:
     for field in fields:
         if value := getattr(problem, field):
             yield words(f"problem-{field}", value=value if field == "tensor" else translated(problem, field))
-
-
-def _said_or(problem: Problem, field: str, phrase: str) -> Text:
-    """A field of a problem, or a phrase if it is not set."""
-    return translated(problem, field) if getattr(problem, field) else words(phrase)
 
 
 def _lacks(problem: Problem) -> bool:
@@ -206,28 +196,20 @@ def _parts(inspection: Inspection) -> Iterator[Part]:
 
 
 def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
-    """A problem that `inspect` found, in the doctor's words."""
-    where = Place(problem.file or str(inspection.checkpoint.path), None, problem.tensor or "")
-    rule = _said_or(problem, "rule", "problem-whole")
-    cure = [_said_or(problem, "remedy", "problem-copy-again")]
+    """A problem that `inspect` found, with the command to run next."""
+    cure = [translated(problem, "remedy") if problem.remedy else words("problem-copy-again")]
     if inspection.next:
         cure.append(Text.same(f"```\n{shown(inspection.next)}\n```"))
-    return _finding(problem, where, [words("problem-cause", rule=rule)], cure)
+    return replace(of_recorded(problem, inspection.checkpoint.path), remedy=Text.lines(cure))
 
 
 def of_recorded(problem: Problem, folder: Path) -> Finding:
     """A problem for which the training run in `folder` ended, as the run recorded it."""
-    where = Place(problem.file or str(folder), None, problem.tensor or "")
-    cure = [translated(problem, "remedy")] if problem.remedy else []
-    return _finding(problem, where, [*_said(problem, "rule")], cure)
-
-
-def _finding(problem: Problem, where: Place, why: Iterable[Text], cure: Iterable[Text]) -> Finding:
     return Finding(
         code=problem.code,
         message=translated(problem, "message"),
-        rule=Text.lines([*why, *_said(problem, "expected", "found")]),
-        remedy=Text.lines(cure),
+        rule=Text.lines(_said(problem, "rule", "expected", "found")),
+        remedy=translated(problem, "remedy") if problem.remedy else Text.same(""),
         severity=problem.severity,
-        places=(where,),
+        places=(_place(problem, folder),),
     )
