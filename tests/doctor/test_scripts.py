@@ -112,11 +112,6 @@ TRAPS = {
         "@accelerator.on_main_process\ndef save():\n    accelerator.save_state('out')\n\nAccelerator()",
         "",
     ),
-    "device": (
-        "script-no-set-device",
-        'torch.distributed.init_process_group("nccl")',
-        "",
-    ),
     "renamed": (
         "script-removed-keyword",
         'args = GRPOConfig(evaluation_strategy="no", output_dir="o")',
@@ -225,7 +220,6 @@ if dist.get_rank() == 0:
 optimizer = torch.optim.AdamW(model.parameters())
 model = DistributedDataParallel(model)
 """,
-    "a device through the group": 'dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))',
     "groups for one process": "GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4)",
     "numbers that only the run knows": "GRPOConfig(per_device_train_batch_size=args.batch, num_generations=7)",
 }

@@ -65,15 +65,8 @@ def optimizer_before_sharding(source: Source) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------ guards of ranks
 
 COLLECTIVES = (
-    *(
-        "all_reduce",
-        "all_gather",
-        "all_gather_object",
-        "broadcast",
-        "broadcast_object_list",
-        "reduce_scatter",
-    ),
-    *("gather", "gather_for_metrics", "wait_for_everyone", "get_state_dict", "save_state"),
+    *("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list"),
+    *("reduce_scatter", "gather", "gather_for_metrics", "wait_for_everyone", "get_state_dict", "save_state"),
 )
 """Functions of torch.distributed and methods of an Accelerator."""
 OF_TRAINER = ("save_model", "evaluate", "predict")
@@ -137,25 +130,6 @@ def _both_sides(call: Call, source: Source) -> bool:
     return any(each.others != call.others for each in same)
 
 
-_DEVICE = re.compile(
-    r"set_device|device_id\s*=|init_device_mesh|deepspeed\.init|init_distributed|Accelerator\(|PartialState|cuda:\{|\"cuda:\""
-    r"|device\([^)]*rank|\.(?:to|cuda)\([^)]*rank|CUDA_VISIBLE_DEVICES|import_module|parallel_state"
-)
-"""Ways to give each process its GPU."""
-
-
-def no_set_device(source: Source) -> Iterator[Finding]:
-    """NCCL without a device for each rank, in a script that is run (and not only imported)."""
-    runs = any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in source.tree.body)
-    for call in [] if _DEVICE.search(source.text) else source.find("init_process_group"):
-        named = [each.value for each in call.node.args[:1] if isinstance(each, ast.Constant)]
-        backend = str(call.constant("backend") or (named or [""])[0])
-        is_open = not call.node.args and call.keyword("backend") is None
-        if (runs or not call.scope) and ("nccl" in backend or (is_open and "cuda" in source.text)):
-            yield told("script-no-set-device", [source.place(call.line)])
-            return
-
-
 # ------------------------------------------------------------------------------------------------------ GRPO
 
 
@@ -185,5 +159,5 @@ def _spot(source: Source, call: Call, key: str, better: int | None) -> Place:
 
 RULES: tuple[Callable[[Source], Iterator[Finding]], ...] = (
     *(device_map_findings, export_device_map, first_rank_only, history_findings),
-    *(optimizer_before_sharding, rank_guard, no_set_device, groups_of_grpo),
+    *(optimizer_before_sharding, rank_guard, groups_of_grpo),
 )

@@ -51,7 +51,6 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "script-name-later": ("api-came-later",),
     "script-grpo-arithmetic": ("short-sizes",),
     "script-rank-guard": ("hang-gloo", "hang-nccl"),
-    "script-no-set-device": ("dup-gpu",),
     "script-optimizer-before-sharding": ("fsdp2-optimizer",),
 }
 """What a script, an environment or a checkpoint breaks, and the catalogue entries for its effects in a log."""

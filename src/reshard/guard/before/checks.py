@@ -78,10 +78,7 @@ MAY_WORK = (
     "config-unknown-key",
 )
 """Errors with which a run can still end well, or whose program may be another than it seems."""
-OF_SEVERAL = (
-    *("script-device-map", "script-rank-guard", "script-no-set-device"),
-    "script-optimizer-before-sharding",
-)
+OF_SEVERAL = ("script-device-map", "script-rank-guard", "script-optimizer-before-sharding")
 """Findings that matter only if several processes run the script."""
 
 
