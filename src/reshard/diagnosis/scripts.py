@@ -55,7 +55,7 @@ def optimizer_before_sharding(source: Source) -> Iterator[Finding]:
         made_of = ast.unparse(optimizer.node)
         models = {name for name in optimizer.names() if f"{name}.parameters" in made_of}
         for call in source.find(*SHARDERS):
-            is_later = call.line > optimizer.line and call.scope == optimizer.scope
+            is_later = call.line > optimizer.line and call.where.scope == optimizer.where.scope
             if is_later and models & call.names():
                 places = [source.place(optimizer.line), source.place(call.line)]
                 yield told("script-optimizer-before-sharding", places)
@@ -92,11 +92,11 @@ _NO_MODEL = re.compile(
 
 def rank_guard(source: Source) -> Iterator[Finding]:
     """Operations that all ranks must perform together, performed by one."""
-    alone = [call for call in source.calls if call.guard is not None and _together(call, source)]
+    alone = [call for call in source.calls if call.where.guard is not None and _together(call, source)]
     if not alone or not _DISTRIBUTED.search(source.text):
         return
     is_sure = bool(_SHARDED.search(source.text)) or not all(_may_be_alone(call) for call in alone)
-    guards = sorted({call.guard for call in alone if call.guard})
+    guards = sorted({call.where.guard for call in alone if call.where.guard})
     yield told(
         "script-rank-guard",
         [source.place(line) for line in (*(call.line for call in alone), *guards)],
@@ -126,8 +126,8 @@ def _may_be_alone(call: Call) -> bool:
 
 def _both_sides(call: Call, source: Source) -> bool:
     """Whether the other ranks make the same call under another condition."""
-    same = (each for each in source.find(call.last) if each.scope == call.scope and each.guard is not None)
-    return any(each.others != call.others for each in same)
+    guarded = (each.where for each in source.find(call.last) if each.where.guard is not None)
+    return any(where.scope == call.where.scope and where.others != call.where.others for where in guarded)
 
 
 # ------------------------------------------------------------------------------------------------------ GRPO

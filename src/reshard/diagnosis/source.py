@@ -36,17 +36,24 @@ _ONE_RANK = re.compile(r"on_(?:local_)?main_process|rank_?zero_only|master_only|
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of `name` (dotted, as written) in the function `scope` ("" in the module).
+class Where:
+    """The function around a piece of code, dotted ("" in the module), and the condition that selects ranks.
 
-    `guard` is the line of its rank guard, `others` whether that includes all ranks except the first.
+    `guard` is the line of that condition, `others` whether it includes all ranks except the first.
     """
+
+    scope: str = ""
+    guard: int | None = None
+    others: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `name` (dotted, as written), and where it is."""
 
     name: str
     node: ast.Call
-    guard: int | None = None
-    others: bool = False
-    scope: str = ""
+    where: Where
 
     @property
     def line(self) -> int:
@@ -74,15 +81,6 @@ class Call:
     def names(self) -> set[str]:
         """All variables and attributes among the arguments."""
         return names_in(*self.node.args, *(each.value for each in self.node.keywords))
-
-
-@dataclass(frozen=True)
-class _Where:
-    """The scope and the guard of the code being visited."""
-
-    scope: str = ""
-    guard: int | None = None
-    others: bool = False
 
 
 @dataclass
@@ -173,14 +171,19 @@ def _bindings(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             for name in _targets([node.target]):
                 yield name, _field_default(node.value)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            arguments = [*node.args.posonlyargs, *node.args.args]
-            for argument, value in zip(arguments[::-1], node.args.defaults[::-1], strict=False):
-                yield argument.arg, value
-            for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-                if default is not None:
-                    yield argument.arg, default
+            yield from _defaults(node.args)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument"):
             yield from _option(node)
+
+
+def _defaults(parameters: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+    """The parameters of a function that have a default, and that."""
+    positional = [*parameters.posonlyargs, *parameters.args][::-1]
+    pairs = [
+        *zip(positional, parameters.defaults[::-1], strict=False),
+        *zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True),
+    ]
+    yield from ((each.arg, default) for each, default in pairs if default is not None)
 
 
 def _field_default(value: ast.expr) -> ast.expr:
@@ -232,32 +235,32 @@ def _unreadable(path: str, error: Exception) -> ReshardError:
 def parsed(path: str, text: str, tree: ast.Module) -> Source:
     """A parsed script, with its calls."""
     source = Source(path, text, tree)
-    source.calls = sorted(_calls(source.tree, _Where()), key=lambda call: (call.line, call.node.col_offset))
+    source.calls = sorted(_calls(source.tree, Where()), key=lambda call: (call.line, call.node.col_offset))
     return source
 
 
-def _calls(node: ast.AST, where: _Where) -> Iterator[Call]:
+def _calls(node: ast.AST, where: Where) -> Iterator[Call]:
     if isinstance(node, ast.Call):
-        yield Call(ast.unparse(node.func), node, where.guard, where.others, where.scope)
+        yield Call(ast.unparse(node.func), node, where)
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         alone = [each.lineno for each in node.decorator_list if _ONE_RANK.search(ast.unparse(each))]
-        where = _Where(f"{where.scope}.{node.name}", alone[0] if alone else None)
+        where = Where(f"{where.scope}.{node.name}", alone[0] if alone else None)
     elif isinstance(node, ast.If) and (side := _side(node.test)) is not None:
         yield from _calls(node.test, where)
-        yield from _block(node.body, _Where(where.scope, node.lineno, others=side == "others"))
-        yield from _block(node.orelse, _Where(where.scope, node.lineno, others=side == "main"))
+        yield from _block(node.body, Where(where.scope, node.lineno, others=side == "others"))
+        yield from _block(node.orelse, Where(where.scope, node.lineno, others=side == "main"))
         return
     for _, value in ast.iter_fields(node):
         parts = value if isinstance(value, list) else [value]
         yield from _block([each for each in parts if isinstance(each, ast.AST)], where)
 
 
-def _block(nodes: Sequence[ast.AST], where: _Where) -> Iterator[Call]:
+def _block(nodes: Sequence[ast.AST], where: Where) -> Iterator[Call]:
     """The calls of a block. After `if rank != 0: return`, only the first rank remains."""
     for node in nodes:
         yield from _calls(node, where)
         if isinstance(node, ast.If) and _side(node.test) == "others" and _leaves(node.body):
-            where = _Where(where.scope, node.lineno)
+            where = Where(where.scope, node.lineno)
 
 
 def _side(test: ast.expr) -> str | None:
