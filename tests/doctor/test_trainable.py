@@ -88,11 +88,6 @@ def test_a_tokenizer_with_hardly_a_token(folder: Path) -> None:
     assert "checkpoint-tiny-tokenizer" in [finding.code for finding in reshard.diagnose(folder)]
 
 
-def test_a_head_beside_an_embedding_that_it_is_tied_to(folder: Path) -> None:
-    change(folder / "config.json", tie_word_embeddings=True)
-    assert "checkpoint-tied-head" in [finding.code for finding in reshard.diagnose(folder)]
-
-
 def test_a_head_that_is_missing_although_it_is_not_tied(hf_model: Callable[..., Path], folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,28 +22,21 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.transfer.sources import Sources
 
 Config = Mapping[str, Any]
+ADAPTER = "adapter_config.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What loads differently or cannot be saved again. Raises ReshardError if a config is not JSON."""
     companions = find_companions(checkpoint.sources, *checkpoint.folders)
-    given = {
-        name: (read_object(path, checkpoint.sources), path)
-        for name in (TOKENIZER_CONFIG, CONFIG, "generation_config.json")
-        if (path := companions.files.get(name)) is not None
-    }
+    files = dict(companions.files)
+    if checkpoint.format == "peft" and (checkpoint.path / ADAPTER).is_file():
+        files[ADAPTER] = checkpoint.path / ADAPTER
     yield from _vocabulary(checkpoint, companions)
-    if TOKENIZER_CONFIG in given:
-        yield from _tokenizer(*given[TOKENIZER_CONFIG], companions)
     yield from remote_code(checkpoint.root)
-    if CONFIG in given:
-        yield from _config(checkpoint, *given[CONFIG])
-    adapter = checkpoint.path / "adapter_config.json"
-    if checkpoint.format == "peft" and adapter.is_file():
-        yield from _base_of_adapter(read_object(adapter, checkpoint.sources), adapter)
-    if "generation_config.json" in given:
-        yield from _generation(*given["generation_config.json"])
+    for name, rule in RULES.items():
+        if name in files:
+            yield from rule(files[name], read_object(files[name], checkpoint.sources), checkpoint)
 
 
 def _vocabulary(checkpoint: Checkpoint, companions: Companions) -> Iterator[Finding]:
@@ -61,7 +54,7 @@ def _vocabulary(checkpoint: Checkpoint, companions: Companions) -> Iterator[Find
         yield told("checkpoint-tiny-tokenizer", [Place(str(path), None, f"tokens: {tokens}")], {"rows": rows})
 
 
-def _tokenizer(config: Config, path: Path, companions: Companions) -> Iterator[Finding]:
+def _tokenizer(path: Path, config: Config, _: Checkpoint) -> Iterator[Finding]:
     """A tokenizer that only transformers 5 can open, and one without a chat template."""
     if config.get("tokenizer_class") == "TokenizersBackend":
         place = place_of(path, "TokenizersBackend", '"tokenizer_class": "PreTrainedTokenizerFast"')
@@ -73,7 +66,7 @@ def _tokenizer(config: Config, path: Path, companions: Companions) -> Iterator[F
             severity="error" if is_older else None,
             evidence=[words("installed-here", name="transformers", version=here)] if is_older else [],
         )
-    if "chat_template" not in config and not any(name in companions.files for name in TEMPLATE_FILES):
+    if "chat_template" not in config and not any(path.with_name(name).is_file() for name in TEMPLATE_FILES):
         yield told("checkpoint-no-template", [Place(str(path))])
 
 
@@ -104,8 +97,8 @@ def _methods(path: Path) -> list[ast.FunctionDef]:
 FLOATS = {"float32", "float16", "bfloat16", "float64"}
 
 
-def _config(checkpoint: Checkpoint, config: Config, path: Path) -> Iterator[Finding]:
-    """A dtype that the weights do not have, which loading then uses; a head that it ignores; a cache that is off."""
+def _config(path: Path, config: Config, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """A dtype that the weights do not have, which loading then uses, and a cache that is off."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     named = str(config.get(key) or "").removeprefix("torch.")
     count: Counter[str] = Counter()
@@ -116,13 +109,11 @@ def _config(checkpoint: Checkpoint, config: Config, path: Path) -> Iterator[Find
     if is_plain and named in FLOATS and named != most:
         values = {"named": named, "most": most, "key": key}
         yield told("checkpoint-dtype", [place_of(path, f'"{key}"', f'"{key}": "{most}"')], values)
-    if config.get("tie_word_embeddings") is True and "lm_head.weight" in checkpoint.tensors:
-        yield told("checkpoint-tied-head", [place_of(path, '"tie_word_embeddings"')])
     if config.get("use_cache") is False:
         yield told("checkpoint-use-cache", [place_of(path, '"use_cache"')])
 
 
-def _base_of_adapter(config: Config, path: Path) -> Iterator[Finding]:
+def _base_of_adapter(path: Path, config: Config, _: Checkpoint) -> Iterator[Finding]:
     """A missing folder of an adapter's base, unless its name may be a Hub model: `owner/name`."""
     base = str(config.get("base_model_name_or_path") or "")
     is_hub = base.count("/") == 1 and not base.startswith((".", "/", "~"))
@@ -135,7 +126,7 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None, "typic
 """Options that only sampling uses, with the defaults of transformers."""
 
 
-def _generation(config: Config, path: Path) -> Iterator[Finding]:
+def _generation(path: Path, config: Config, _: Checkpoint) -> Iterator[Finding]:
     """Sampling options without sampling: GenerationConfig.save_pretrained refuses them."""
     unused = [key for key, default in SAMPLING.items() if config.get(key) not in (None, default)]
     if config.get("do_sample") is True or not unused:
@@ -147,6 +138,13 @@ def _generation(config: Config, path: Path) -> Iterator[Finding]:
     yield told("checkpoint-generation-config", [place], values)
 
 
+RULES: dict[str, Callable[[Path, Config, Checkpoint], Iterator[Finding]]] = {
+    TOKENIZER_CONFIG: _tokenizer,
+    CONFIG: _config,
+    ADAPTER: _base_of_adapter,
+    "generation_config.json": _generation,
+}
+"""By the file that they read."""
 LONGEST = 200
 """Characters of a line that is shown with its fixed version: JSON without line breaks is longer."""
 
