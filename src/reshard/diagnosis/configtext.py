@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -73,7 +73,7 @@ class ConfigText:
         spot = self.spots.get(key)
         if spot is None or spot.value is None:
             return self.place(key)
-        plain = isinstance(value, str) and value.isidentifier() and not self.path.endswith(".json")
+        plain = isinstance(value, str) and value.isidentifier() and not _is_json(self.path)
         return self._fixed(spot, spot.value, str(value) if plain else json.dumps(value))
 
     def renamed(self, key: str, name: str) -> Place:
@@ -81,15 +81,14 @@ class ConfigText:
         spot = self.spots.get(key)
         if spot is None:
             return self.place(key)
-        return self._fixed(spot, spot.key, json.dumps(name) if self.path.endswith(".json") else name)
+        return self._fixed(spot, spot.key, json.dumps(name) if _is_json(self.path) else name)
 
     def dropped(self, key: str) -> Place:
-        """The line of a key as a comment; for JSON, which has no comments, the line itself."""
-        place = self.place(key)
-        whole = key in self.spots and self.spots[key].value is not None
-        if self.path.endswith(".json") or not whole:
+        """The line of a key as a comment, if its value is on that line; JSON has no comments."""
+        place, spot = self.place(key), self.spots.get(key)
+        if spot is None or spot.value is None or _is_json(self.path):
             return place
-        return Place(place.target, place.line, place.text, f"# {place.text}")
+        return replace(place, fixed=f"# {place.text}")
 
     def _fixed(self, spot: _Spot, columns: tuple[int, int], by: str) -> Place:
         line = self.lines[spot.line]
@@ -97,12 +96,15 @@ class ConfigText:
         return Place(self.path, spot.line + 1, line.strip(), fixed.strip())
 
 
+def _is_json(path: str) -> bool:
+    return path.endswith(".json")
+
+
 def read_config(path: str) -> ConfigText:
     """Parse a config: as JSON by its suffix, else as YAML. Raises ReshardError with the line of the error."""
     try:
         text = decoded(Sources().read(as_path(path), JSON_MOST)).removeprefix("\ufeff")
-        is_json = path.endswith(".json")
-        content, is_lenient = _json(text) if is_json else (yaml.load(text, Loader=_Loader), False)
+        content, is_lenient = _json(text) if _is_json(path) else (yaml.load(text, Loader=_Loader), False)
     except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         raise _unreadable(path, error) from None
     if not isinstance(content, Mapping):
@@ -130,7 +132,7 @@ def _unreadable(path: str, error: Exception) -> ReshardError:
     has_tabs = "'\\t'" in str(error)
     return ReshardError(
         "config-unreadable",
-        f"the config cannot be read as {'JSON' if path.endswith('.json') else 'YAML'}",
+        f"the config cannot be read as {'JSON' if _is_json(path) else 'YAML'}",
         file=f"{path}:{line}" if line else path,
         found=getattr(error, "problem", None) or getattr(error, "msg", None) or str(error),
         remedy="indent with spaces: YAML does not allow tabs" if has_tabs else "fix its syntax first",
