@@ -38,26 +38,25 @@ def diagnose_config(path: str, installed: Mapping[str, str] | None = None) -> li
     """
     config = replace(read_config(path), installed=installed)
     program = _program(config.content)
-    found = list(_text(config))
-    if program in RULES:
-        found += RULES[program](config)
-    return [*found, *(_keys(config, program) if program else ())]
+    rules = (_text, *RULES.get(program, ()))
+    found = [each for rule in rules for each in rule(config)]
+    return [*found, *_keys(config, program)] if program else found
 
 
-def _program(given: Mapping[str, Any]) -> str | None:
-    """The program that reads a config, as far as its keys show."""
+def _program(given: Mapping[str, Any]) -> str:
+    """The program that reads a config, "" if its keys do not show it."""
     names = given.keys()
     if isinstance(given.get("zero_optimization"), Mapping):
         return "deepspeed"
     if "base_model" in names:
-        return None  # axolotl's: it may have an `fsdp_config` with keys of its own
+        return ""  # axolotl's: it may have an `fsdp_config` with keys of its own
     if "finetuning_type" in names or given.get("stage") in STAGES or {"export_dir", "template"} <= names:
         return "llamafactory"
     if names & RUN and not names & FOREIGN:
         return "trl"
     if names & OF_ACCELERATE:
         return "accelerate"
-    return "ms-swift" if names & OF_SWIFT else None
+    return "ms-swift" if names & OF_SWIFT else ""
 
 
 def _text(config: ConfigText) -> Iterator[Finding]:
@@ -71,9 +70,9 @@ def _text(config: ConfigText) -> Iterator[Finding]:
 
 # ------------------------------------------------------------------------------------------------- accelerate
 
-OF_FSDP1 = (
-    *("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params"),
-    "fsdp_sync_module_states",
+OF_FSDP1 = tuple(
+    f"fsdp_{name}"
+    for name in ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
 )
 """FSDP2 has none of these (accelerate 1.15, FullyShardedDataParallelPlugin); it refuses forward prefetching."""
 
@@ -87,15 +86,15 @@ def _accelerate(config: ConfigText) -> Iterator[Finding]:
         better = -(-processes // machines) * machines
         counts = {"processes": processes, "machines": machines}
         yield told("config-processes-machines", [config.changed("num_processes", better)], counts)
-    if isinstance(config.get("fsdp_config"), Mapping):
-        yield from _versions_of_fsdp(config)
     if config.get("mixed_precision") == "bf16":
         yield from _without_bf16(config.changed("mixed_precision", "fp16"))
 
 
-def _versions_of_fsdp(config: ConfigText) -> Iterator[Finding]:
+def _fsdp(config: ConfigText) -> Iterator[Finding]:
     """Options of the version of FSDP that is not used."""
-    given, after_forward = config.content["fsdp_config"], "fsdp_reshard_after_forward"
+    given, after_forward = config.get("fsdp_config"), "fsdp_reshard_after_forward"
+    if not isinstance(given, Mapping):
+        return
     if given.get("fsdp_version") == 2:
         old = [key for key in OF_FSDP1 if given.get(key) not in (None, False, "NO_PREFETCH")]
         places = [config.dropped(f"fsdp_config.{key}") for key in old]
@@ -116,17 +115,20 @@ def _without_bf16(place: Place) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------- DeepSpeed
 
 
-def _deepspeed(config: ConfigText) -> Iterator[Finding]:
+def _gathering(config: ConfigText) -> Iterator[Finding]:
+    """ZeRO-3 that does not gather the weights when it saves."""
     stage, gather = "zero_optimization.stage", "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     if config.get(stage) == 3 and config.get(gather) in (None, False):
         place = config.changed(gather, True) if gather in config.spots else config.place(stage)
         is_of_trainer = any(re.search(r"\bauto\b", line) for line in config.lines)
         yield told("config-zero3-gather", [place], certainty="likely" if is_of_trainer else "possible")
-    yield from _precisions(config, "fp16.enabled", "bf16.enabled")
-    yield from _batch(config)
 
 
-def _precisions(config: ConfigText, half: str, brain: str) -> Iterator[Finding]:
+def _precisions(config: ConfigText) -> Iterator[Finding]:
+    """Both 16-bit precisions: `fp16: true`, or `"fp16": {"enabled": true}`."""
+    half, brain = (
+        f"{name}.enabled" if isinstance(config.get(name), Mapping) else name for name in ("fp16", "bf16")
+    )
     on = [key.partition(".")[0] for key in (half, brain) if truth(config.get(key))]
     for fact in several(on):
         yield in_words(fact, [config.changed(half, False), config.place(brain)])
@@ -148,17 +150,9 @@ def _batch(config: ConfigText) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------- LLaMA-Factory and TRL
 
 
-def _llamafactory(config: ConfigText) -> Iterator[Finding]:
+def _flash_attention(config: ConfigText) -> Iterator[Finding]:
     if config.get("flash_attn") == "fa2":
         yield from _without_bf16(config.changed("flash_attn", "sdpa"))
-    yield from _precisions(config, "fp16", "bf16")
-
-
-def _trl(config: ConfigText) -> Iterator[Finding]:
-    yield from device_maps(config)
-    if "num_generations" in config.content or "reward_funcs" in config.content:
-        yield from _groups(config)
-    yield from _precisions(config, "fp16", "bf16")
 
 
 def device_maps(config: ConfigText) -> Iterator[Finding]:
@@ -169,17 +163,18 @@ def device_maps(config: ConfigText) -> Iterator[Finding]:
 
 def _groups(config: ConfigText) -> Iterator[Finding]:
     """Batch sizes of GRPO that are no multiple of its groups."""
-    if numbers := grpo.numbers_of(config.content):
+    is_grpo = "num_generations" in config.content or "reward_funcs" in config.content
+    if numbers := grpo.numbers_of(config.content) if is_grpo else None:
         key, value = grpo.better(numbers)
         place = config.changed(key, value) if value else config.place(key)
         yield from (in_words(fact, [place]) for fact in grpo.cut_groups(numbers))
 
 
-RULES: dict[str | None, Callable[[ConfigText], Iterator[Finding]]] = {
-    "accelerate": _accelerate,
-    "deepspeed": _deepspeed,
-    "llamafactory": _llamafactory,
-    "trl": _trl,
+RULES: dict[str, tuple[Callable[[ConfigText], Iterator[Finding]], ...]] = {
+    "accelerate": (_accelerate, _fsdp),
+    "deepspeed": (_gathering, _precisions, _batch),
+    "llamafactory": (_flash_attention, _precisions),
+    "trl": (device_maps, _groups, _precisions),
 }
 """By the program that reads the config."""
 
