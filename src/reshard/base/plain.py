@@ -1,9 +1,10 @@
-"""JSON written by others, read as plain data in bounded time and memory; too deep nesting raises ValueError."""
+"""Text and JSON of others, read as plain data in bounded time and memory; too deep nesting raises ValueError."""
 
 from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,16 @@ CODE_MOST = 4 << 20
 """Most bytes of a Python file that is read."""
 JSON_WEIGHT = 12
 """Bytes of memory per byte of a tokenizer's JSON while it is read: its text, and objects."""
+
+
+def decoded(raw: bytes) -> str:
+    """Text from UTF-8, or else from GB18030 (which includes GBK); other bytes become replacement characters."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        with suppress(UnicodeDecodeError):
+            return raw.decode("gb18030")
+    return raw.decode("utf-8", "replace")
 
 
 def json_of(content: bytes) -> Any:

@@ -89,6 +89,11 @@ def shown_lines(text: str) -> str:
     return "\n".join(shown(line.expandtabs(4)) for line in text.split("\n"))
 
 
+def clipped(text: str, length: int) -> str:
+    """The first `length` characters of a text, with an ellipsis if there are more."""
+    return text if len(text) <= length else text[:length].rstrip() + " …"
+
+
 def shown_json(text: str) -> str:
     """The same JSON, without characters that JSON allows but a terminal does not show."""
     return re.sub(_HIDDEN, lambda match: match[0] if match[0] == "\n" else _in_json(match), text)

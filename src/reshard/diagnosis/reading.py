@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import IO
 
+from reshard.base.plain import decoded as decoded
+from reshard.base.shown import clipped as clipped
 from reshard.diagnosis.prefixes import START
 
 LONGEST = 1 << 20
@@ -42,16 +43,6 @@ def encoding_of(begin: bytes) -> str | None:
     return None
 
 
-def decoded(raw: bytes) -> str:
-    """Text from UTF-8, or else from GB18030 (which includes GBK); other bytes become replacement characters."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        with suppress(UnicodeDecodeError):
-            return raw.decode("gb18030")
-    return raw.decode("utf-8", "replace")
-
-
 def shortened(line: str) -> str:
     """The relevant parts of a long line: its beginning, the first traceback inside, and its end."""
     if len(line) <= LONGEST_LINE:
@@ -60,11 +51,6 @@ def shortened(line: str) -> str:
     at = line.find(START, HEAD - len(START), end)
     inside = [line[at : min(at + INSIDE, end)]] if at >= 0 else []
     return CUT.join([line[:HEAD], *inside, line[end:]])
-
-
-def clipped(text: str, length: int) -> str:
-    """The first `length` characters of a text, with an ellipsis if there are more."""
-    return text if len(text) <= length else text[:length].rstrip() + " …"
 
 
 def lines_of(
