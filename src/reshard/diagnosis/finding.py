@@ -9,33 +9,13 @@ from reshard.base.errors import Problem
 from reshard.base.shown import shown, shown_lines
 from reshard.base.text import LANGUAGES as LANGUAGES
 from reshard.base.text import Text as Text
-from reshard.diagnosis.reading import clipped
+from reshard.checks.place import Place as Place
 
 UNKNOWN = "unknown-failure"
 """The code of a failure that nothing explains."""
 CERTAINTIES = ("sure", "likely", "possible")
 
 
-SHOWN = 300
-"""Maximum characters of a line that are shown: some messages list every model."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a problem shows. `line` counts from 1, `text` is that line, `fixed` its fixed version."""
-
-    target: str
-    line: int | None = None
-    text: str = ""
-    fixed: str = ""
-
-    @staticmethod
-    def of(target: str, line: int, said: str) -> Place:
-        """The place of a message: its first line, as far as it is shown."""
-        return Place(target, line, clipped(said.strip().split("\n")[0], SHOWN))
-
-    def __str__(self) -> str:
-        return self.target if self.line is None else f"{self.target}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
