@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from reshard.checks import grpo
 from reshard.diagnosis.finding import Finding, Place
@@ -92,10 +92,13 @@ _NO_MODEL = re.compile(
 
 def rank_guard(source: Source) -> Iterator[Finding]:
     """Operations that all ranks must perform together, performed by one."""
-    alone = [call for call in source.calls if call.where.guard is not None and _together(call, source)]
+    is_sharded = bool(_SHARDED.search(source.text))
+    gathers = (is_sharded or "Accelerator(" in source.text) and not _GATHERED.search(source.text)
+    guarded = [call for call in source.calls if call.where.guard is not None]
+    alone = [call for call in guarded if _together(call, guarded) or (gathers and _of_model(call))]
     if not alone or not _DISTRIBUTED.search(source.text):
         return
-    is_sure = bool(_SHARDED.search(source.text)) or not all(_may_be_alone(call) for call in alone)
+    is_sure = is_sharded or not all(call.last in (*OF_MODEL, *HARMLESS) for call in alone)
     guards = sorted({call.where.guard for call in alone if call.where.guard})
     yield told(
         "script-rank-guard",
@@ -106,28 +109,21 @@ def rank_guard(source: Source) -> Iterator[Finding]:
     )
 
 
-def _together(call: Call, source: Source) -> bool:
-    """Whether this call, made by one rank only, must be made by all ranks."""
-    if call.last in COLLECTIVES:
-        return bool(_GROUP.search(call.owner)) and not _both_sides(call, source)
+def _together(call: Call, guarded: Sequence[Call]) -> bool:
+    """Whether all ranks must make this call, and the others do not make it under another condition."""
     if call.last in OF_TRAINER:
         return "trainer" in call.owner.lower()
+    if call.last not in COLLECTIVES or not _GROUP.search(call.owner):
+        return False
+    same = (each.where for each in guarded if each.last == call.last)
+    return not any(where.scope == call.where.scope and where.others != call.where.others for where in same)
+
+
+def _of_model(call: Call) -> bool:
+    """Whether this gathers the parameters of a model that may be sharded."""
     if call.last not in OF_MODEL or call.keyword("state_dict") or call.keyword("is_main_process"):
         return False
-    if _GATHERED.search(source.text) or not (_SHARDED.search(source.text) or "Accelerator(" in source.text):
-        return False
     return bool(_MODEL.search(call.owner)) and not _NO_MODEL.search(call.owner)
-
-
-def _may_be_alone(call: Call) -> bool:
-    """Whether this is right as long as nothing is sharded."""
-    return call.last in OF_MODEL or call.last in HARMLESS
-
-
-def _both_sides(call: Call, source: Source) -> bool:
-    """Whether the other ranks make the same call under another condition."""
-    guarded = (each.where for each in source.find(call.last) if each.where.guard is not None)
-    return any(where.scope == call.where.scope and where.others != call.where.others for where in guarded)
 
 
 # ------------------------------------------------------------------------------------------------------ GRPO
