@@ -43,10 +43,9 @@ def diagnose_checkpoint(
     try:
         inspection = inspect_checkpoint(_tracked(path))
     except ReshardError as error:
-        if any(problem.code in foreign.CODES for problem in error.problems):
+        is_foreign = any(problem.code in foreign.CODES for problem in error.problems)
+        if is_foreign or not _is_meant(path, error):
             raise
-        if not _is_meant(path, error):
-            raise (_unknown(path) if path.is_file() else error) from None
         return [_damage(problem, path) for problem in error.problems], ""
     on_inspected(inspection)
     checkpoint = inspection.checkpoint
@@ -88,16 +87,6 @@ def _refused(checkpoint: Path, base: Path, *, merge: bool) -> list[Problem]:
 
 def _has_config(path: Path) -> bool:
     return (path / "config.json").is_file()
-
-
-def _unknown(path: Path) -> ReshardError:
-    return ReshardError(
-        "target-unknown",
-        "the doctor does not know this kind of file",
-        file=str(path),
-        expected="weights: safetensors, a zip archive (torch.save) or a pickle",
-        remedy="check where the file comes from; for a checkpoint, pass the folder",
-    )
 
 
 def _tracked(path: Path) -> Path:
