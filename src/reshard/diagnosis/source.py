@@ -138,11 +138,15 @@ class Source:
                 passed += _arguments(functions[call.last], call.node)
         return passed
 
+    @cached_property
+    def _steps(self) -> list[tuple[set[str], str]]:
+        """The names in each of these values, and the name that gets it."""
+        return [(names_in(value), name) for name, value in self._passed]
+
     def reached(self, node: ast.expr) -> set[str]:
         """All names that an expression may reach: by assignment, return, or as an argument."""
         reached = {name for name, value in self._passed if node in ast.walk(value)}
-        steps = [(names_in(value), name) for name, value in self._passed]
-        while more := {name for names, name in steps if names & reached} - reached:
+        while more := {name for names, name in self._steps if names & reached} - reached:
             reached |= more
         return reached
 
