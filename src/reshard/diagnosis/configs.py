@@ -9,10 +9,10 @@ from typing import Any
 
 from reshard.base.arguments import truth
 from reshard.checks import grpo
+from reshard.checks.configtext import ConfigText, read_config
 from reshard.checks.device_maps import spread_in
 from reshard.checks.environment import find_gpus
 from reshard.checks.precision import several, without_bf16
-from reshard.diagnosis.configtext import ConfigText, read_config
 from reshard.diagnosis.finding import Finding, Place, Text
 from reshard.diagnosis.history.calls import Refused
 from reshard.diagnosis.history.keys import Keys

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from reshard.checks.configtext import read_config
 from reshard.checks.machine import more_processes_than_gpus
 from reshard.diagnosis.configs import device_maps
-from reshard.diagnosis.configtext import read_config
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.reading import CONFIG, SHELL, clipped, decoded
 from reshard.diagnosis.rules import in_words, told

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from reshard.base.errors import ReshardError
 from reshard.base.plain import JSON_MOST, json_of
+from reshard.checks.source import NOT_PYTHON, parsed
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.scripts import diagnose_source
-from reshard.diagnosis.source import NOT_PYTHON, parsed
 from reshard.stores import as_path
 from reshard.transfer.sources import Sources
 

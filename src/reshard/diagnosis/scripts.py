@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from reshard.checks import grpo
+from reshard.checks.source import Call, Source, read_source
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.history.scripts import history_findings
 from reshard.diagnosis.rules import in_words, told
-from reshard.diagnosis.source import Call, Source, read_source
 from reshard.diagnosis.spread import device_map_findings, export_device_map
 from reshard.diagnosis.words import words
 

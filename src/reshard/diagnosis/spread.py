@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 
 from reshard.checks.device_maps import SPREAD
+from reshard.checks.source import Call, Source
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.rules import told
-from reshard.diagnosis.source import Call, Source
 from reshard.diagnosis.words import words
 
 MAKERS = ("infer_auto_device_map", "get_balanced_memory")

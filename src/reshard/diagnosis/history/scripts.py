@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from reshard.base.suggest import closest
+from reshard.checks.source import Call, Source
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.history.calls import parameters, refused
 from reshard.diagnosis.history.having import having
@@ -14,7 +15,6 @@ from reshard.diagnosis.history.messages import read_from
 from reshard.diagnosis.history.table import PACKAGES, Presence, Table, tables
 from reshard.diagnosis.history.versions import Versions
 from reshard.diagnosis.rules import told
-from reshard.diagnosis.source import Call, Source
 from reshard.diagnosis.words import words
 
 COMMON = ("trl", "transformers", "peft", "accelerate")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.finding import Place
+from reshard.checks.place import Place
 
 Settings = dict[str, tuple[Any, Place]]
 """The value of each setting and where it stands. Keys of nested mappings are joined by dots."""
@@ -59,7 +59,7 @@ def _is_option(word: str) -> bool:
 
 def of_file(path: Path) -> Settings:
     """Settings of a YAML or JSON file; none if it cannot be read, which the checks report."""
-    from reshard.diagnosis.configtext import read_config
+    from reshard.checks.configtext import read_config
 
     with suppress(ReshardError):
         config = read_config(str(path))
@@ -138,6 +138,6 @@ def plain_source(script: Path | None) -> Any:
 @lru_cache(maxsize=2)
 def source_of(path: str) -> Any:
     """A script, parsed once for all that look at it. Raises ReshardError if it is not Python."""
-    from reshard.diagnosis.source import read_source
+    from reshard.checks.source import read_source
 
     return read_source(path)

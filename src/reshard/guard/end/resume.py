@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.source import Call, Source, read_source
+from reshard.checks.source import Call, Source, read_source
 from reshard.folders.descent import RUN
 from reshard.guard.command.read import Started
 from reshard.guard.end.checkpoints import Found

@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 
 from reshard.base.errors import ReshardError
-from reshard.base.plain import JSON_MOST
+from reshard.base.plain import JSON_MOST, decoded
 from reshard.base.plain_yaml import Yaml
-from reshard.diagnosis.finding import Place
-from reshard.diagnosis.reading import decoded
+from reshard.checks.place import Place
 from reshard.stores import as_path
 from reshard.transfer.sources import Sources
 

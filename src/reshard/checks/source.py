@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.base.errors import ReshardError
 from reshard.base.plain import CODE_MOST
-from reshard.diagnosis.finding import Place
+from reshard.checks.place import Place
 from reshard.stores import as_path
 from reshard.transfer.sources import Sources
 
