@@ -16,8 +16,6 @@ UNKNOWN = "unknown-failure"
 CERTAINTIES = ("sure", "likely", "possible")
 
 
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Finding(Problem):
     """A problem that the doctor found: what happened (`message`), why (`rule`), and what to do (`remedy`).

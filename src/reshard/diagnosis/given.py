@@ -13,11 +13,11 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.configtext import read_config
+from reshard.checks.configtext import read_config
+from reshard.checks.source import NOT_PYTHON
 from reshard.diagnosis.log import Line, Log
 from reshard.diagnosis.mentions import PACKAGES, command_in
 from reshard.diagnosis.reading import CONFIG, CUT, SHELL
-from reshard.diagnosis.source import NOT_PYTHON
 
 Fact = dict[str, object]
 
