@@ -26,6 +26,21 @@ def test_a_description_is_answered(question: str) -> None:
     assert (found.code, found.certainty) == (QUESTIONS[question], "possible")
 
 
+REPORTS = {
+    "[Bug] weights are dropped\nA model that was saved twice loads with most weights silently left out. The log says\n"
+    "The server is fired up and ready to roll!\n": "description-only",
+    "Bug: torch.compile leaves its prefix in keys\n- saved: _orig_mod.layers.0.weight\n- 163 missing keys\n": "hf-wrapper-prefix",
+    "Missing tensors error although all files are there\nRunning it gives\nmissing tensor: lm_head.weight\n"
+    "ls *.safetensors | wc -l\n141\n": "description-only",
+}
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_a_report_with_a_title_is_answered(report: str) -> None:
+    (found,) = diagnose_text("report.txt", report)
+    assert (found.code, found.certainty) == (REPORTS[report], "possible")
+
+
 @pytest.mark.parametrize("text", ["epoch 1 done, no problems", "Training finished.\nSaved to out/.", "hello"])
 def test_other_sentences_are_no_failure(text: str) -> None:
     assert diagnose_text("log", text) == []
