@@ -34,20 +34,10 @@ CALLS = {
     ): ("shape-empty-side", "GatheredParameters"),
     "ModuleNotFoundError: No module named 'deepspeed.frobs'": ("gone-before", "deepspeed<"),
     raised(
-        "ModuleNotFoundError: No module named 'deepspeed.frobs'",
-        "from deepspeed.frobs import frob",
-        "/home/user/deepspeed/scripts/finetune.py",
-    ): ("checkout-and-package", "pip install -e ."),
-    raised(
         "AttributeError: 'FrobTrainer' object has no attribute 'sft_args'",
         "if self.state.global_step % self.sft_args.acc_steps == 0:",
         f"{SITE}/frob/trainers.py",
     ): ("attribute-of-itself", "pip install -U frob"),
-    raised(
-        "AttributeError: 'LoraModel' object has no attribute 'merge_and_unload'",
-        "return getattr(self.model, name)",
-        f"{SITE}/peft/tuners/lora.py",
-    ): ("installed-before", "peft>="),
     raised("TypeError: 'NoneType' object is not subscriptable", "logits = outputs.logits[..., :-1, :]"): (
         "output-is-none",
         "turn off",

@@ -158,14 +158,14 @@ def test_a_name_that_was_dropped_and_put_back() -> None:
 def test_a_name_that_no_release_has_is_said_to_be_none() -> None:
     said = f"ImportError: cannot import name 'SFTTrainr' from 'trl' ({SITE}/trl/__init__.py)"
     found = first(*raised(said))
-    assert (found.code, found.certainty) == ("in-no-release", "possible") and "SFTTrainer" in found.remedy.en
+    assert (found.code, found.certainty) == ("gone-before", "possible") and "SFTTrainer" in found.remedy.en
 
 
 def test_a_name_of_another_package_is_found_there() -> None:
     found = first(
         *raised(f"ImportError: cannot import name 'LoraConfig' from 'trl' ({SITE}/trl/__init__.py)")
     )
-    assert found.code == "in-no-release" and "from peft import LoraConfig" in found.remedy.en
+    assert found.code == "gone-before" and "from peft import LoraConfig" in found.remedy.en
 
 
 def test_a_folder_that_stands_for_a_package() -> None:

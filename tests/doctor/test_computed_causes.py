@@ -103,7 +103,7 @@ SURE = ("env-", "script-", "config-", "checkpoint-", "launch-", "sharded-", "grp
 
 OF_RELEASES = {
     raised("KeyError: 'roberta'", 'kind = CONFIG_MAPPING[config_dict["model_type"]]'): (
-        "model-type-of-later",
+        "installed-before",
         "'transformers>=4.15.0'",
     ),
     raised("KeyError: 'llama'", 'kind = CONFIG_MAPPING[config_dict["model_type"]]'): (

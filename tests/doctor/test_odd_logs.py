@@ -154,14 +154,6 @@ def test_words_beside_chinese_ones_are_read() -> None:
     assert diagnose_text("log", "微调提示CUDA out of memory，怎么办")[0].code == "short-device-memory"
 
 
-def test_a_name_that_every_release_has_needs_an_optional_package() -> None:
-    said = "ImportError: cannot import name 'DummyOptim' from 'accelerate.utils'"
-    path = f"({SITE}/accelerate/utils/__init__.py)"
-    (found,) = diagnose_text("log", f"{said} {path}\naccelerate==0.34.2")
-    assert found.code == "name-conditional" and "deepspeed" in found.remedy.en
-    assert diagnose_text("log", f"{said} {path}\naccelerate==0.8.0")[0].code != "name-conditional"
-
-
 def test_shapes_after_an_empty_line_belong_to_the_failure() -> None:
     said = "RuntimeError: Error(s) in loading state_dict for GPT:\n\n"
     said += "size mismatch for wte.weight: copying a param with "

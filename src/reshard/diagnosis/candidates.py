@@ -23,7 +23,7 @@ from reshard.diagnosis.extensions import of_symbol
 from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
 from reshard.diagnosis.finding import UNKNOWN, Finding, Text
 from reshard.diagnosis.groups import bypassed, of_groups, sharded
-from reshard.diagnosis.history import messages as history
+from reshard.diagnosis.history.findings import of_failure, of_shadow
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
@@ -58,13 +58,12 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     Specificity.NUMBERS: frozenset(
         {
             *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, arguments.of_arguments),
-            *(divisors.of_divisors, of_groups, of_guarded, history.of_no_transformers, of_exit),
+            *(divisors.of_divisors, of_groups, of_guarded, of_exit),
         }
     ),
     Specificity.HISTORY: frozenset(
         {
-            *(history.of_failure, history.of_shadow, history.of_one_package, history.of_no_release),
-            *(history.of_older_release, of_clash, of_symbol, of_resolver, of_requirement, of_names),
+            *(of_failure, of_shadow, of_clash, of_symbol, of_resolver, of_requirement, of_names),
             *map(_of_exception, (of_dtypes, of_undefined, of_template)),
         }
     ),

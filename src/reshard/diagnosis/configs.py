@@ -15,8 +15,8 @@ from reshard.checks.environment import find_gpus
 from reshard.checks.precision import several, without_bf16
 from reshard.diagnosis.finding import Finding, Place, Text
 from reshard.diagnosis.history.calls import Refused
+from reshard.diagnosis.history.findings import read_from
 from reshard.diagnosis.history.keys import Keys
-from reshard.diagnosis.history.messages import read_from
 from reshard.diagnosis.history.scripts import wording
 from reshard.diagnosis.history.versions import Versions
 from reshard.diagnosis.rules import in_words, told

@@ -6,7 +6,8 @@ import re
 
 from reshard.diagnosis.finding import Finding
 from reshard.diagnosis.history.having import having
-from reshard.diagnosis.history.missing import IMPORT, table_of
+from reshard.diagnosis.history.known import table_of
+from reshard.diagnosis.history.missing import imported_in
 from reshard.diagnosis.history.table import PACKAGES, tables
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.packages import at_fault, installed_for
@@ -38,16 +39,16 @@ def of_undefined(root: Traceback, log: Log) -> Told | None:
 
 def of_guarded(root: Traceback, log: Log) -> Finding | None:
     """The finding that a module has a name only if it could import an optional package, to which the name belongs."""
-    match = IMPORT.search(root.said)
-    module = _imported_as(match["name"]) if match else ""
-    if match is None or module in ("", "torch", match["module"].partition(".")[0]):
+    missing = imported_in(root.said)
+    module = _imported_as(missing.name) if missing else ""
+    if missing is None or module in ("", "torch", missing.root):
         return None
-    own = next(table_of(match["module"]), None)
-    there = own.name(match["module"], match["name"]).there if own else None
+    own = table_of(missing.owner)
+    there = own.name(missing.owner, missing.name).there if own else None
     if own and there and len(there) < len(own.versions):
         return None  # the release decides
-    values = optional(match["name"], PACKAGES.get(module, module.replace("_", "-")), module)
-    values["where"] = words("only-if-imported", module=match["module"], other=module)
+    values = optional(missing.name, PACKAGES.get(module, module.replace("_", "-")), module)
+    values["where"] = words("only-if-imported", module=missing.owner, other=module)
     return told_at(("name-of-optional", values), log.name, root.last, root.said)
 
 

@@ -10,7 +10,8 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
 from reshard.base.suggest import closest, did_you_mean
-from reshard.diagnosis.history.table import ROOTS, Presence, Table, table
+from reshard.diagnosis.history.releases import Presence
+from reshard.diagnosis.history.table import ROOTS, Table, table
 
 _PARAMETER = re.compile(r"(?P<function>[\w.]+)\((?P<name>\w+)(?:=[^)]*)?\)")
 
@@ -128,7 +129,7 @@ def _named(own: Table, name: str) -> _Named:
         named = kind(own, name)
         if named is not None and named.presence.there:
             return named
-    near = closest(name.rpartition(".")[2], own.exports(own.raw["root"]), most=3)
+    near = closest(name.rpartition(".")[2], own.exports(own.root), most=3)
     raise ReshardError(
         "history-name-unknown",
         f"no release of {own.package} from {own.versions[0]} to {own.versions[-1]} is known to have this name",
@@ -142,7 +143,7 @@ def _parameter(own: Table, name: str) -> _Named | None:
     match = _PARAMETER.fullmatch(name)
     if match is None:
         return None
-    function = _function(own, match["function"].removeprefix(f"{own.raw['root']}."))
+    function = _function(own, match["function"].removeprefix(f"{own.root}."))
     return _Named("parameter", own.own_parameter(function, match["name"]), "", own.renames.get(match["name"]))
 
 
@@ -156,13 +157,13 @@ def _export(own: Table, name: str) -> _Named:
     presence, function = own.name(module, last), _function(own, last)
     kinds = {f"{last}.__init__": "class", last: "function"}
     kind = "class" if last in own.raw["attributes"] else kinds.get(function, "name")
-    if presence.there or module not in (own.raw["root"], *own.modules):
+    if presence.there or module not in (own.root, *own.modules):
         return _Named(kind, presence, function, own.moved(module, last))
     return _Named(kind, own.attribute(last, "()"), function)
 
 
 def _whole(own: Table, name: str) -> str:
-    root = own.raw["root"]
+    root = own.root
     return name if f"{name}.".startswith(f"{root}.") else f"{root}.{name}"
 
 

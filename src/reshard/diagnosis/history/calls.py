@@ -9,7 +9,8 @@ from functools import cache
 
 from packaging.version import InvalidVersion, Version
 
-from reshard.diagnosis.history.table import PACKAGES, Bounds, Table, table
+from reshard.diagnosis.history.releases import Bounds
+from reshard.diagnosis.history.table import PACKAGES, Table, table
 from reshard.diagnosis.history.versions import Versions
 
 

@@ -10,9 +10,10 @@ from reshard.base.suggest import closest
 from reshard.checks.source import Call, Source
 from reshard.diagnosis.finding import Finding, Place
 from reshard.diagnosis.history.calls import parameters, refused
+from reshard.diagnosis.history.findings import read_from
 from reshard.diagnosis.history.having import having
-from reshard.diagnosis.history.messages import read_from
-from reshard.diagnosis.history.table import PACKAGES, Presence, Table, tables
+from reshard.diagnosis.history.releases import Presence
+from reshard.diagnosis.history.table import PACKAGES, Table, tables
 from reshard.diagnosis.history.versions import Versions
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.words import words
@@ -134,13 +135,9 @@ def _missing(
         elif name is not None and not found.is_open(module, version):
             presence = found.name(module, name)
             if presence.there and presence.at(version) is False:
-                new = found.elsewhere(name, module, _release(found, versions))
+                new = found.elsewhere(name, module, max(0, found.place(version)[0]))
                 instead = f"from {new} import {name}" if new else None
                 yield from _lacks(source, node, found, f"{module}.{name}", presence, versions, instead)
-
-
-def _release(found: Table, versions: Versions) -> str:
-    return found.versions[max(0, found.place(versions.assumed(found))[0])]
 
 
 def _lacks(
@@ -197,7 +194,7 @@ def _known(found: Table, name: str, owner: str) -> Iterator[tuple[Table, str]]:
 
 
 def _public(found: Table) -> set[str]:
-    groups = found.raw["names"].get(found.raw["root"], {})
+    groups = found.raw["names"].get(found.root, {})
     return {name for names in groups.values() for name in names.split(" ")}
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import lzma
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
+
+from reshard.diagnosis.history.releases import NOWHERE, Presence, Releases, Span
 
 FOLDER = Path(__file__).with_name("tables")
 ROOTS = {
@@ -38,151 +38,30 @@ ROOTS = {
 }
 """The imported folder, by the installed name."""
 PACKAGES = {root: package for package, root in ROOTS.items()}
-LONG = 8
-"""Releases for which a name existed that is gone: who lacks it has a newer release, not one from before all these."""
-FEW = 3
-"""Newest releases that alone lack a name: who lacks it may as well have one from before it was added."""
-Span = frozenset[int]
-NOWHERE: Span = frozenset()
 
 
-@dataclass(frozen=True)
-class Presence:
-    """The releases of a table in which something exists, among those that have what it belongs to."""
+class Table(Releases):
+    """What the releases of one package have, as written by `tools/api_history/table.py`.
 
-    table: Table
-    there: Span
-    among: Span
-    maybe: bool = False
-    """Whether releases after the last known one may still have it, invisibly in their source."""
+    Names are grouped by the releases that have them: `{"0-": "a b", "3-7,9-": "c"}`.
+    """
 
-    def at(self, version: Version) -> bool | None:
-        """Whether it exists in a version; None if the releases around it differ, or lack what it belongs to."""
-        before, exact = self.table.place(version)
-        around = {before} if exact else {before, min(before + 1, self.table.last)}
-        if not around <= self.among:
-            return None
-        return None if len({at in self.there for at in around}) > 1 else before in self.there
-
-    def bounds(self, version: Version | None) -> Bounds | None:
-        """The releases that have it, relative to one that does not; None if the table does not show them.
-
-        Without a version: only if all that lack it are older, or all newer, or if it exists between two releases.
-        """
-        if not self.there:
-            return None
-        if version is None:
-            return None if self.there >= self.among else self._around(min(self.there), max(self.there))
-        if self.at(version):
-            return None
-        before, _ = self.table.place(version)
-        later = [at for at in self.there if at > before]
-        if later:
-            earlier = [at for at in self.there if at <= before]
-            again = self.table.versions[max(earlier)] if earlier else None
-            return replace(self._since(min(later)), again=again)
-        last = max(self.there)
-        until = self._next(last)
-        if until is None or Version(until) > version:
-            until = str(version)  # a release between two known ones
-        return Bounds(None, until, self.table.versions[last])
-
-    def _around(self, first: int, last: int) -> Bounds | None:
-        inside = {at for at in self.among if first <= at <= last}
-        if inside - self.there:
-            return None  # it was added and removed more than once
-        until = self._next(last) if max(self.among) > last else None
-        recent = until is None or last - first < LONG or max(self.among) - last <= FEW
-        oldest = self.table.versions[first] if min(self.among) < first else None
-        newest = self.table.versions[last]
-        if recent:
-            return Bounds(oldest, until, newest, self._is_patch(first))
-        return Bounds(None, until, newest, self._is_patch(first), first=oldest)
-
-    def _since(self, first: int) -> Bounds:
-        last = first
-        while last + 1 in self.there:
-            last += 1
-        until = self._next(last)
-        return Bounds(self.table.versions[first], until, self.table.versions[last], self._is_patch(first))
-
-    def _is_patch(self, at: int) -> bool:
-        """Whether a release has the same minor version as the one before it."""
-        versions = self.table.versions
-        return at > 0 and versions[at].split(".")[:2] == versions[at - 1].split(".")[:2]
-
-    def _next(self, at: int) -> str | None:
-        return self.table.versions[at + 1] if at < self.table.last else None
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The first release that has something after one that lacks it, the next that lacks it, the last that has it."""
-
-    since: str | None
-    until: str | None
-    last: str
-    is_patch: bool = False
-
-    again: str | None = None
-    """The last release that had it before it was missing for a while."""
-    first: str | None = None
-    """The first release that has it, if older ones that lack it are hardly installed anywhere."""
+    def __init__(self, package: str, raw: Mapping[str, Any]) -> None:
+        super().__init__(raw["versions"])
+        self.package = package
+        self.raw = raw
+        self.every = Span(range(len(self.versions)))
+        self._spans: dict[str, Span] = {}
 
     @property
-    def shown(self) -> str:
-        """`since` as far as it is known: 0.8 for 0.8.5, if 0.8.0 lacks it and 0.8.1 is not in the table."""
-        return ".".join(self.since.split(".")[:2]) if self.since and self.is_patch else self.since or ""
-
-    @property
-    def specifier(self) -> str:
-        """A specifier for pip, by PEP 440."""
-        newest = f"<={self.last}" if not self.until or self._ends_inside_a_minor else f"<{self.until}"
-        oldest = self.since or self.first
-        parts = [f">={oldest}"] * bool(oldest) + [newest] * bool(self.until or not self.since)
-        return ",".join(parts)
-
-    @property
-    def _ends_inside_a_minor(self) -> bool:
-        """Whether it was removed in a patch release: the ones between the two known releases may lack it."""
-        return str(self.until).split(".")[:2] == self.last.split(".")[:2]
-
-
-@dataclass
-class Table:
-    """What the releases of one package have, as written by `tools/api_history/table.py`."""
-
-    package: str
-    raw: Mapping[str, Any]
-    _spans: dict[str, Span] = field(default_factory=dict)
-
-    @cached_property
-    def versions(self) -> list[str]:
-        """The releases in the table, oldest first."""
-        return list(self.raw["versions"])
-
-    @cached_property
-    def _parsed(self) -> list[Version]:
-        return [Version(each) for each in self.versions]
-
-    @property
-    def last(self) -> int:
-        return len(self.versions) - 1
+    def root(self) -> str:
+        """The folder that is imported."""
+        return str(self.raw["root"])
 
     @property
     def date(self) -> str:
         """The date on which the table was made."""
         return str(self.raw["date"])
-
-    @property
-    def every(self) -> Span:
-        return self.span("0-")
-
-    def place(self, version: Version) -> tuple[int, bool]:
-        """The index of the last release not newer than a version, -1 if all are newer; and whether it is the same."""
-        plain = Version(version.public)
-        at = bisect_right(self._parsed, plain) - 1
-        return at, at >= 0 and self._parsed[at] == plain
 
     def span(self, text: str) -> Span:
         """The indices in a span's text: `"3-7,9-"`."""
@@ -190,24 +69,26 @@ class Table:
             found: set[int] = set()
             for part in text.split(","):
                 first, dash, last = part.partition("-")
-                found.update(
-                    range(int(first), (int(last) if last else self.last if dash else int(first)) + 1)
-                )
+                end = int(last) if last else self.last if dash else int(first)
+                found.update(range(int(first), end + 1))
             self._spans[text] = frozenset(found)
         return self._spans[text]
 
     def _of(self, groups: Mapping[str, str], name: str) -> Span:
-        """When something exists, from names grouped by span."""
+        """When a name exists."""
         return next((self.span(span) for span, names in groups.items() if name in names.split(" ")), NOWHERE)
 
-    # ------------------------------------------------------------------------------------ what is asked
+    def _at(self, groups: Mapping[str, str], at: int) -> set[str]:
+        """The names in the release at an index."""
+        return {name for span, names in groups.items() if at in self.span(span) for name in names.split(" ")}
+
+    # ------------------------------------------------------------------------------------ modules and names
 
     @cached_property
     def modules(self) -> dict[str, Span]:
         """When each module exists."""
-        return {
-            name: self.span(span) for span, names in self.raw["modules"].items() for name in names.split(" ")
-        }
+        groups = self.raw["modules"].items()
+        return {name: self.span(span) for span, names in groups for name in names.split(" ")}
 
     def module(self, name: str) -> Presence:
         """A module, by its dotted name."""
@@ -217,20 +98,19 @@ class Table:
         """A name in a module; submodules are names too."""
         there = self._of(self.raw["names"].get(module, {}), name)
         there |= self.modules.get(f"{module}.{name}", NOWHERE)
-        maybe = bool(there) and any(at > max(there) for at in self._opened(module))
-        return Presence(self, there, self.modules.get(module, NOWHERE) | there, maybe)
+        return Presence(self, there, self.modules.get(module, NOWHERE) | there)
+
+    def exports(self, module: str) -> set[str]:
+        """The names that a module has in any release."""
+        return _names(self.raw["names"].get(module, {}))
 
     def is_open(self, module: str, version: Version) -> bool:
-        """Whether a module may have names in a version that cannot be listed."""
-        return self.place(version)[0] in self._opened(module)
+        """Whether a module may have names in a version that cannot be listed; `*` means the whole package."""
+        opened = self._of(self.raw["open"], module) | self._of(self.raw["open"], "*")
+        return self.place(version)[0] in opened
 
-    def _opened(self, module: str) -> Span:
-        """Releases in which a module may have more names than its source shows; `*` means the whole package."""
-        return self._of(self.raw["open"], module) | self._of(self.raw["open"], "*")
-
-    def elsewhere(self, name: str, module: str, version: str) -> str | None:
-        """The module to which a name moved: the shortest public one that has it in a release."""
-        at = self.versions.index(version)
+    def elsewhere(self, name: str, module: str, at: int) -> str | None:
+        """The module to which a name moved: the shortest public one that has it in the release at an index."""
         found = [
             other
             for other, groups in self.raw["names"].items()
@@ -241,23 +121,58 @@ class Table:
         ]
         return min(found, key=lambda other: (other.count("."), other), default=None)
 
-    def exports(self, module: str) -> set[str]:
-        """The names that a module has in any release."""
-        groups = self.raw["names"].get(module, {})
-        return {name for names in groups.values() for name in names.split(" ")}
-
     def moved(self, module: str, name: str) -> str | None:
         """The module that has a name after the last release that has it in `module`; None if it did not move."""
         after = max(self.name(module, name).there, default=self.last) + 1
-        return self.elsewhere(name, module, self.versions[after]) if after <= self.last else None
+        return self.elsewhere(name, module, after) if after <= self.last else None
+
+    def module_moved(self, module: str) -> str | None:
+        """The module that got the last name of one after the last release that has it; None if several did."""
+        after = max(self.module(module).there, default=self.last) + 1
+        ends = f".{module.rpartition('.')[2]}"
+        every = self.modules.items()
+        found = [
+            each for each, span in every if each.endswith(ends) and after in span and after - 1 not in span
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def key(self, name: str) -> Presence:
+        """A key of a registry: a model type in transformers, an architecture in vLLM."""
+        return Presence(self, self._of(self.raw["keys"], name), self.every)
+
+    def words(self) -> set[str]:
+        """Keys that the package's own config readers know in any release."""
+        return _names(self.raw["words"])
+
+    def dropped(self, target: str) -> str | None:
+        """The first release that no longer imports `module:name` of another package."""
+        span = self._of(self.raw["uses"], target)
+        return self.after(max(span)) if span else None
+
+    # ------------------------------------------------------------------------------------ functions
+
+    def functions(self, function: str) -> Mapping[str, Mapping[str, str]]:
+        """The parameters of all functions of a qualified name, by module; `()` is the function itself.
+
+        `x!` means that x is required, `**` that there may be others, `@module:name` stands for those of another class.
+        """
+        found: Mapping[str, Mapping[str, str]] = self.raw["functions"].get(function, {})
+        return found
 
     def parameter(self, function: str, name: str) -> Presence:
-        """A parameter of a function or method, by its qualified name, in any module."""
+        """A parameter of a function or method, also where `**` may accept it."""
         return self._parameter(function, name, "**")
 
     def own_parameter(self, function: str, name: str) -> Presence:
         """A parameter only under its own name, for a call that was refused: no `**` accepted it."""
         return self._parameter(function, name)
+
+    def _parameter(self, function: str, name: str, *also: str) -> Presence:
+        every = self.functions(function).values()
+        there = [
+            self._of(groups, each) for groups in every if self._of(groups, name) for each in (name, *also)
+        ]
+        return Presence(self, NOWHERE.union(*there), NOWHERE.union(*(self._of(each, "()") for each in every)))
 
     def needed(self, function: str, name: str) -> Presence:
         """When a parameter is optional, among the releases that have the function."""
@@ -266,67 +181,53 @@ class Table:
 
     def arity(self, function: str, more: int) -> Presence:
         """When a function takes `more` parameters than in its other releases; nowhere if the number grew in steps."""
-        counts: dict[int, int] = {}
-        for groups in self.raw["functions"].get(function, {}).values():
-            for at in self._of(groups, "()"):
-                own = [each for each in self._at(groups, at) if each[0] not in "(@*" and each[-1] != "!"]
-                counts[at] = max(counts.get(at, 0), len(own))
+        every = {at: self.own_parameters(function, at) for at in self.every}
+        counts = {at: len(names) for at, names in every.items() if names is not None}
         levels = sorted(set(counts.values()))
-        two = len(levels) == 2 and levels[1] - levels[0] >= more
-        there = frozenset(at for at, count in counts.items() if two and count == levels[1])
+        is_one_step = len(levels) == 2 and levels[1] - levels[0] >= more
+        there = frozenset(at for at, count in counts.items() if is_one_step and count == levels[1])
         return Presence(self, there, frozenset(counts))
 
-    def _parameter(self, function: str, name: str, *also: str) -> Presence:
-        there: set[int] = set()
-        among: set[int] = set()
-        for groups in self.raw["functions"].get(function, {}).values():
-            own = self._of(groups, name)
-            there |= own
-            among |= self._of(groups, "()")
-            if own:
-                for each in also:
-                    there |= self._of(groups, each)
-        return Presence(self, frozenset(there), frozenset(among))
+    def own_parameters(self, function: str, at: int) -> set[str] | None:
+        """The parameters of a function in the release at an index, as far as known; None if that release lacks it."""
+        found = set().union(*(self._at(groups, at) for groups in self.functions(function).values()))
+        return {each for each in found if each[0] not in "(@*" and each[-1] != "!"} if "()" in found else None
 
     def parameters(self, function: str, version: Version, modules: str = ".*") -> set[str] | None:
         """All parameters of a dataclass, or of a function that the package's root exports; None if they are unknown.
 
-        `@module:name` stands for those of a class in another package. Only functions in `modules` count.
+        Only functions in `modules` count.
         """
-        before, exact = self.place(version)
-        around = {before} if exact else {before, min(before + 1, self.last)}
-        found: set[str] | None = None
-        for module, groups in self.raw["functions"].get(function, {}).items():
+        around, found = self.around(version), None
+        for module, groups in self.functions(function).items():
             whole = self._of(groups, "()")
             if not re.fullmatch(modules, module) or not around & whole:
                 continue
-            own = {each for at in around for each in self._at(groups, at)}
+            own = set().union(*(self._at(groups, at) for at in around))
             if not around <= whole or "**" in own:
                 return None
             found = (found or set()) | {each for each in own if each[-1] != "!" and each != "()"}
         return found
 
-    def own_parameters(self, function: str, at: int) -> set[str] | None:
-        """The parameters of a function in the release at an index, as far as known; None if that release lacks it."""
-        every = self.raw["functions"].get(function, {}).values()
-        found = {each for groups in every for each in self._at(groups, at)}
-        return {each for each in found if each[0] not in "(@*" and each[-1] != "!"} if "()" in found else None
-
     def ever(self, function: str) -> set[str]:
         """All parameters of a function in any release."""
-        every = self.raw["functions"].get(function, {}).values()
-        return {
-            each.rstrip("!") for groups in every for names in groups.values() for each in names.split(" ")
-        }
+        every = self.functions(function).values()
+        return {name.rstrip("!") for groups in every for name in _names(groups)}
 
     def marked(self, function: str) -> set[str]:
         """The `@module:name` among a function's parameters in any release."""
         return {each for each in self.ever(function) if each[0] == "@"}
 
-    def _at(self, groups: Mapping[str, str], at: int) -> Iterator[str]:
-        for span, names in groups.items():
-            if at in self.span(span):
-                yield from names.split(" ")
+    @property
+    def renames(self) -> Mapping[str, str]:
+        """Parameters that replaced others, by the old name."""
+        return {**dict(self.raw["renames"]), **_RENAMES.get(self.package, {})}
+
+    # ------------------------------------------------------------------------------------ classes
+
+    def has_class(self, kind: str) -> bool:
+        """Whether any release has a class of this name whose attributes changed."""
+        return kind in self.raw["attributes"]
 
     def attribute(self, kind: str, name: str, depth: int = 0) -> Presence:
         """An attribute of a class or of its instances, by the name of the class, its bases included."""
@@ -334,7 +235,7 @@ class Table:
         there, among = set(self._of(groups, name)), set(self._of(groups, "()"))
         unknown: set[int] = set()
         for span, bases in self.raw["bases"].get(kind, {}).items():
-            for base in bases.split(" ") if depth < 8 else ():
+            for base in bases.split(" ") if depth < DEEP else ():
                 more = self.attribute(base, name, depth + 1)
                 there |= more.there & self.span(span)
                 among |= self.span(span)
@@ -349,31 +250,18 @@ class Table:
 
     def ancestors(self, kind: str, depth: int = 0) -> set[str]:
         """The names of all classes from which a class derives in any release, including other packages."""
-        own = {base for bases in self.raw["bases"].get(kind, {}).values() for base in bases.split(" ")}
+        own = _names(self.raw["bases"].get(kind, {}))
         own |= {re.split(r"[.:]", each)[-1] for each in self.marked(f"{kind}.__init__")}
-        more = (self.ancestors(base, depth + 1) for base in own if base != kind and depth < 8)
+        more = (self.ancestors(base, depth + 1) for base in own if base != kind and depth < DEEP)
         return own.union(*more)
 
-    def key(self, name: str) -> Presence:
-        """A key of a registry: a model type in transformers, an architecture in vLLM."""
-        return Presence(self, self._of(self.raw["keys"], name), self.every)
 
-    def words(self, version: Version | None = None) -> set[str]:
-        """Keys that the package's own config readers know: in a version, or in any."""
-        groups: Mapping[str, str] = self.raw["words"]
-        if version is None:
-            return {name for names in groups.values() for name in names.split(" ")}
-        return set(self._at(groups, max(0, self.place(version)[0])))
+DEEP = 8
+"""Maximum number of classes between one and a base of it."""
 
-    def dropped(self, target: str) -> str | None:
-        """The first release that no longer imports `module:name` of another package."""
-        span = self._of(self.raw["uses"], target)
-        return self.versions[max(span) + 1] if span else None
 
-    @property
-    def renames(self) -> Mapping[str, str]:
-        """Parameters that replaced others, by the old name."""
-        return {**dict(self.raw["renames"]), **_RENAMES.get(self.package, {})}
+def _names(groups: Mapping[str, str]) -> set[str]:
+    return {name for names in groups.values() for name in names.split(" ")}
 
 
 _RENAMES = {
