@@ -121,6 +121,21 @@ def test_a_name_that_came_and_went_is_pinned_on_both_sides(tmp_path: Path) -> No
     assert re.search(r"'trl>=0\.7[.\d]*,<0\.13\.0'", found.remedy.en)
 
 
+@pytest.mark.parametrize("version", ["", "vllm 0.9.2\n", "vllm 0.11.2\n"])
+def test_an_attribute_of_a_class_that_another_replaced_is_not_said_to_come_later(version: str) -> None:
+    """V1 of vLLM has an `LLMEngine` of its own, beside that of V0 until 0.10.2."""
+    said = "AttributeError: 'LLMEngine' object has no attribute 'model_executor'"
+    found = diagnose_text("run.log", f"{version}{said}\n")[0]
+    assert found.code == "class-replaced" and "vllm.v1.engine.llm_engine" in found.rule.en
+    assert "0.10.2" in found.rule.zh and "'vllm<0.6.6.post1'" in found.remedy.en
+
+
+def test_an_attribute_that_a_class_got_before_it_was_replaced_came_later() -> None:
+    said = "AttributeError: 'LLMEngine' object has no attribute 'model_executor'"
+    found = diagnose_text("run.log", f"vllm 0.3.0\n{said}\n")[0]
+    assert found.code == "api-came-later" and "'vllm>=0.4.0'" in found.remedy.en
+
+
 QUIET = {
     "a file of one's own": "ImportError: cannot import name 'GRPOTrainer' from 'trl' (/home/user/train/trl.py)",
     "a circle": "ImportError: cannot import name 'GRPOTrainer' from partially initialized module 'trl' "

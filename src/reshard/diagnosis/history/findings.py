@@ -74,6 +74,8 @@ def _is_own_file(missing: Missing, failure: Traceback, log: Log) -> bool:
 def _finding(known: Known, failure: Traceback, log: Log) -> Finding | None:
     """The finding of what is known of a missing name, compared with the installed release if the log shows it."""
     version = version_of(known.table.package, failure, log)
+    if replaced := _of_successor(known, version, failure, log):
+        return replaced
     bounds = known.bounds(version)
     if bounds:
         return _of_releases(known, bounds, version, failure, log)
@@ -87,6 +89,22 @@ def _finding(known: Known, failure: Traceback, log: Log) -> Finding | None:
         return None
     values: dict[str, object] = {"name": known.shown, "package": known.table.package, "first": first}
     return _told("installed-before", values, "likely", known.table, failure, log)
+
+
+def _of_successor(known: Known, version: Version | None, failure: Traceback, log: Log) -> Finding | None:
+    """The finding that an attribute is of a class which another one of the same name replaced."""
+    own, missing = known.table, known.missing
+    found = own.successor(missing.owner) if missing.kind is Kind.ATTRIBUTE else None
+    if found is None:
+        return None
+    old, new, before, after = found
+    first = own.versions[min(after)]
+    is_older = version is not None and version < Version(first)
+    if is_older or min(known.presence.there) >= min(after) or max(known.presence.there) < max(before):
+        return None
+    values: dict[str, object] = {"name": missing.name, "kind": missing.owner, "package": own.package}
+    values |= {"old": old, "new": new, "since": first, "last": own.versions[max(before)]}
+    return _told("class-replaced", values, "likely" if version else "possible", own, failure, log)
 
 
 _IS_LOADING = re.compile(r"partially initialized|unknown location")

@@ -7,12 +7,13 @@ import lzma
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from reshard.diagnosis.history.releases import NOWHERE, Presence, Releases, Span
+from reshard.diagnosis.history.releases import LONG, NOWHERE, Presence, Releases, Span
 
 FOLDER = Path(__file__).with_name("tables")
 ROOTS = {
@@ -242,6 +243,21 @@ class Table(Releases):
                 if more.among and self.last not in more.among and not more.there:
                     unknown |= self.span(span)  # what a class always has is not in its table
         return Presence(self, frozenset(there), frozenset(among - (unknown - there)))
+
+    def successor(self, kind: str) -> tuple[str, str, Span, Span] | None:
+        """The module of a removed class, that of another of the same name beside it, and the releases of each.
+
+        A class that only moved is in both modules for a few releases.
+        """
+        every = self.functions(f"{kind}.__init__").items()
+        spans = sorted(
+            ((module, self._of(groups, "()")) for module, groups in every), key=lambda each: min(each[1])
+        )
+        for (old, before), (new, after) in pairwise(spans):
+            is_newer = min(before) < min(after) and self.last not in before
+            if is_newer and len(before & after) >= LONG:
+                return old, new, before, after
+        return None
 
     def last_of_classes(self, name: str) -> list[int]:
         """The last release in which each class that has an attribute itself has it."""
