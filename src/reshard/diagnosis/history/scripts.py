@@ -9,17 +9,18 @@ from collections.abc import Iterator
 from reshard.base.suggest import closest
 from reshard.checks.source import Call, Source
 from reshard.diagnosis.finding import Finding, Place
-from reshard.diagnosis.history.calls import parameters, refused
+from reshard.diagnosis.history.calls import Refused, parameters, refused
 from reshard.diagnosis.history.findings import read_from
 from reshard.diagnosis.history.having import having
-from reshard.diagnosis.history.releases import Presence
+from reshard.diagnosis.history.known import table_of
+from reshard.diagnosis.history.releases import Bounds
 from reshard.diagnosis.history.table import PACKAGES, Table, tables
 from reshard.diagnosis.history.versions import Versions
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.words import words
 
-COMMON = ("trl", "transformers", "peft", "accelerate")
-"""Packages of classes that a script uses without importing them, as a notebook cell does."""
+Asked = tuple[ast.stmt | ast.expr, str, str]
+"""Where a script names something, the module, and the name in it; "" for the module itself."""
 
 
 def history_findings(source: Source) -> Iterator[Finding]:
@@ -28,28 +29,28 @@ def history_findings(source: Source) -> Iterator[Finding]:
     if not names and not source.calls:
         return
     versions = Versions.beside(source.path, source.text, source.installed)
-    told_of: set[str] = set()
-    asked: list[tuple[ast.stmt | ast.expr, str, str | None]] = [*_asked(source.tree)]
-    for node, module, name in (*asked, *_attributes(source.tree, names)):
-        if f"{module}:{name}" not in told_of:
-            told_of.add(f"{module}:{name}")
-            yield from _missing(source, node, module, name, versions)
+    places: dict[tuple[str, str], ast.stmt | ast.expr] = {}
+    for node, module, name in (*_imported(source.tree), *_read(source.tree, names)):
+        places.setdefault((module, name), node)
+    for (module, name), node in places.items():
+        if own := table_of(module):
+            yield from _of_name(source, node, module, name, own, versions)
     defined = _defined(source.tree)
     for call in source.calls:
-        for found, function in _function(call, names, defined):
-            yield from _keywords(source, call, found, function, versions)
+        for own, function in _functions(call, names, defined):
+            yield from _of_call(source, call, own, function, versions)
 
 
-def _asked(tree: ast.Module) -> Iterator[tuple[ast.stmt, str, str | None]]:
-    """Each unconditional import: the statement, the module, and the name."""
+# ----------------------------------------------------------------------------------------------------- names
+
+
+def _imported(tree: ast.Module) -> Iterator[Asked]:
+    """What is imported unconditionally."""
     for node in _unconditional(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for each in node.names:
-                if each.name != "*":
-                    yield node, node.module, each.name
+            yield from ((node, node.module, each.name) for each in node.names if each.name != "*")
         elif isinstance(node, ast.Import):
-            for each in node.names:
-                yield node, each.name, None
+            yield from ((node, each.name, "") for each in node.names)
 
 
 def _unconditional(node: ast.AST) -> Iterator[ast.stmt]:
@@ -62,175 +63,145 @@ def _unconditional(node: ast.AST) -> Iterator[ast.stmt]:
         yield from _unconditional(child)
 
 
+def _read(tree: ast.Module, names: dict[str, str]) -> Iterator[Asked]:
+    """Attributes of imported modules that are read: `transformers.AdamW`."""
+    for node in ast.walk(tree):
+        is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        first, *rest = _dotted(node).split(".") if is_read else [""]
+        module = names.get(first, "")
+        own = table_of(module) if ":" not in module else None
+        if own and isinstance(node, ast.expr):
+            inside = [".".join([module, *rest[:count]]) for count in range(len(rest) + 1)]
+            depth = next((at for at, each in enumerate(inside) if each not in own.modules), 0)
+            yield from [(node, inside[depth - 1], rest[depth - 1])] if depth else []
+
+
+def _dotted(node: ast.AST) -> str:
+    """A name with attributes as it is written; "" for other expressions."""
+    if isinstance(node, ast.Attribute):
+        return f"{inner}.{node.attr}" if (inner := _dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def _imports(tree: ast.Module) -> dict[str, str]:
     """The meaning of each imported name: a module, or `module:name`, for packages in the history."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for each in node.names:
-                found[each.asname or each.name] = f"{node.module}:{each.name}"
+            found |= {each.asname or each.name: f"{node.module}:{each.name}" for each in node.names}
         elif isinstance(node, ast.Import):
-            for each in node.names:
-                plain = each.name if each.asname else each.name.partition(".")[0]
-                found[each.asname or plain] = plain
-    return {name: target for name, target in found.items() if _root(target) in PACKAGES}
-
-
-def _root(target: str) -> str:
-    return target.partition(":")[0].partition(".")[0]
+            roots = {(root := each.name.partition(".")[0]): root for each in node.names if not each.asname}
+            found |= roots | {each.asname: each.name for each in node.names if each.asname}
+    return {name: target for name, target in found.items() if re.split("[.:]", target)[0] in PACKAGES}
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """Names that the script defines itself."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    own = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
-    stored = {
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    aliases = {
-        each.asname or each.name.partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for each in node.names
-    }
-    return own | stored | aliases
-
-
-def _attributes(tree: ast.Module, names: dict[str, str]) -> Iterator[tuple[ast.expr, str, str]]:
-    """Attributes of imported modules that are read: `transformers.AdamW`."""
-    seen: set[int] = set()
+    """Names that the script defines or imports itself."""
+    found: set[str] = set()
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute) or id(node) in seen or not isinstance(node.ctx, ast.Load):
-            continue
-        chain: list[ast.Attribute] = []
-        inner: ast.expr = node
-        while isinstance(inner, ast.Attribute):
-            seen.add(id(inner))
-            chain.insert(0, inner)
-            inner = inner.value
-        target = names.get(inner.id) if isinstance(inner, ast.Name) else None
-        if target is None or ":" in target:
-            continue
-        for each in chain:
-            found = next(tables([PACKAGES[_root(target)]]), None)
-            if found is None:
-                break
-            if f"{target}.{each.attr}" in found.modules:
-                target = f"{target}.{each.attr}"
-                continue
-            yield each, target, each.attr
-            break
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {each.asname or each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
 
 
-def _missing(
-    source: Source, node: ast.stmt | ast.expr, module: str, name: str | None, versions: Versions
+def _of_name(
+    source: Source, node: ast.stmt | ast.expr, module: str, name: str, own: Table, versions: Versions
 ) -> Iterator[Finding]:
     """A name or module that only releases other than the script's have."""
-    for found in tables([PACKAGES[_root(module)]] if _root(module) in PACKAGES else []):
-        version = versions.assumed(found)
-        lost = found.module(module)
-        if lost.there and lost.at(version) is False:
-            if not found.is_open("*", version):
-                yield from _lacks(source, node, found, module, lost, versions, None)
-        elif name is not None and not found.is_open(module, version):
-            presence = found.name(module, name)
-            if presence.there and presence.at(version) is False:
-                new = found.elsewhere(name, module, max(0, found.place(version)[0]))
-                instead = f"from {new} import {name}" if new else None
-                yield from _lacks(source, node, found, f"{module}.{name}", presence, versions, instead)
-
-
-def _lacks(
-    source: Source,
-    node: ast.stmt | ast.expr,
-    found: Table,
-    shown: str,
-    presence: Presence,
-    versions: Versions,
-    instead: str | None,
-) -> Iterator[Finding]:
-    bounds = presence.bounds(versions.assumed(found))
-    if bounds is None:
+    version = versions.assumed(own)
+    presence, shown = own.module(module), module
+    if name and presence.at(version) is not False:
+        presence, shown = own.name(module, name), f"{module}.{name}"
+    bounds = presence.bounds(version) if presence.at(version) is False else None
+    if bounds is None or own.is_open(module, version):
         return
-    sure, evidence = versions.certainty(found, bounds.until)
-    gone = bounds.since is None
-    values = {
-        "name": shown,
-        "package": found.package,
-        "release": bounds.last if gone else bounds.shown,
-        "pin": f"{found.package}{bounds.specifier}",
-        "instead": words("write-instead", new=instead) if instead and gone else words("go-back"),
-    }
+    if bounds.since:
+        yield _later(source.place(node.lineno), shown, own, bounds, versions)
+        return
+    new = own.elsewhere(name, module, max(0, own.place(version)[0])) if name else None
+    instead = f"from {new} import {name}" if new else ""
+    is_alone = isinstance(node, ast.ImportFrom) and len(node.names) == 1 and node.end_lineno == node.lineno
     line = source.lines[node.lineno - 1]
-    alone = isinstance(node, ast.ImportFrom) and len(node.names) == 1 and node.end_lineno == node.lineno
-    fixed = re.sub(r"from \S+ import .*", instead, line) if instead and gone and alone else ""
-    kind = "script-name-gone" if gone else "script-name-later"
-    place = source.place(node.lineno, fixed)
-    yield told(kind, [place], values, certainty=sure, evidence=[evidence, read_from(found)])
+    fixed = re.sub(r"from \S+ import .*", instead, line) if instead and is_alone else ""
+    values = {"name": shown, "package": own.package, "release": bounds.last}
+    values["pin"] = f"{own.package}{bounds.specifier}"
+    values["instead"] = words("write-instead", new=instead) if instead else words("go-back")
+    sure, evidence = versions.certainty(own, bounds.until)
+    proof = [evidence, read_from(own)]
+    yield told("script-name-gone", [source.place(node.lineno, fixed)], values, certainty=sure, evidence=proof)
+
+
+def _later(place: Place, name: str, own: Table, bounds: Bounds, versions: Versions) -> Finding:
+    """The finding that a later release added something."""
+    values = {"name": name, "package": own.package, "release": bounds.shown}
+    values["pin"] = f"{own.package}{bounds.specifier}"
+    sure, evidence = versions.certainty(own, bounds.until)
+    return told("script-name-later", [place], values, certainty=sure, evidence=[evidence, read_from(own)])
 
 
 # -------------------------------------------------------------------------------------------------- keywords
 
+COMMON = ("trl", "transformers", "peft", "accelerate")
+"""Packages of classes that a script uses without importing them, as a notebook cell does."""
+CLOSE = 0.85
+"""Minimum similarity of a keyword that was probably meant."""
 
-def _function(call: Call, names: dict[str, str], defined: set[str]) -> Iterator[tuple[Table, str]]:
+
+def _functions(call: Call, names: dict[str, str], defined: set[str]) -> Iterator[tuple[Table, str]]:
     """The tables and qualified names that a call may mean: by its import, or by the name of a common class."""
     first, _, rest = call.name.partition(".")
-    if first in names:
-        module, _, name = names[first].partition(":")
-        whole = ".".join(part for part in (name, rest) if part).rpartition(".")[2] if rest else name
-        owner = name if rest and name else ""
-        for found in tables([PACKAGES[_root(module)]]):
-            yield from _known(found, whole, owner)
+    module, _, name = names.get(first, "").partition(":")
+    if own := table_of(module):
+        last = rest.rpartition(".")[2] or name
+        yield from _known(own, f"{name}.{last}" if rest and name else last)
     elif "." not in call.name and first not in defined:
-        public = (found for found in tables(having(COMMON, first)) if first in _public(found))
-        every = [each for found in public for each in _known(found, first, "")]
-        yield from every[:1]
+        exporting = (own for own in tables(having(COMMON, first)) if first in own.exports(own.root))
+        yield from [each for own in exporting for each in _known(own, first)][:1]
 
 
-def _known(found: Table, name: str, owner: str) -> Iterator[tuple[Table, str]]:
+def _known(own: Table, name: str) -> Iterator[tuple[Table, str]]:
     """The constructor of a class, a function, or a method of a class."""
-    candidates = (f"{owner}.{name}",) if owner else (f"{name}.__init__", name)
-    yield from ((found, each) for each in candidates if each in found.raw["functions"])
+    yield from ((own, each) for each in (f"{name}.__init__", name) if own.functions(each))
 
 
-def _public(found: Table) -> set[str]:
-    groups = found.raw["names"].get(found.root, {})
-    return {name for names in groups.values() for name in names.split(" ")}
-
-
-def _keywords(
-    source: Source, call: Call, found: Table, function: str, versions: Versions
-) -> Iterator[Finding]:
-    shown = function.removesuffix(".__init__")
+def _of_call(source: Source, call: Call, own: Table, function: str, versions: Versions) -> Iterator[Finding]:
+    """The keywords of a call that its function does not accept in the script's release."""
     for keyword in call.node.keywords:
-        if keyword.arg is None or (why := refused(found, function, keyword.arg, versions)) is None:
-            continue
-        name = keyword.arg
-        if why.bounds is None:
-            known = parameters(found, function, versions) or set()
-            near = closest(name, known, cutoff=0.85)
-            if near:
-                sure, evidence = versions.certainty(found, found.versions[-1])
-                slip = {"name": shown, "key": name, "near": near[0]}
-                place = renamed(source, keyword, near[0])
-                proof = [evidence, read_from(found)]
-                yield told("script-unknown-keyword", [place], slip, certainty=sure, evidence=proof)
-            continue
-        sure, evidence = versions.certainty(why.table, why.bounds.until)
-        proof = [evidence, read_from(why.table)]
-        if why.bounds.since is None:
-            place = renamed(source, keyword, why.renamed) if why.renamed else dropped(source, keyword)
-            gone = wording(shown, name, why.renamed, why.table.package, why.bounds.specifier)
-            yield told("script-removed-keyword", [place], gone, certainty=sure, evidence=proof)
-        else:
-            values: dict[str, object] = {
-                "name": f"{shown}({name}=…)",
-                "package": why.table.package,
-                "release": why.bounds.shown,
-                "pin": f"{why.table.package}{why.bounds.specifier}",
-            }
-            place = source.place(keyword.lineno)
-            yield told("script-name-later", [place], values, certainty=sure, evidence=proof)
+        why = refused(own, function, keyword.arg, versions) if keyword.arg else None
+        if why and why.bounds:
+            yield _of_release(source, keyword, function, why, why.bounds, versions)
+        elif why:
+            yield from _slip(source, keyword, own, function, versions)
+
+
+def _slip(
+    source: Source, keyword: ast.keyword, own: Table, function: str, versions: Versions
+) -> Iterator[Finding]:
+    """A keyword that no release has, and that is like one of the function's."""
+    known = parameters(own, function, versions) or set()
+    for near in closest(str(keyword.arg), known, cutoff=CLOSE):
+        sure, evidence = versions.certainty(own, own.versions[-1])
+        values = {"name": function.removesuffix(".__init__"), "key": keyword.arg, "near": near}
+        place, proof = _renamed(source, keyword, near), [evidence, read_from(own)]
+        yield told("script-unknown-keyword", [place], values, certainty=sure, evidence=proof)
+
+
+def _of_release(
+    source: Source, keyword: ast.keyword, function: str, why: Refused, bounds: Bounds, versions: Versions
+) -> Finding:
+    """A keyword that only other releases accept."""
+    shown, name = function.removesuffix(".__init__"), str(keyword.arg)
+    if bounds.since:
+        return _later(source.place(keyword.lineno), f"{shown}({name}=…)", why.table, bounds, versions)
+    sure, evidence = versions.certainty(why.table, bounds.until)
+    place = _renamed(source, keyword, why.renamed) if why.renamed else _dropped(source, keyword)
+    gone = wording(shown, name, why.renamed, why.table.package, bounds.specifier)
+    proof = [evidence, read_from(why.table)]
+    return told("script-removed-keyword", [place], gone, certainty=sure, evidence=proof)
 
 
 def wording(name: str, old: str, new: str | None, package: str, specifier: str) -> dict[str, object]:
@@ -244,20 +215,20 @@ def wording(name: str, old: str, new: str | None, package: str, specifier: str) 
     }
 
 
-def renamed(source: Source, keyword: ast.keyword, new: str) -> Place:
+def _renamed(source: Source, keyword: ast.keyword, new: str) -> Place:
     """The line of a keyword with another name."""
     line = source.lines[keyword.lineno - 1]
     return source.place(keyword.lineno, re.sub(rf"\b{keyword.arg}(\s*=)", rf"{new}\1", line, count=1))
 
 
-def dropped(source: Source, keyword: ast.keyword) -> Place:
+def _dropped(source: Source, keyword: ast.keyword) -> Place:
     """The line without a keyword: as a comment if it stands alone, else with the rest of the call."""
-    if keyword.end_lineno != keyword.lineno:
-        return source.place(keyword.lineno)
     line = source.lines[keyword.lineno - 1]
     before, after = line[: keyword.col_offset], line[keyword.end_col_offset :]
+    if keyword.end_lineno != keyword.lineno:
+        return source.place(keyword.lineno)
     if not before.strip() and after.strip() in ("", ","):
         return source.place(keyword.lineno, f"# {line.strip()}")
-    if match := re.match(r"\s*,\s*", after):
-        return source.place(keyword.lineno, before + after[match.end() :])
-    return source.place(keyword.lineno, re.sub(r",\s*$", "", before) + after)
+    rest = re.sub(r"^\s*,\s*", "", after)
+    before = before if rest != after else re.sub(r",\s*$", "", before)
+    return source.place(keyword.lineno, before + rest)
