@@ -28,31 +28,29 @@ def refused(found: Table, function: str, name: str, versions: Versions) -> Refus
     known = parameters(found, function, versions)
     if known is None or name in known:
         return None
+    return of_other_release(found, function, name, versions, known) or Refused(found, None)
+
+
+def of_other_release(
+    found: Table, function: str, name: str, versions: Versions, known: set[str]
+) -> Refused | None:
+    """The releases of a function, or of a base of its class, that accept a parameter that this one does not."""
     for each, target in _with_bases(found, function):
-        presence = each.parameter(target, name)
-        bounds = presence.bounds(versions.assumed(each)) if presence.there else None
+        bounds = each.parameter(target, name).bounds(versions.assumed(each))
         if bounds:
             new = each.renames.get(name) or found.renames.get(name)
             return Refused(each, bounds, new if new in known else None)
-    return Refused(found, None)
+    return None
 
 
 def parameters(found: Table, function: str, versions: Versions) -> set[str] | None:
     """All parameters of a function; None if they are unknown."""
     own = found.parameters(function, versions.assumed(found))
-    if own is None:
+    bases = [base_of(each) for each in own or () if each[0] == "@"]
+    inherited = [parameters(*base, versions) if base else None for base in bases]
+    if own is None or None in inherited:
         return None
-    result: set[str] = set()
-    for each in own:
-        if each[0] != "@":
-            result.add(each)
-            continue
-        base = base_of(each)
-        more = parameters(*base, versions) if base else None
-        if more is None:
-            return None
-        result |= more
-    return result
+    return {each for each in own if each[0] != "@"}.union(*filter(None, inherited))
 
 
 def base_of(marked: str) -> tuple[Table, str] | None:

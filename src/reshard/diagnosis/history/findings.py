@@ -76,7 +76,7 @@ def _finding(known: Known, failure: Traceback, log: Log) -> Finding | None:
     version = version_of(known.table.package, failure, log)
     if replaced := _of_successor(known, version, failure, log):
         return replaced
-    bounds = known.bounds(version)
+    bounds = known.presence.bounds(version)
     if bounds:
         return _of_releases(known, bounds, version, failure, log)
     if not known.presence.there:

@@ -6,13 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from packaging.version import Version
-
 from reshard.diagnosis.finding import Text
 from reshard.diagnosis.history.calls import base_of
 from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.missing import Kind, Missing, checkout_of, is_shadowed
-from reshard.diagnosis.history.releases import Bounds, Presence
+from reshard.diagnosis.history.releases import Presence
 from reshard.diagnosis.history.table import PACKAGES, ROOTS, Table, table, tables
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.upstream import package_of
@@ -28,13 +26,6 @@ class Known:
     presence: Presence
     shown: str | Text
     instead: str | None = None
-    wider: Presence | None = None
-    """When it may have been accepted, counting decorators and `**`."""
-
-    def bounds(self, version: Version | None) -> Bounds | None:
-        """The releases that have it, relative to one that does not."""
-        found = self.wider.bounds(version) if self.wider and version else None
-        return found or self.presence.bounds(version)
 
 
 def known_of(missing: Missing, failure: Traceback, log: Log) -> Known | None:
@@ -161,8 +152,7 @@ def _taken(missing: Missing, own: Table) -> Known:
     new = own.renames.get(name) or holder.renames.get(name)
     kind = function.removesuffix(".__init__")
     instead = _in_config(own, kind, new or name) or (f"{new}=…" if new else None)
-    presence, wider = holder.own_parameter(target, name), holder.parameter(target, name)
-    return Known(missing, holder, presence, f"{kind}({name}=…)", instead, wider)
+    return Known(missing, holder, holder.own_parameter(target, name), f"{kind}({name}=…)", instead)
 
 
 def _in_config(own: Table, kind: str, name: str) -> str | None:
