@@ -442,8 +442,6 @@ def test_a_table_is_made_from_an_index_and_each_release_is_read_once(
     assert sorted(made.name("tokenizers", "late").there) == [1, 2]
     assert sorted(made.parameter("Tokenizer.__init__", "old").there) == [0, 1]
     assert sorted(made.attribute("Tokenizer", "encode").there) == [0]
-    bounds = made.needed("Tokenizer.__init__", "fresh").bounds(None)
-    assert bounds is None  # one module's class needs it from the first release on, another one's never
     ranges = [each for each in asked if "bytes=" in each]
     assert ranges
     assert len(ranges) < 8  # the library between the sources is not read

@@ -156,16 +156,12 @@ def _yours(package: str, version: Version | None, bounds: Bounds) -> Text:
     return words("yours-or-older", first=bounds.first) if bounds.first else words("yours-unknown")
 
 
-OF_SCRIPTS = ("trl", "peft")
-"""Packages that scripts import, and few other packages."""
-
-
 def _instead(known: Known, failure: Traceback) -> Text:
     """What to write, or which package to update, instead of returning to an old release."""
     package, missing = known.table.package, known.missing
     target = f"{missing.owner}:{missing.name}" if missing.kind in NAMES else ""
-    is_script = package in OF_SCRIPTS and bool(known.instead)
-    importer = _package_of(asker(failure)) if failure.frames or is_script else _who_dropped(target)
+    is_seen = bool(failure.frames or known.instead)
+    importer = _package_of(asker(failure)) if is_seen else _who_dropped(target)
     if importer and importer != package:
         own = table(importer)
         new = own.dropped(target) if own and target else None

@@ -101,11 +101,9 @@ def _of_attribute(missing: Missing, failure: Traceback, log: Log) -> Known | Non
 def _inherited(missing: Missing) -> Known | None:
     """An attribute that a class inherits from a base in any package, or finds in the object that it wraps."""
     kind, name = missing.owner, missing.name
-    bases = {base for own in tables(having(ROOTS, kind)) for base in own.ancestors(kind)}
-    bases |= {*re.findall(r"(?<=\w)[A-Z][a-z]+$", kind)}  # GRPOTrainer is a Trainer
-    bases |= {"LoraModel"} if kind.startswith("PeftModel") else set()
+    bases = re.findall(r"(?<=\w)[A-Z][a-z]+$", kind)  # GRPOTrainer is a Trainer
     found = {}
-    for base in sorted(bases):
+    for base in ["LoraModel"] if kind.startswith("PeftModel") else bases:
         for own in tables(having(ROOTS, base, f".{name}")):
             presence = own.attribute(base, name)
             if presence.there:
@@ -125,9 +123,6 @@ def _of_call(missing: Missing, failure: Traceback, log: Log) -> Known | None:
     def ask(own: Table) -> Known:
         if missing.kind is Kind.KEYWORD:
             return _taken(missing, own)
-        if missing.kind is Kind.ARGUMENT:
-            without = words("without-argument", function=shown, name=missing.name)
-            return Known(missing, own, own.needed(function, missing.name), without)
         more = words("more-arguments", function=shown, count=missing.count)
         return Known(missing, own, own.arity(function, missing.count), more)
 

@@ -18,7 +18,6 @@ class Kind(Enum):
     MODULE = "a module of a package"
     ATTRIBUTE = "an attribute of a class or of its instances"
     KEYWORD = "a parameter that a call names"
-    ARGUMENT = "an argument that a function requires"
     POSITION = "a parameter for an argument without a name"
     MODEL_TYPE = "a model type of transformers"
     ARCHITECTURE = "an architecture of vLLM"
@@ -60,7 +59,6 @@ PATTERNS = {
     Kind.MODULE: rf"(?:No module named {QUOTE}|(?<!ImportError: )No module named )"
     rf"(?P<owner>\w+(?:\.\w+)+){QUOTE}?(?!.*is not a package)",
     Kind.KEYWORD: rf"{_FUNCTION} got an unexpected keyword argument {_NAME}",
-    Kind.ARGUMENT: rf"{_FUNCTION} missing \d+ required (?:positional|keyword-only) arguments?: {_NAME}",
     Kind.POSITION: rf"{_FUNCTION} takes (?:from \d+ to )?(?P<takes>\d+) positional arguments?"
     r" but (?P<given>\d+) (?:was|were)",
     Kind.MODEL_TYPE: rf"model type {QUOTE}(?P<name>[\w.-]+){QUOTE} but Transformers does not recognize",
@@ -92,7 +90,7 @@ def imported_in(said: str) -> Missing | None:
 
 def _missing(kind: Kind, found: dict[str, str | None], failure: Traceback, log: Log) -> Iterator[Missing]:
     owner, name = found.get("owner") or _REGISTRIES.get(kind, ""), found.get("name") or ""
-    if kind not in (Kind.KEYWORD, Kind.ARGUMENT, Kind.POSITION):
+    if kind not in (Kind.KEYWORD, Kind.POSITION):
         yield Missing(kind, owner, name, found.get("path") or "")
         return
     count = int(found.get("given") or 0) - int(found.get("takes") or 0)

@@ -175,11 +175,6 @@ class Table(Releases):
         ]
         return Presence(self, NOWHERE.union(*there), NOWHERE.union(*(self._of(each, "()") for each in every)))
 
-    def needed(self, function: str, name: str) -> Presence:
-        """When a parameter is optional, among the releases that have the function."""
-        needed = self._parameter(function, f"{name}!")
-        return Presence(self, needed.among - needed.there, needed.among) if needed.there else needed
-
     def arity(self, function: str, more: int) -> Presence:
         """When a function takes `more` parameters than in its other releases; nowhere if the number grew in steps."""
         every = {at: self.own_parameters(function, at) for at in self.every}
@@ -263,13 +258,6 @@ class Table(Releases):
         """The last release in which each class that has an attribute itself has it."""
         spans = (self._of(groups, name) for groups in self.raw["attributes"].values())
         return [max(span) for span in spans if span]
-
-    def ancestors(self, kind: str, depth: int = 0) -> set[str]:
-        """The names of all classes from which a class derives in any release, including other packages."""
-        own = _names(self.raw["bases"].get(kind, {}))
-        own |= {re.split(r"[.:]", each)[-1] for each in self.marked(f"{kind}.__init__")}
-        more = (self.ancestors(base, depth + 1) for base in own if base != kind and depth < DEEP)
-        return own.union(*more)
 
 
 DEEP = 8
