@@ -23,7 +23,8 @@ from reshard.diagnosis.extensions import of_symbol
 from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
 from reshard.diagnosis.finding import UNKNOWN, Finding, Text
 from reshard.diagnosis.groups import bypassed, of_groups, sharded
-from reshard.diagnosis.history.findings import of_failure, of_shadow
+from reshard.diagnosis.history.findings import of_failure
+from reshard.diagnosis.history.shadows import of_shadow
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
