@@ -136,6 +136,30 @@ def test_an_attribute_that_a_class_got_before_it_was_replaced_came_later() -> No
     assert found.code == "api-came-later" and "'vllm>=0.4.0'" in found.remedy.en
 
 
+OF_BASES = {
+    "AttributeError: 'SFTConfig' object has no attribute 'evaluation_strategy'": "'transformers<4.51.0'",
+    "AttributeError: 'RewardTrainer' object has no attribute 'tokenizer'": "'transformers<5.0.0'",
+    "AttributeError: 'MyOwnTrainer' object has no attribute 'current_gradient_accumulation_steps'": (
+        "'transformers>=4.55.0'"
+    ),
+    "AttributeError: 'PeftModelForCausalLM' object has no attribute 'merge_and_unload'": "'peft>=0.3.0'",
+}
+"""Attributes that a class has from a base in another package, or finds in the model that it wraps."""
+
+
+@pytest.mark.parametrize("said", OF_BASES)
+def test_an_attribute_of_a_base_has_the_history_of_the_base(said: str) -> None:
+    (found,) = diagnose_text("run.log", f"{said}\n")
+    assert found.certainty == "possible" and OF_BASES[said] in found.remedy.en
+
+
+def test_a_bound_counts_releases_that_take_any_keyword() -> None:
+    """From 4.50 on, `cached_file` takes `**kwargs`."""
+    said = "TypeError: cached_file() got an unexpected keyword argument 'token'"
+    (found,) = diagnose_text("run.log", f"transformers 4.30.0\n{said}\n")
+    assert found.certainty == "sure" and "'transformers>=4.32.0'" in found.remedy.en
+
+
 QUIET = {
     "a file of one's own": "ImportError: cannot import name 'GRPOTrainer' from 'trl' (/home/user/train/trl.py)",
     "a circle": "ImportError: cannot import name 'GRPOTrainer' from partially initialized module 'trl' "

@@ -69,38 +69,40 @@ def _answer(failure: Traceback, log: Log) -> Answer | None:
     if clash := _clash(failure):
         return clash
     for missing in missing_in(failure, log):
-        if own := _of_itself(missing, failure):
-            values = {"package": own.package, "asked": missing.owner, "name": missing.name}
-            return Answer("one-package", own, "possible", values | {"frame": asker(failure)})
         known = known_of(missing, failure, log)
-        if known and not _is_own_file(missing, failure, log):
+        if known and not _is_of_asker(known, failure, log):
             return _of_known(known, failure, version_of(known.table.package, failure, log))
+        if itself := _of_itself(missing, failure):
+            return itself
     return None
 
 
-def _of_itself(missing: Missing, failure: Traceback) -> Table | None:
-    """The table of the package that asks itself for a name: caller and called code are of one release."""
+def _is_of_asker(known: Known, failure: Traceback, log: Log) -> bool:
+    """Whether a package, or a checkout of it, asks for what is its own: one release knows its own names."""
+    missing, frame = known.missing, asker(failure)
+    if missing.kind is Kind.MODULE:
+        return imports_itself(failure, log)
+    folder = checkout_of(missing)
+    is_inside = bool(folder) and frame.replace("\\", "/").startswith(f"{folder}/{missing.root}/")
+    is_asked = missing.kind in (*NAMES, Kind.ATTRIBUTE)
+    return is_asked and (is_inside or known.table.package == _package_of(frame))
+
+
+def _of_itself(missing: Missing, failure: Traceback) -> Answer | None:
+    """A package asks for a name of its own: that its release lacks it is a bug, or its files are of several."""
     importer = _package_of(asker(failure))
     own = table(importer) if importer else None
     if own is None or is_shadowed(missing.path):
         return None
-    if missing.kind in NAMES:
-        return own if missing.root == own.root else None
-    return own if missing.kind is Kind.ATTRIBUTE and own.has_class(missing.owner) else None
-
-
-def _is_own_file(missing: Missing, failure: Traceback, log: Log) -> bool:
-    """Whether a checkout lacks a part of its own, so that no release is to blame."""
-    folder = checkout_of(missing)
-    caller = asker(failure).replace("\\", "/")
-    if missing.kind is Kind.MODULE:
-        return imports_itself(failure, log)
-    return bool(folder) and caller.startswith(f"{folder}/{missing.root}/")
+    is_of_module = missing.kind in NAMES and missing.root == own.root
+    is_of_class = missing.kind is Kind.ATTRIBUTE and own.has_class(missing.owner)
+    values = {"package": own.package, "asked": missing.owner, "name": missing.name, "frame": asker(failure)}
+    return Answer("one-package", own, "possible", values) if is_of_module or is_of_class else None
 
 
 def _of_known(known: Known, failure: Traceback, version: Version | None) -> Answer | None:
     """What is known of a missing name, compared with the installed release if the log shows it."""
-    bounds = known.presence.bounds(version)
+    bounds = known.bounds(version)
     if replaced := _of_successor(known, version):
         return replaced
     if bounds:

@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from packaging.version import Version
+
 from reshard.diagnosis.finding import Text
 from reshard.diagnosis.history.calls import base_of
 from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.missing import Kind, Missing, checkout_of, is_shadowed
-from reshard.diagnosis.history.releases import Presence
+from reshard.diagnosis.history.releases import Bounds, Presence
 from reshard.diagnosis.history.table import PACKAGES, ROOTS, Table, table, tables
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.upstream import package_of
@@ -26,6 +28,13 @@ class Known:
     presence: Presence
     shown: str | Text
     instead: str | None = None
+    wider: Presence | None = None
+    """When a parameter is also accepted by decorators and `**`."""
+
+    def bounds(self, version: Version | None) -> Bounds | None:
+        """The releases that have it, relative to one that does not."""
+        found = self.wider.bounds(version) if self.wider and version else None
+        return found or self.presence.bounds(version)
 
 
 def known_of(missing: Missing, failure: Traceback, log: Log) -> Known | None:
@@ -59,8 +68,8 @@ _REPLACED = {
 
 def _of_name(missing: Missing) -> Known | None:
     own = table_of(missing.owner)
-    if missing.name.startswith("_") and "._" in missing.owner:
-        return None  # only the package itself uses it: its files are of several releases
+    if missing.root == "numpy" and missing.name.startswith("_"):
+        return None  # only numpy itself imports it: part of it was replaced while it was in memory
     is_folder = is_shadowed(missing.path) and not ("." in missing.owner and checkout_of(missing))
     if own is None or is_folder:
         return None
@@ -101,12 +110,14 @@ def _of_attribute(missing: Missing, failure: Traceback, log: Log) -> Known | Non
 def _inherited(missing: Missing) -> Known | None:
     """An attribute that a class inherits from a base in any package, or finds in the object that it wraps."""
     kind, name = missing.owner, missing.name
-    bases = re.findall(r"(?<=\w)[A-Z][a-z]+$", kind)  # GRPOTrainer is a Trainer
+    bases = {base for own in tables(having(ROOTS, kind)) for base in own.ancestors(kind)}
+    bases |= {*re.findall(r"(?<=\w)[A-Z][a-z]+$", kind)}  # MyOwnTrainer is a Trainer
+    bases |= {"LoraModel"} if kind.startswith("PeftModel") else set()
     found = {}
-    for base in ["LoraModel"] if kind.startswith("PeftModel") else bases:
+    for base in sorted(bases):
         for own in tables(having(ROOTS, base, f".{name}")):
             presence = own.attribute(base, name)
-            if presence.there:
+            if presence.there and not own.has_class(kind):
                 found[own.package] = Known(missing, own, presence, f"{base}.{name}")
     return next(iter(found.values())) if len(found) == 1 else None
 
@@ -147,7 +158,8 @@ def _taken(missing: Missing, own: Table) -> Known:
     new = own.renames.get(name) or holder.renames.get(name)
     kind = function.removesuffix(".__init__")
     instead = _in_config(own, kind, new or name) or (f"{new}=…" if new else None)
-    return Known(missing, holder, holder.own_parameter(target, name), f"{kind}({name}=…)", instead)
+    presence, wider = holder.own_parameter(target, name), holder.parameter(target, name)
+    return Known(missing, holder, presence, f"{kind}({name}=…)", instead, wider)
 
 
 def _in_config(own: Table, kind: str, name: str) -> str | None:

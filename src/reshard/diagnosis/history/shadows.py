@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.history.known import table_of
 from reshard.diagnosis.history.missing import QUOTE, imported_in, is_shadowed
+from reshard.diagnosis.kinds import filled_in
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.rules import told_at
 from reshard.diagnosis.words import words
@@ -21,7 +23,8 @@ def of_shadow(root: Traceback, log: Log) -> Finding | None:
     if match is None or folder is None:
         return None
     shown = {"module": match["module"], "folder": folder}
-    return told_at(("folder-for-package", shown), log.name, root.last, root.said)
+    finding = told_at(("folder-for-package", shown), log.name, root.last, root.said)
+    return replace(finding, remedy=filled_in(finding.remedy, root, log))
 
 
 def _shadow(module: str, root: Traceback) -> Text | None:

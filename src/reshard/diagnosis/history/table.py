@@ -177,8 +177,10 @@ class Table(Releases):
 
     def arity(self, function: str, more: int) -> Presence:
         """When a function takes `more` parameters than in its other releases; nowhere if the number grew in steps."""
-        every = {at: self.own_parameters(function, at) for at in self.every}
-        counts = {at: len(names) for at, names in every.items() if names is not None}
+        counts: dict[int, int] = {}
+        for groups in self.functions(function).values():
+            for at in self._of(groups, "()"):
+                counts[at] = max(counts.get(at, 0), len(_own(self._at(groups, at))))
         levels = sorted(set(counts.values()))
         is_one_step = len(levels) == 2 and levels[1] - levels[0] >= more
         there = frozenset(at for at, count in counts.items() if is_one_step and count == levels[1])
@@ -187,7 +189,7 @@ class Table(Releases):
     def own_parameters(self, function: str, at: int) -> set[str] | None:
         """The parameters of a function in the release at an index, as far as known; None if that release lacks it."""
         found = set().union(*(self._at(groups, at) for groups in self.functions(function).values()))
-        return {each for each in found if each[0] not in "(@*" and each[-1] != "!"} if "()" in found else None
+        return _own(found) if "()" in found else None
 
     def parameters(self, function: str, version: Version, modules: str = ".*") -> set[str] | None:
         """All parameters of a dataclass, or of a function that the package's root exports; None if they are unknown.
@@ -259,9 +261,21 @@ class Table(Releases):
         spans = (self._of(groups, name) for groups in self.raw["attributes"].values())
         return [max(span) for span in spans if span]
 
+    def ancestors(self, kind: str, depth: int = 0) -> set[str]:
+        """The names of all classes from which a class derives in any release, including other packages."""
+        own = _names(self.raw["bases"].get(kind, {}))
+        own |= {re.split(r"[.:]", each)[-1] for each in self.marked(f"{kind}.__init__")}
+        more = (self.ancestors(base, depth + 1) for base in own if base != kind and depth < DEEP)
+        return own.union(*more)
+
 
 DEEP = 8
 """Maximum number of classes between one and a base of it."""
+
+
+def _own(parameters: set[str]) -> set[str]:
+    """Those of a function that it names itself."""
+    return {each for each in parameters if each[0] not in "(@*" and each[-1] != "!"}
 
 
 def _names(groups: Mapping[str, str]) -> set[str]:
