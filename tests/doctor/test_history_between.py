@@ -49,8 +49,7 @@ def test_a_parameter_of_one_release_only_is_told_with_its_new_name() -> None:
 REFUSED = {
     "history-package-unknown": (("transformer", "AdamW"), "did you mean transformers?"),
     "history-name-unknown": (("trl", "SFTTrainr"), "did you mean SFTTrainer"),
-    "history-version-invalid": (("trl", "SFTTrainer", "new"), "`before` is not a version"),
-    "history-version-too-old": (("trl", "SFTTrainer", None, "0.0.1"), "`after` is older"),
+    "history-release-unknown": (("trl", "SFTTrainer", None, "0.0.1"), "from 0.0.3 on"),
 }
 
 
@@ -61,6 +60,15 @@ def test_what_cannot_be_looked_up_is_refused_with_what_is_known(code: str) -> No
         changes(*given)
     assert [problem.code for problem in caught.value.problems] == [code]
     assert said in str(caught.value) and "expected: " in str(caught.value)
+
+
+def test_an_attribute_of_a_class_that_was_replaced_went_with_it() -> None:
+    assert changes("vllm", "LLMEngine.model_executor")["removed"] == "0.11.0"
+
+
+def test_a_version_that_is_none_is_refused() -> None:
+    with pytest.raises(ReshardError, match="`before` is no release of trl"):
+        changes("trl", "SFTTrainer", "new")
 
 
 @pytest.mark.parametrize("parameter", ["torch_dtype", "dtype"])

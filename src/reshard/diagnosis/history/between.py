@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
 from reshard.base.suggest import closest, did_you_mean
-from reshard.diagnosis.history.releases import Presence
+from reshard.diagnosis.history.releases import Presence, Span
 from reshard.diagnosis.history.table import ROOTS, Table, table
 
 _PARAMETER = re.compile(r"(?P<function>[\w.]+)\((?P<name>\w+)(?:=[^)]*)?\)")
@@ -67,23 +69,20 @@ def changes(package: str, name: str, before: str | None = None, after: str | Non
     """
     own = _table_of(package)
     named = _named(own, name)
-    there = named.presence.there
-    at = {
-        "before": _place(own, before or own.versions[0], "before"),
-        "after": _place(own, after or own.versions[-1], "after"),
-    }
-    last = max(there)
+    there, last = named.presence.there, max(named.presence.there)
+    one = _place(own, "before", before or own.versions[0])
+    two = _place(own, "after", after or own.versions[-1])
     return {
         "package": package,
         "name": name,
         "kind": named.kind,
         "added": own.versions[min(there)] if min(there) > 0 else None,
-        "removed": own.versions[last + 1] if last < own.last else None,
+        "removed": own.after(last),
         "moved_to": named.moved_to,
-        "before": own.versions[at["before"]],
-        "after": own.versions[at["after"]],
-        "there": {end: place in there for end, place in at.items()},
-        "parameters": _parameters(own, named.function, at["before"], at["after"]),
+        "before": own.versions[one],
+        "after": own.versions[two],
+        "there": {"before": one in there, "after": two in there},
+        "parameters": _parameters(own, named.function, one, two),
         "known": {"releases": list(own.versions), "date": own.date},
     }
 
@@ -91,100 +90,82 @@ def changes(package: str, name: str, before: str | None = None, after: str | Non
 def _table_of(package: str) -> Table:
     found = table(package)
     if found is None:
-        known = ", ".join(ROOTS)
         raise ReshardError(
             "history-package-unknown",
             "the history of this package is not known",
             found=package,
-            expected=known,
+            expected=", ".join(ROOTS),
             remedy=did_you_mean(package, ROOTS, "choose one of these packages"),
         )
     return found
 
 
-def _place(own: Table, version: str, which: str) -> int:
+def _place(own: Table, which: str, version: str) -> int:
     """The index of the release that counts for a version."""
-    try:
+    at = -1
+    with suppress(InvalidVersion):
         at, _ = own.place(Version(version))
-    except InvalidVersion:
-        raise ReshardError(
-            "history-version-invalid",
-            f"`{which}` is not a version",
-            found=version,
-            expected=f"a release of {own.package}, for example {own.versions[-1]}",
-        ) from None
     if at < 0:
         raise ReshardError(
-            "history-version-too-old",
-            f"`{which}` is older than all known releases of {own.package}",
+            "history-release-unknown",
+            f"`{which}` is no release of {own.package} that the history knows",
             found=version,
-            expected=f"{own.versions[0]} or newer",
+            expected=f"a version from {own.versions[0]} on, for example {own.versions[-1]}",
         )
     return at
 
 
 def _named(own: Table, name: str) -> _Named:
     """The meaning of a name. Raises ReshardError if no known release has it."""
-    for kind in (_parameter, _module, _export, _member, _key):
-        named = kind(own, name)
-        if named is not None and named.presence.there:
-            return named
-    near = closest(name.rpartition(".")[2], own.exports(own.root), most=3)
-    raise ReshardError(
-        "history-name-unknown",
-        f"no release of {own.package} from {own.versions[0]} to {own.versions[-1]} is known to have this name",
-        found=name,
-        expected="a public name; of methods and attributes, one that some of the releases lack",
-        remedy=f"did you mean {' or '.join(near)}?" if near else None,
+    found = next((each for each in _meanings(own, name) if each.presence.there), None)
+    if found is None:
+        near = closest(name.rpartition(".")[2], own.exports(own.root), most=3)
+        raise ReshardError(
+            "history-name-unknown",
+            f"no release of {own.package} from {own.versions[0]} to {own.versions[-1]} is known to have this name",
+            found=name,
+            expected="a public name; of methods and attributes, one that some of the releases lack",
+            remedy=f"did you mean {' or '.join(near)}?" if near else None,
+        )
+    return found
+
+
+def _meanings(own: Table, name: str) -> Iterator[_Named]:
+    """What a name may mean, the likeliest first."""
+    whole = name if f"{name}.".startswith(f"{own.root}.") else f"{own.root}.{name}"
+    if match := _PARAMETER.fullmatch(whole):
+        function = _function(own, match["function"])
+        yield _Named(
+            "parameter", own.own_parameter(function, match["name"]), "", own.renames.get(match["name"])
+        )
+        return
+    module, _, last = whole.rpartition(".")
+    owner = module.rpartition(".")[2]
+    function, method = _function(own, last), f"{owner}.{last}"
+    kind = (
+        "class"
+        if own.has_class(last) or function.endswith(".__init__")
+        else "function"
+        if function
+        else "name"
     )
-
-
-def _parameter(own: Table, name: str) -> _Named | None:
-    match = _PARAMETER.fullmatch(name)
-    if match is None:
-        return None
-    function = _function(own, match["function"].removeprefix(f"{own.root}."))
-    return _Named("parameter", own.own_parameter(function, match["name"]), "", own.renames.get(match["name"]))
-
-
-def _module(own: Table, name: str) -> _Named:
-    return _Named("module", own.module(_whole(own, name)))
-
-
-def _export(own: Table, name: str) -> _Named:
-    """A class or function in a module, or a class of any module."""
-    module, _, last = _whole(own, name).rpartition(".")
-    presence, function = own.name(module, last), _function(own, last)
-    kinds = {f"{last}.__init__": "class", last: "function"}
-    kind = "class" if last in own.raw["attributes"] else kinds.get(function, "name")
-    if presence.there or module not in (own.root, *own.modules):
-        return _Named(kind, presence, function, own.moved(module, last))
-    return _Named(kind, own.attribute(last, "()"), function)
-
-
-def _whole(own: Table, name: str) -> str:
-    root = own.root
-    return name if f"{name}.".startswith(f"{root}.") else f"{root}.{name}"
-
-
-def _member(own: Table, name: str) -> _Named | None:
-    """A method or attribute of a class."""
-    owner, _, last = name.rpartition(".")
-    kind = owner.rpartition(".")[2]
-    function = _function(own, f"{kind}.{last}")
-    presence = own.attribute(kind, last)
-    if function and not presence.there:  # each release has it that has the class
-        presence = own.own_parameter(function, "()")
-    return _Named("method" if function else "attribute", presence, function)
-
-
-def _key(own: Table, name: str) -> _Named | None:
-    return _Named("model type" if own.package == "transformers" else "architecture", own.key(name))
+    yield _Named("module", own.module(whole))
+    yield _Named(kind, own.name(module, last), function, own.moved(module, last))
+    if module in own.modules:
+        yield _Named(kind, own.attribute(last, "()"), function)
+    if own.functions(method):  # a method that each release has is no attribute in the table
+        there = own.attribute(owner, last).there or own.own_parameter(method, "()").there
+        yield _Named("method", Presence(own, there, own.every), method)
+    replaced, there = own.replaced(owner, last), own.attribute(owner, last).there
+    of_old = Span(at for at in there if not replaced or at <= replaced.last)
+    yield _Named("attribute", Presence(own, of_old, own.every))
+    yield _Named("model type" if own.package == "transformers" else "architecture", own.key(name))
 
 
 def _function(own: Table, name: str) -> str:
     """The qualified name of a function, or of a class's constructor; "" if the table has neither."""
-    return next((each for each in (f"{name}.__init__", name) if each in own.raw["functions"]), "")
+    last = re.sub(r"^.*\.(?=[A-Z]\w*\.|\w+$)", "", name)
+    return next((each for each in (f"{last}.__init__", last) if own.functions(each)), "")
 
 
 def _parameters(own: Table, function: str, before: int, after: int) -> dict[str, Any]:

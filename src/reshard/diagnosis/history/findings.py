@@ -102,10 +102,9 @@ def _of_itself(missing: Missing, failure: Traceback) -> Answer | None:
 
 def _of_known(known: Known, failure: Traceback, version: Version | None) -> Answer | None:
     """What is known of a missing name, compared with the installed release if the log shows it."""
-    bounds = known.bounds(version)
-    if replaced := _of_successor(known, version):
+    if replaced := _of_replaced(known, version):
         return replaced
-    if bounds:
+    if bounds := known.bounds(version):
         return _of_releases(known, bounds, version, failure)
     if _IS_LOADING.search(failure.said):
         return None
@@ -180,19 +179,14 @@ def _who_dropped(target: str) -> str | None:
     return asking[0] if len(asking) == 1 else None
 
 
-def _of_successor(known: Known, version: Version | None) -> Answer | None:
+def _of_replaced(known: Known, version: Version | None) -> Answer | None:
     """An attribute is of a class which another one of the same name replaced."""
     own, missing = known.table, known.missing
-    found = own.successor(missing.owner) if missing.kind is Kind.ATTRIBUTE else None
-    if found is None:
+    found = own.replaced(missing.owner, missing.name) if missing.kind is Kind.ATTRIBUTE else None
+    if found is None or (version and version < Version(own.versions[found.since])):
         return None
-    old, new, before, after = found
-    first = own.versions[min(after)]
-    is_older = version is not None and version < Version(first)
-    if is_older or min(known.presence.there) >= min(after) or max(known.presence.there) < max(before):
-        return None
-    values = {"name": missing.name, "kind": missing.owner, "package": own.package, "old": old, "new": new}
-    values |= {"since": first, "last": own.versions[max(before)]}
+    values = {"name": missing.name, "kind": missing.owner, "package": own.package, "old": found.old}
+    values |= {"new": found.new, "since": own.versions[found.since], "last": own.versions[found.last]}
     return Answer("class-replaced", own, "likely" if version else "possible", values)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
@@ -39,6 +39,15 @@ ROOTS = {
 }
 """The imported folder, by the installed name."""
 PACKAGES = {root: package for package, root in ROOTS.items()}
+
+
+class Replaced(NamedTuple):
+    """The modules of a class and of the one that replaced it; the first release of the new, and the last of the old."""
+
+    old: str
+    new: str
+    since: int
+    last: int
 
 
 class Table(Releases):
@@ -241,19 +250,20 @@ class Table(Releases):
                     unknown |= self.span(span)  # what a class always has is not in its table
         return Presence(self, frozenset(there), frozenset(among - (unknown - there)))
 
-    def successor(self, kind: str) -> tuple[str, str, Span, Span] | None:
-        """The module of a removed class, that of another of the same name beside it, and the releases of each.
+    def replaced(self, kind: str, name: str) -> Replaced | None:
+        """How another class replaced the one that has an attribute; None unless the attribute is of the old one.
 
         A class that only moved is in both modules for a few releases.
         """
+        there = self.attribute(kind, name).there
         every = self.functions(f"{kind}.__init__").items()
         spans = sorted(
             ((module, self._of(groups, "()")) for module, groups in every), key=lambda each: min(each[1])
         )
         for (old, before), (new, after) in pairwise(spans):
-            is_newer = min(before) < min(after) and self.last not in before
-            if is_newer and len(before & after) >= LONG:
-                return old, new, before, after
+            is_older = bool(there) and min(there) < min(after) and max(there) >= max(before)
+            if is_older and self.last not in before and len(before & after) >= LONG:
+                return Replaced(old, new, min(after), max(before))
         return None
 
     def last_of_classes(self, name: str) -> list[int]:
