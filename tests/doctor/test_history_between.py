@@ -44,6 +44,7 @@ def test_a_parameter_of_one_release_only_is_told_with_its_new_name() -> None:
     assert "evaluation_strategy" in found["parameters"]["removed"]
     assert found["parameters"]["renamed"]["evaluation_strategy"] == "eval_strategy"
     assert changes("transformers", "TrainingArguments(no_cuda)")["moved_to"] == "use_cpu"
+    assert changes("transformers", "transformers.Trainer.log(start_time)")["added"] == "4.47.0"
 
 
 REFUSED = {

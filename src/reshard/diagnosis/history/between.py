@@ -1,4 +1,14 @@
-"""What changed of a name between two releases of a package, as plain data for programs."""
+"""What changed of a name between two releases of a package, as plain data for programs.
+
+>>> found = changes("trl", "SFTTrainer", before="0.11.0", after="0.13.0")
+>>> found["kind"], found["added"], found["removed"], found["there"]
+('class', '0.4.7', None, {'before': True, 'after': True})
+>>> found["parameters"]["renamed"]
+{'tokenizer': 'processing_class'}
+>>> found = changes("trl", "trl.PPOTrainer")
+>>> found["removed"], found["moved_to"]
+('0.29.0', 'trl.experimental.ppo')
+"""
 
 from __future__ import annotations
 
@@ -37,7 +47,7 @@ def changes(package: str, name: str, before: str | None = None, after: str | Non
         The installed name of a package, for example "huggingface-hub".
     name : str
         A module ("trl.trainer"), a class or function ("trl.SFTTrainer", or "SFTTrainer"), a method or attribute
-        ("SFTTrainer.train"), a parameter ("SFTConfig(max_length)"), a model type or an architecture ("qwen3").
+        ("Trainer.log"), a parameter ("SFTConfig(max_length)"), a model type or an architecture ("qwen3").
         The package's own name may be left out.
     before, after : str, optional
         Releases. By default the oldest and the newest known one. A release that the table lacks counts as the known
@@ -55,17 +65,6 @@ def changes(package: str, name: str, before: str | None = None, after: str | Non
     ------
     ReshardError
         The package or the name is unknown, or a release is no version.
-
-    Examples
-    --------
-    >>> found = changes("trl", "SFTTrainer", before="0.11.0", after="0.13.0")
-    >>> found["kind"], found["added"], found["removed"], found["there"]
-    ('class', '0.4.7', None, {'before': True, 'after': True})
-    >>> found["parameters"]["renamed"]
-    {'tokenizer': 'processing_class'}
-    >>> found = changes("trl", "trl.PPOTrainer")
-    >>> found["removed"], found["moved_to"]
-    ('0.29.0', 'trl.experimental.ppo')
     """
     own = _table_of(package)
     named = _named(own, name)
@@ -163,9 +162,11 @@ def _meanings(own: Table, name: str) -> Iterator[_Named]:
 
 
 def _function(own: Table, name: str) -> str:
-    """The qualified name of a function, or of a class's constructor; "" if the table has neither."""
-    last = re.sub(r"^.*\.(?=[A-Z]\w*\.|\w+$)", "", name)
-    return next((each for each in (f"{last}.__init__", last) if own.functions(each)), "")
+    """The qualified name of a function, method or constructor; "" if the table has none of them."""
+    parts = name.split(".")
+    names = (".".join(parts[-count:]) for count in (2, 1))
+    qualified = (each for name in names for each in (f"{name}.__init__", name))
+    return next((each for each in qualified if own.functions(each)), "")
 
 
 def _parameters(own: Table, function: str, before: int, after: int) -> dict[str, Any]:
