@@ -29,7 +29,8 @@ def test_a_description_is_answered(question: str) -> None:
 REPORTS = {
     "[Bug] weights are dropped\nA model that was saved twice loads with most weights silently left out. The log says\n"
     "The server is fired up and ready to roll!\n": "description-only",
-    "Bug: torch.compile leaves its prefix in keys\n- saved: _orig_mod.layers.0.weight\n- 163 missing keys\n": "hf-wrapper-prefix",
+    "Bug: torch.compile leaves its prefix in keys\n- saved: _orig_mod.layers.0.weight\n"
+    "- 163 missing keys\n": "hf-wrapper-prefix",
     "Missing tensors error although all files are there\nRunning it gives\nmissing tensor: lm_head.weight\n"
     "ls *.safetensors | wc -l\n141\n": "description-only",
 }
