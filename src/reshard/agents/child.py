@@ -70,12 +70,14 @@ def main() -> None:
     """Answer the call that is on standard input."""
     call = json.load(sys.stdin)
     signal.alarm(call["seconds"] + 1)  # also if the server, which ends it earlier, is gone
-    confine(call["folders"], sys.path)
+    refused = confine(call["folders"], sys.path)
     with redirect_stdout(sys.stderr):
         try:
             answer = TOOLS[call["tool"]](**call["arguments"])
         except Exception as error:
             answer = refusal(problems_of(error))
+    if refused:
+        answer = refusal(refused[0].problems)
     sys.stdout.buffer.write(shortened(strict(answer), call["characters"]).encode("utf-8", "replace"))
 
 

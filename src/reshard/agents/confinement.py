@@ -35,8 +35,12 @@ def located(named: str, folders: Sequence[str]) -> str:
     return real
 
 
-def confine(folders: Sequence[str], packages: Sequence[str]) -> None:
-    """Refuse this process everything but reading below `folders`. It cannot be undone."""
+def confine(folders: Sequence[str], packages: Sequence[str]) -> list[ReshardError]:
+    """Refuse this process everything but reading below `folders`. It cannot be undone.
+
+    Returns the list to which paths elsewhere are added when they are refused: who reads may take that for damage.
+    """
+    refused: list[ReshardError] = []
     own = [sys.prefix, sys.base_prefix, *filter(None, packages), "/proc", "/sys", os.devnull]
     besides = [*folders, *own, *map(os.path.realpath, own)]
 
@@ -54,9 +58,11 @@ def confine(folders: Sequence[str], packages: Sequence[str]) -> None:
             path = os.fsdecode(first)
             real, typed = os.path.realpath(path), os.path.abspath(path)  # noqa: PTH100  # follows no links
             if not _is_below(real, folders if _is_below(typed, folders) else besides):
-                raise _outside(path, real, folders)
+                refused.append(_outside(path, real, folders))
+                raise refused[-1]
 
     sys.addaudithook(check)
+    return refused
 
 
 def _outside(path: str, real: str, folders: Sequence[str]) -> ReshardError:

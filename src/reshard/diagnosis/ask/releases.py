@@ -11,7 +11,8 @@ from packaging.version import InvalidVersion, Version
 from reshard.diagnosis.ask.expressions import expressions
 from reshard.diagnosis.history.calls import refused
 from reshard.diagnosis.history.having import having
-from reshard.diagnosis.history.table import PACKAGES, ROOTS, Presence, Table, table
+from reshard.diagnosis.history.releases import Presence
+from reshard.diagnosis.history.table import PACKAGES, ROOTS, Table, table
 from reshard.diagnosis.history.versions import Versions
 
 _ALIASES = {"pytorch": "torch", **PACKAGES, **{each.replace("-", "_"): each for each in ROOTS}}
@@ -51,7 +52,9 @@ class Releases:
         found = table(_package(match))
         presence = _presence(found, match["name"], statement) if found else None
         kind = next(kind for kind in _KINDS if match[kind])
-        return presence is not None and _holds(kind, presence, match["version"]) is False
+        if presence is None or (kind in ("removed", "lacks") and _may_go_on(found, match["name"], presence)):
+            return False
+        return _holds(kind, presence, match["version"]) is False
 
     def _is_refused(self, path: str, inside: str, statement: str) -> bool:
         """Whether no package with such a function or class accepts one of these arguments."""
@@ -116,14 +119,25 @@ def _presence(found: Table, name: str, statement: str) -> Presence | None:
     return None
 
 
+def _may_go_on(found: Table | None, name: str, presence: Presence) -> bool:
+    """Whether a name that a module had may still be there: its names cannot be listed any more."""
+    if found is None:
+        return False
+    module, _, last = name.rpartition(".")
+    module = module or ROOTS[found.package]
+    after = found.after(max(presence.there))
+    is_name = presence == found.name(module, last)
+    return is_name and after is not None and found.is_open(module, Version(after))
+
+
 def _holds(kind: str, presence: Presence, version: str) -> bool | None:
     """Whether something was added, removed, there or not in a release, such as 4.46; None if nothing shows it."""
-    releases = presence.table.versions
+    releases = presence.releases.versions
     at = [index for index, each in enumerate(releases) if f"{each}.".startswith(f"{version}.")]
     if not at:
-        before, _ = presence.table.place(Version(version))
+        before, _ = presence.releases.place(Version(version))
         at = [before + 1]
-    if not 0 <= at[0] <= presence.table.last or (presence.maybe and kind in ("removed", "lacks")):
+    if not 0 <= at[0] <= presence.releases.last:
         return None
     has, lacks = any(each in presence.there for each in at), any(each not in presence.there for each in at)
     earlier = at[0] - 1 in presence.there if at[0] else None

@@ -36,6 +36,14 @@ class _Named:
     presence: Presence
     function: str = ""
     moved_to: str | None = None
+    module: str = ""
+    """The module of a name: in some releases, its names cannot be listed."""
+
+    def is_in(self, own: Table, at: int) -> bool | None:
+        """Whether a release has it; None if that cannot be known."""
+        if at in self.presence.there:
+            return True
+        return None if self.module and own.is_open(self.module, Version(own.versions[at])) else False
 
 
 def changes(package: str, name: str, before: str | None = None, after: str | None = None) -> dict[str, Any]:
@@ -57,7 +65,8 @@ def changes(package: str, name: str, before: str | None = None, after: str | Non
     -------
     dict
         JSON values. `added` is the first release with the name, None if the oldest known release has it already;
-        `removed` is the first release without it, None if the newest has it; `moved_to` is the module that has the
+        `removed` is the first release without it, None if the newest has it; either is None as well where a module's
+        names cannot be listed, and `there` too; `moved_to` is the module that has the
         name instead, or a parameter's new name. `there` says whether each of the two releases has it, `parameters`
         what changed of the function or constructor. `known` are the releases in the table, and when it was made.
 
@@ -68,19 +77,19 @@ def changes(package: str, name: str, before: str | None = None, after: str | Non
     """
     own = _table_of(package)
     named = _named(own, name)
-    there, last = named.presence.there, max(named.presence.there)
+    first, last = min(named.presence.there), max(named.presence.there)
     one = _place(own, "before", before or own.versions[0])
     two = _place(own, "after", after or own.versions[-1])
     return {
         "package": package,
         "name": name,
         "kind": named.kind,
-        "added": own.versions[min(there)] if min(there) > 0 else None,
-        "removed": own.after(last),
+        "added": own.versions[first] if first > 0 and named.is_in(own, first - 1) is False else None,
+        "removed": own.after(last) if last < own.last and named.is_in(own, last + 1) is False else None,
         "moved_to": named.moved_to,
         "before": own.versions[one],
         "after": own.versions[two],
-        "there": {"before": one in there, "after": two in there},
+        "there": {"before": named.is_in(own, one), "after": named.is_in(own, two)},
         "parameters": _parameters(own, named.function, one, two),
         "known": {"releases": list(own.versions), "date": own.date},
     }
@@ -149,7 +158,7 @@ def _meanings(own: Table, name: str) -> Iterator[_Named]:
         else "name"
     )
     yield _Named("module", own.module(whole))
-    yield _Named(kind, own.name(module, last), function, own.moved(module, last))
+    yield _Named(kind, own.name(module, last), function, own.moved(module, last), module)
     if module in own.modules:
         yield _Named(kind, own.attribute(last, "()"), function)
     if own.functions(method):  # a method that each release has is no attribute in the table
