@@ -1,4 +1,4 @@
-"""Messages that name their remedy, exceptions that tools swallow or embed, and failures told in few words."""
+"""Messages that name their remedy, and failures told in few words."""
 
 from __future__ import annotations
 
@@ -55,16 +55,6 @@ def test_a_switch_for_more_messages_is_no_cure() -> None:
     assert first(raised("ValueError: Please check your model and dataset.")).code != "message-names-cure"
 
 
-def test_an_exception_of_which_a_command_prints_only_the_message() -> None:
-    usage = (
-        "\n    Arguments received: ['xtuner', 'train']. xtuner commands use this syntax:\n        xtuner MODE"
-    )
-    text = (
-        f"07/22 03:04:52 - mmengine - WARNING - WARNING: command error: 'No module named 'mmengine''!{usage}"
-    )
-    assert first(text).code == "module-not-found"
-
-
 def test_an_exception_copied_from_a_notebook() -> None:
     said = "'MistralForCausalLM' object has no attribute 'merge_and_unload'"
     text = f'{{\n\t"name": "AttributeError",\n\t"message": "{said}",\n\t"stack": "Cell In[12], line 1\n'
@@ -104,21 +94,6 @@ def test_a_title_above_a_log_of_preparations() -> None:
         f"{said}\n\nConverting format of dataset: 100%|##########| 1/1 [00:00<00:00, 483 examples/s]"
     )
     assert found.code == UNKNOWN and found.places[0].line == 1
-
-
-def test_frames_in_the_order_of_a_debugger() -> None:
-    said = "FinetuningConfig.__init__() got an unexpected keyword argument 'combine'"
-    frames = [
-        ("from_dict", "return cls(**kwargs)"),
-        ("main", "c = FinetuningConfig.from_file(f)"),
-        ("<module>", "app()"),
-    ]
-    shown = "".join(
-        f'  File "/home/user/tune.py", line {at}, in {name}\n    {code}\n'
-        for at, (name, code) in enumerate(frames)
-    )
-    found = first(f"Exception has occurred: TypeError\n{said}\n{shown}TypeError: {said}")
-    assert "tune.py:1 main\n  /home/user/tune.py:0 from_dict" in found.rule.en
 
 
 @pytest.mark.parametrize(
@@ -173,12 +148,6 @@ def test_a_module_that_only_looks_up_is_not_to_be_updated() -> None:
             raised(said, file=f"{SITE}/torch/nn/modules/module.py").replace("in f", "in __getattr__")
         ).remedy.en
     )
-
-
-def test_an_exception_of_a_program_that_embeds_python() -> None:
-    said = "CSnakes.Runtime.PythonRuntimeException: module 'torch.frob' has no attribute 'tensor'"
-    shown = first(f"12:00:00 [ERR] failed\n{said}").rule.en
-    assert "AttributeError: module 'torch.frob' has no attribute 'tensor'" in shown
 
 
 def test_a_name_that_a_package_forgot_is_its_fault() -> None:

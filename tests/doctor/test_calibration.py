@@ -154,7 +154,6 @@ def test_exceptions_that_are_not_called_errors_are_seen() -> None:
     [
         "Not an error, but frobs cannot be patched",
         "XFAIL tests/a.py::b (AssertionError: frob)",
-        "rm: cannot remove 'x'\nmake: [Makefile:3: clean] Error 1 (ignored)",
         "[I1122 11:36:49.195080631 TCPStoreLibUvBackend.cpp:1354] [c10d] uv_loop_close failed with:-16 errn:EBUSY",
         'INFO:     127.0.0.1:50464 - "GET /favicon.ico HTTP/1.1" 404 Not Found',
         "INFO:root:retrying after error 503",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from reshard.diagnosis.finding import Finding, Place, Text
-from reshard.diagnosis.hangs import describes_hang
+from reshard.diagnosis.lastwords import describes_hang
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import told

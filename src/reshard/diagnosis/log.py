@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from reshard.diagnosis.failures import progress
 from reshard.diagnosis.mentions import command_in, first_to_die_in, versions_in, world_size_in
 from reshard.diagnosis.prefixes import START
+from reshard.diagnosis.progress import progress
 from reshard.diagnosis.reading import shortened
 from reshard.diagnosis.thinning import thinned
 from reshard.diagnosis.tracebacks import Line, Traceback, frame_of, tracebacks

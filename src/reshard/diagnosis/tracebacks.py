@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from reshard.diagnosis.ofpython import kind_of
 from reshard.diagnosis.prefixes import START
 
 
@@ -139,20 +140,10 @@ def _traceback(lines: list[Line], start: int) -> tuple[Traceback | None, int]:
             if not message and raised[1] == "AssertionError":
                 message = asserted(lines[start + 1 : at])
             first, last, ended = lines[start].number, lines[at].number, lines[end - 1].number
-            name, message = told_once(raised[1], message)
-            found = Traceback(lines[start].stream, first, last, ended, name, message, frames)
+            found = Traceback(lines[start].stream, first, last, ended, raised[1], message, frames)
             found.source = source_of(lines[start + 1 : at])
             return unwrapped(at_the_asker(found, lines[start + 1 : at])), end
     return None, len(lines)
-
-
-_TWICE = re.compile(r"(\w{6,60}?)\1+")
-
-
-def told_once(name: str, message: str) -> tuple[str, str]:
-    """An exception that several ranks printed simultaneously into one line, as one of them would have printed it."""
-    match = _TWICE.fullmatch(name)
-    return (match[1], message.lstrip(": ")) if match else (name, message)
 
 
 _GETTER = re.compile(r"torch/nn/modules/module\.py:\d+ __getattr__$")
@@ -169,24 +160,6 @@ def at_the_asker(failure: Traceback, lines: list[Line]) -> Traceback:
 _BECAUSE = re.compile(
     r"because of the following error \(look up to see its traceback\):\n(?P<inner>(?:.|\n)+)"
 )
-_OF_PYTHON = (
-    ("ModuleNotFoundError", re.compile(r"No module named ")),
-    (
-        "ImportError",
-        re.compile(
-            r"cannot import name |(?<!\S)\S+: undefined symbol: |(?<!\S)\S+: cannot open shared object"
-        ),
-    ),
-    ("AttributeError", re.compile(r"module '[\w.]+' has no attribute |'\w+' object has no attribute ")),
-    ("FileNotFoundError", re.compile(r"\[Errno 2\] ")),
-    ("TypeError", re.compile(r"unsupported operand type|(?<!\S)\S+\(\) got an unexpected")),
-)
-"""Python's messages, by the exception that a lazy import omits."""
-
-
-def kind_of(message: str) -> str:
-    """The exception of Python that has a message; "" if it is not one of Python's."""
-    return next((name for name, pattern in _OF_PYTHON if pattern.match(message)), "")
 
 
 def unwrapped(failure: Traceback) -> Traceback:
@@ -200,15 +173,7 @@ def unwrapped(failure: Traceback) -> Traceback:
             failure.exception, failure.message = kind, message
         elif named and named[2]:
             failure.exception, failure.message = named[1], named[2]
-    if failure.exception.endswith((".PythonRuntimeException", ".PythonException", ".PyErr")):
-        failure.exception = kind_of(failure.message) or failure.exception  # of a program that embeds Python
-    if _NAMELESS.fullmatch(failure.message) and (module := _FROM.search(failure.source)):
-        failure.message += f" from '{module['name']}'"  # Python before 3.7 does not print it
     return failure
-
-
-_NAMELESS = re.compile(r"cannot import name '\w+'")
-_FROM = re.compile(r"\bfrom (?P<name>\w[\w.]*) import\b")
 
 
 def source_of(lines: list[Line]) -> str:
