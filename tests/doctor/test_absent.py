@@ -79,14 +79,6 @@ def test_the_rank_that_only_the_launcher_passes_is_told() -> None:
     assert "torch.distributed.launch" in shown
 
 
-def test_a_message_pasted_from_behind_its_prefix_is_whole() -> None:
-    text = (
-        "ValueError: four parts,\n[rank0]: and five were given\n[rank1]: Traceback (most recent call last):"
-    )
-    first = diagnose_text("log", text)[0]
-    assert "and five were given" in first.rule.en and "on rank 0" in str(first.evidence[0])
-
-
 ARGPARSE = """
 import argparse
 parser = argparse.ArgumentParser("train.py")

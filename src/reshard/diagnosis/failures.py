@@ -155,8 +155,8 @@ def _titled(line: Line, frames: Sequence[str]) -> Traceback | None:
 
 
 def _is_source(text: str) -> bool:
-    """Whether a line below a frame shows its code, or marks a part of it."""
-    return text[:1] in (" ", "\t", "│", "|") or not text.strip(" ^~")
+    """Whether a line below a frame shows its code, marks a part of it, or stands for what was left out."""
+    return text[:1] in (" ", "\t", "│", "|") or not text.strip(" ^~.…")
 
 
 def _exit_status(lines: Sequence[Line]) -> Traceback | None:

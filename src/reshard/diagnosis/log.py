@@ -16,7 +16,7 @@ from reshard.diagnosis.prefixes import START
 from reshard.diagnosis.progress import progress
 from reshard.diagnosis.reading import shortened
 from reshard.diagnosis.thinning import thinned
-from reshard.diagnosis.tracebacks import Line, Traceback, frame_of, tracebacks
+from reshard.diagnosis.tracebacks import Line, Traceback, tracebacks
 
 __all__ = ["Line", "Log", "Traceback", "read_log"]
 
@@ -110,7 +110,6 @@ def read_log(name: str, content: str | Iterable[str]) -> Log:
     """
     raw = content.split("\n") if isinstance(content, str) else content
     lines = [line for each in thinned(map(shortened, raw)) for line in _unescaped(Line(*each))]
-    lines = _begun_elsewhere(lines)
     found = [each for stream in streams_of(lines).values() for each in tracebacks(stream)]
     return Log(name, lines, sorted(found, key=lambda t: t.first))
 
@@ -121,24 +120,6 @@ def streams_of(lines: Iterable[Line]) -> dict[str, list[Line]]:
     for line in lines:
         streams.setdefault(line.stream, []).append(line)
     return streams
-
-
-_ERROR = re.compile(r"\s*(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
-
-
-def _begun_elsewhere(lines: list[Line]) -> list[Line]:
-    """Assign a first line that was pasted without its prefix to the stream that continues it.
-
-    That is an exception (with its traceback) directly before the first line that has a prefix.
-    """
-    first = next((at for at, line in enumerate(lines) if line.stream), 0)
-    if not first or not _ERROR.match(lines[first - 1].text):
-        return lines
-    if START in lines[first].text or _ERROR.match(lines[first].text) or frame_of(lines[first].text):
-        return lines
-    begin = max((at for at in range(first) if START in lines[at].text), default=first - 1)
-    stream = lines[first].stream
-    return [*lines[:begin], *(line._replace(stream=stream) for line in lines[begin:first]), *lines[first:]]
 
 
 _ESCAPED_FRAME = re.compile(rf'File \\+"[^"]+\\", line \d+|{re.escape(START)}:\\+n {{1,4}}File "')

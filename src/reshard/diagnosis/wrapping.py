@@ -11,14 +11,10 @@ from collections.abc import Iterable, Iterator
 
 NARROWEST, WIDEST = 40, 400
 """Characters in a line of a terminal."""
-MOST = 30
-"""Maximum lines into which one is wrapped."""
+LONGEST = 12_000
+"""Characters to which lines are joined."""
 
 _FRAME = re.compile(r'File "[^"\n]{1,2000}", line \d+, in \S')
-_NAME_CUT = re.compile(r'File "[^"\n]+", line \d+, in [\w.<>]*$')
-_REST = re.compile(r"[a-z_\d>.][\w.<>]*$")
-"""A frame that may end inside the name of its function, and the rest of the name: no code, which is indented, and no
-exception."""
 _UNFINISHED = re.compile(r'File "[^"\n]*(?:"[, a-z\d]{0,16})?$')
 _BEGINS = re.compile(r"\s{2}|$|\[|Traceback \(|(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Warning)\b")
 """A line that continues no other: indented, empty, with a prefix, or an exception."""
@@ -28,46 +24,26 @@ _COMPLETE = re.compile(r"[│╭╮╰╯┃|]\s*$|\d%\|")
 
 def rejoined(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
     """The lines as they were before a terminal wrapped them, each with the number of its first one (from 1)."""
-    width = 0
-    held: list[tuple[int, str]] = []
+    width, first, whole, last = 0, 0, "", ""
     for number, line in enumerate(lines, 1):
-        if not held and not width and 'File "' not in line:
-            yield number, line
+        width = width or _width(last, line)
+        if width and len(last) == width and len(whole) < LONGEST and _continues(last, line):
+            whole, last = whole + line, line
             continue
-        if width and held and _BEGINS.match(line):
-            yield _one(held)
-            held = []
-        held.append((number, line))
-        width = width or _width(held)
-        if not width and 'File "' in line:
-            yield from held[:-1]
-            held = held[-1:]
-        if len(held) < MOST and (_continues(line, width) if width else _may_continue(held)):
-            continue
-        yield from [_one(held)] if width else held
-        held = []
-    yield from [_one(held)] if width and held else held
+        if first:
+            yield first, whole
+        first, whole, last = number, line, line
+    if first:
+        yield first, whole
 
 
-def _one(held: list[tuple[int, str]]) -> tuple[int, str]:
-    return held[0][0], "".join(text for _, text in held)
+def _continues(line: str, following: str) -> bool:
+    return not _COMPLETE.search(line) and not _BEGINS.match(following)
 
 
-def _continues(line: str, width: int) -> bool:
-    return len(line) == width and not _COMPLETE.search(line)
-
-
-def _may_continue(held: list[tuple[int, str]]) -> bool:
-    """Whether these lines, of one length, end inside a frame."""
-    length = len(held[0][1])
-    same = NARROWEST <= length <= WIDEST and all(len(text) == length for _, text in held)
-    whole = _one(held)[1]
-    return same and bool(_UNFINISHED.search(whole) or _NAME_CUT.search(whole))
-
-
-def _width(held: list[tuple[int, str]]) -> int:
-    """The width of the terminal, if the last of these lines completes the frame that the first one begins; else 0."""
-    first, last = held[0][1], held[-1][1]
-    if len(held) < 2 or (_NAME_CUT.search(first) and not _REST.match(last)):
+def _width(line: str, following: str) -> int:
+    """The width of the terminal, if the second of these lines completes the frame that the first one begins; else 0."""
+    if 'File "' not in line or not NARROWEST <= len(line) <= WIDEST or not _UNFINISHED.search(line):
         return 0
-    return len(first) if _FRAME.match(_one(held)[1], first.rindex('File "')) else 0
+    begin = line.rindex('File "')
+    return len(line) if _FRAME.match(line + following, begin) and not _FRAME.match(line, begin) else 0
