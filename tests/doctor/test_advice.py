@@ -140,16 +140,6 @@ def test_a_release_that_is_required_in_prose(said: str) -> None:
     assert found.code == "version-required" and f"install '{REQUIRED[said]}'" in found.remedy.en
 
 
-def test_a_module_that_only_looks_up_is_not_to_be_updated() -> None:
-    said = "AttributeError: 'FrobForCausalLM' object has no attribute 'hf_frob'"
-    assert (
-        "-U torch"
-        not in first(
-            raised(said, file=f"{SITE}/torch/nn/modules/module.py").replace("in f", "in __getattr__")
-        ).remedy.en
-    )
-
-
 def test_a_name_that_a_package_forgot_is_its_fault() -> None:
     said = (
         'Traceback (most recent call last):\n  File "/x/lib/python3.12/site-packages/frob/a.py", line 3, in f\n'

@@ -16,31 +16,16 @@ REPOSITORIES = {
     "deepspeed": "deepspeedai/DeepSpeed",
     "flash_attn": "Dao-AILab/flash-attention",
     "internlm": "InternLM/InternEvo",
-    "apex": "NVIDIA/apex",
-    "axolotl": "axolotl-ai-cloud/axolotl",
     "bitsandbytes": "bitsandbytes-foundation/bitsandbytes",
-    "diffusers": "huggingface/diffusers",
-    "gradio": "gradio-app/gradio",
     "huggingface_hub": "huggingface/huggingface_hub",
-    "hydra": "facebookresearch/hydra",
-    "jinja2": "pallets/jinja",
-    "lightning": "Lightning-AI/pytorch-lightning",
     "llama.cpp": "ggml-org/llama.cpp",
     "llamafactory": "hiyouga/LLaMA-Factory",
-    "mmengine": "open-mmlab/mmengine",
-    "modelscope": "modelscope/modelscope",
     "nemo": "NVIDIA-NeMo/NeMo",
     "numpy": "numpy/numpy",
-    "omegaconf": "omry/omegaconf",
     "openrlhf": "OpenRLHF/OpenRLHF",
-    "optimum": "huggingface/optimum",
-    "pyarrow": "apache/arrow",
-    "pytorch_lightning": "Lightning-AI/pytorch-lightning",
-    "sentence_transformers": "huggingface/sentence-transformers",
     "sglang": "sgl-project/sglang",
     "slime": "THUDM/slime",
     "triton": "triton-lang/triton",
-    "wandb": "wandb/wandb",
     "xformers": "facebookresearch/xformers",
     "megatron": "NVIDIA/Megatron-LM",
     "megatron/bridge": "NVIDIA-NeMo/Megatron-Bridge",
@@ -63,9 +48,7 @@ REPOSITORIES = {
 SCRIPTS = {
     "zero_to_fp32.py": "deepspeed",
     "ds_to_universal.py": "deepspeed",
-    **dict.fromkeys(
-        ("convert_hf_to_gguf.py", "convert-hf-to-gguf.py", "convert_lora_to_gguf.py"), "llama.cpp"
-    ),
+    "convert_hf_to_gguf.py": "llama.cpp",
 }
 """A package's own scripts that are in a checkout, or next to a checkpoint."""
 
@@ -82,13 +65,11 @@ def search_of(root: Traceback) -> tuple[str, str] | None:
     """
     found = [name for frame in reversed(root.frames) if (name := package_of(frame))]
     name = next((each for each in found if each != "torch"), None) or next(iter(found), None)
-    words = " ".join(_DETAILS.sub(" ", root.message.split("\n")[0]).split()[:WORDS])
-    words = (
-        words or root.frames[-1].rpartition(" ")[2] if root.frames else words
-    )  # a KeyError has only its key
     if name is None or not root.exception:
         return None
-    query = quote_plus(f"is:issue {root.exception.split('.')[-1]} {words}".strip())
+    said = " ".join(_DETAILS.sub(" ", root.message.split("\n")[0]).split()[:WORDS])
+    said = said or root.frames[-1].rpartition(" ")[2]  # a KeyError has only its key
+    query = quote_plus(f"is:issue {root.exception.split('.')[-1]} {said}".strip())
     return name, f"https://github.com/{REPOSITORIES[name]}/issues?q={query}"
 
 
@@ -153,14 +134,9 @@ def update_of(root: Traceback) -> Text:
 def installed_of(root: Traceback) -> str:
     """The package of a failure's innermost frame; "" for a script and for Python itself."""
     frame = root.frames[-1].replace("\\", "/") if root.frames else ""
-    if _LOOKS_UP.search(frame):
-        return ""  # torch only says that the module which the caller named has no such attribute
     match = INSTALLED.search(frame)
     found = (match["name"] if match else package_of(frame) or "").partition("/")[0]
     return PACKAGES.get(found, found.replace("_", "-"))
 
 
 INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z]\w*)/")
-
-
-_LOOKS_UP = re.compile(r"/torch/nn/modules/module\.py\S* __getattr__")
