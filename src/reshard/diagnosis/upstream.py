@@ -16,6 +16,7 @@ REPOSITORIES = {
     "deepspeed": "deepspeedai/DeepSpeed",
     "flash_attn": "Dao-AILab/flash-attention",
     "internlm": "InternLM/InternEvo",
+    "axolotl": "axolotl-ai-cloud/axolotl",
     "bitsandbytes": "bitsandbytes-foundation/bitsandbytes",
     "huggingface_hub": "huggingface/huggingface_hub",
     "llama.cpp": "ggml-org/llama.cpp",
