@@ -27,6 +27,8 @@ from reshard.diagnosis.history.findings import of_failure
 from reshard.diagnosis.history.shadows import of_shadow
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import of_entries
+from reshard.diagnosis.placeholders import of_placeholder
+from reshard.diagnosis.programs import of_program
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.resolvers import of_requirement, of_resolver
 from reshard.diagnosis.root import first_sign
@@ -60,6 +62,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
         {
             *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, arguments.of_arguments),
             *(divisors.of_divisors, of_groups, of_guarded, of_exit),
+            *(of_program, of_placeholder),
         }
     ),
     Specificity.HISTORY: frozenset(
