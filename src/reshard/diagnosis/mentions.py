@@ -11,17 +11,8 @@ PACKAGES = (
     *("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "safetensors", "tokenizers"),
     *("megatron-core", "transformer-engine", "flash-attn", "vllm", "verl", "ms-swift", "datasets", "numpy"),
     *("triton", "bitsandbytes", "xformers", "huggingface-hub", "llamafactory", "axolotl"),
-    *("pytorch-lightning", "lightning", "colossalai"),
 )
-_ALIASES = {
-    "pytorch": "torch",
-    "pytorch_lightning": "pytorch-lightning",
-    "megatron_core": "megatron-core",
-    "flash_attn": "flash-attn",
-    "swift": "ms-swift",
-    "huggingface_hub": "huggingface-hub",
-    "ms_swift": "ms-swift",
-}
+_ALIASES = {"pytorch": "torch", "swift": "ms-swift"}
 _VERSION = re.compile(
     r"(?<![\w.-])(?P<name>" + "|".join([*PACKAGES, *_ALIASES]).replace("-", "[-_]") + r")[\"'`]?(?: info)?"
     r"(?:[ _]?version)?[\"'`]?(?:\s*[:=]+\s*(?:version=)?|\s+|-)[\"']?v?"
@@ -33,8 +24,8 @@ _VERSION = re.compile(
 def versions_in(text: str) -> Iterator[tuple[str, str]]:
     """The packages that a line names with a version."""
     for match in _VERSION.finditer(text):
-        name = match["name"].lower()
-        yield _ALIASES.get(name, name.replace("_", "-")), match["version"]
+        name = match["name"].lower().replace("_", "-")
+        yield _ALIASES.get(name, name), match["version"]
 
 
 _COMMAND = re.compile(

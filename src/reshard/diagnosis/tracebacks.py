@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from reshard.diagnosis.ofpython import kind_of
@@ -177,25 +178,23 @@ def unwrapped(failure: Traceback) -> Traceback:
 
 
 def source_of(lines: list[Line]) -> str:
-    """The code below the last frame. A notebook and rich mark it in front, carets below."""
-    last = max((at for at, line in enumerate(lines) if frame_of(line.text)), default=len(lines))
-    below = [line.text for line in (lines[last + 1 : last + 30] if last < len(lines) else lines[-10:])]
-    if last == len(lines) and not any(_MARKED.match(text) for text in below):
-        carets = next((at for at in range(len(below) - 1, 0, -1) if _CARETS.fullmatch(below[at])), 0)
-        return below[carets - 1].strip() if carets else ""
-    code = [re.sub(r"^[\s│|]*(?:[-❱>]+\s*)?(?:\d+\s)?\s*", "", text) for text in below[:2]]
-    marked = next((text[mark.end() :] for text in below if (mark := _MARKED.match(text))), None)
-    if marked is not None:
-        code = [marked]
+    """The code below the last frame, or the line of it that a notebook or rich marks; "" if there is none."""
+    last = max((at for at, line in enumerate(lines) if frame_of(line.text)), default=None)
+    below = [line.text for line in (lines[-10:] if last is None else lines[last + 1 : last + 30])]
+    if marked := next((text[mark.end() :] for text in below if (mark := _MARKED.match(text))), None):
+        return marked.strip()
+    if last is None:
+        return next((code.strip() for code, marks in pairwise(below) if _CARETS.fullmatch(marks)), "")
+    code = [_MARGIN.sub("", text) for text in below[:2]]
     return next((text.strip() for text in code if text.strip(" ^~│╰─╯")), "")
 
 
-_MARKED = re.compile(r"\s{0,40}[│|]?\s{0,40}(?:-{1,40}>|❱)\s{0,8}\d{1,8}\s[\s│|]*")
-"""The marker before the line that a notebook or rich shows as the one that failed."""
-
-
+_MARGIN = re.compile(r"^[\s│|]*(?:[-❱>]+\s*)?(?:\d+\s)?\s*")
+"""What a notebook and rich print before a line of code."""
 _CARETS = re.compile(r"^\s{0,300}[~^]{2}[~^ ]*$")
 """What Python 3.11 and later print below the part of a line of code that failed."""
+_MARKED = re.compile(r"\s{0,40}[│|]?\s{0,40}(?:-{1,40}>|❱)\s{0,8}\d{1,8}\s[\s│|]*")
+"""The marker before the line that a notebook or rich shows as the one that failed."""
 
 
 def _taken_in(found: Traceback, lines: list[Line], at: int) -> int:
