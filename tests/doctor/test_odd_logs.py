@@ -14,7 +14,7 @@ from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.prefixes import START
 from reshard.diagnosis.tracebacks import Traceback
 from reshard.diagnosis.unknown import WORKER_UNSEEN
-from reshard.diagnosis.upstream import REPOSITORIES, package_of, search_of
+from reshard.diagnosis.upstream import package_of, repositories, search_of
 from tests.doctor.test_log import FAILURE
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"
@@ -239,7 +239,7 @@ def test_an_unknown_failure_names_where_to_search() -> None:
     assert name == "transformers"
     assert (
         url
-        == f"https://github.com/{REPOSITORIES[name]}/issues?q=is%3Aissue+ValueError+the+frob+of+has+grobs+not"
+        == f"https://github.com/{repositories()[name]}/issues?q=is%3Aissue+ValueError+the+frob+of+has+grobs+not"
     )
     key = Traceback("", 1, 2, 2, "KeyError", "'iteration'", frames[:1])
     assert (search_of(key) or ("", ""))[1].endswith("q=is%3Aissue+KeyError+train")

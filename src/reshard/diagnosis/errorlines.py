@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from reshard.diagnosis.ofpython import kind_of
 from reshard.diagnosis.prefixes import START
@@ -42,11 +41,6 @@ _LOGGED = re.compile(
     re.VERBOSE,
 )
 HEADING = re.compile(r"^\W{0,80}(?i:errors?|fatal|critical)\W{0,80}$")
-_ADDRESS = re.compile(
-    r"socket\.cpp[^\[]{0,40}\[c10d\](?!.*errno: 97\b).{0,300}?(?:client socket.{0,60}(?:failed|cannot)"
-    r"|cannot be retrieved|cannot be initialized|has (?:failed|timed out))"
-)
-"""Without the one of a machine that has no IPv6 (97): there, the next address is tried."""
 EXIT_STATUS = re.compile(
     r"""(?i:exit\ ?codes?|exit\ status|return\ ?code|exited\ with(?:\ (?:exit\ )?(?:code|status))?)
         \s*(?:is\s*)?(?:[:=]\s*)?(?!0\b)-?\d+\b
@@ -85,7 +79,7 @@ def exception_in(text: str) -> Told | None:
     return match["name"] or match["bare"], match["message"] or ""
 
 
-def _within(text: str) -> Told | None:
+def embedded_in(text: str) -> Told | None:
     """An exception that another program quotes, or that a logger wrote."""
     if QUIET.search(text):
         return None
@@ -95,11 +89,13 @@ def _within(text: str) -> Told | None:
     return (match["name"], match["message"]) if match else None
 
 
-def _assertion(text: str) -> Told | None:
+def assertion_in(text: str) -> Told | None:
+    """An assertion of C++ or of a GPU's kernel that failed."""
     return ("", text.strip()) if _ASSERTION.search(text) else None
 
 
-def _logged(text: str) -> Told | None:
+def logged_in(text: str) -> Told | None:
+    """An error as a logger or a shell writes it, and no report of a launcher."""
     if HEADING.fullmatch(text) or not _LOGGED.search(text):
         return None
     if EXIT_STATUS.search(text) or is_of_launcher(text):
@@ -108,14 +104,6 @@ def _logged(text: str) -> Told | None:
     return (kind, said) if (kind := kind_of(said)) else ("", text.strip())
 
 
-def _address(text: str) -> Told | None:
-    return ("", text.strip()) if _ADDRESS.search(text) else None
-
-
-EXACT: tuple[Callable[[str], Told | None], ...] = (exception_in, _within, _assertion)
-"""What reads errors of a run itself, the most telling first."""
-LOGGED: tuple[Callable[[str], Told | None], ...] = (_logged, _address)
-"""What reads errors as loggers write them, a launcher's among them."""
 _CLOSING = {"`": "`", "“": "”", '"': '"', "「": "」", "'": "' "}
 
 

@@ -8,7 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from reshard.diagnosis.errorlines import EXACT, EXIT_STATUS, LOGGED, QUIET, Told, is_of_launcher, quoted_in
+from reshard.diagnosis.errorlines import (
+    EXIT_STATUS,
+    QUIET,
+    Told,
+    assertion_in,
+    embedded_in,
+    exception_in,
+    is_of_launcher,
+    logged_in,
+    quoted_in,
+)
 from reshard.diagnosis.lastwords import last_words, reports_failure
 from reshard.diagnosis.ofpython import message_in
 from reshard.diagnosis.prefixes import START
@@ -59,32 +69,25 @@ def is_launchers(failure: Traceback) -> bool:
 def loose_failure(lines: Sequence[Line]) -> Traceback | None:
     """The failure in lines without a complete traceback; None if there is none.
 
-    Exceptions come before failed device assertions, these before logged errors, addresses that are not found, cut-off
+    Exceptions come before failed device assertions, these before logged errors, exceptions in sentences, cut-off
     tracebacks, and exit statuses; among equals the first counts. Messages of processes that lost another one do not
     count.
     """
     after = after_progress(lines)
-    searches = (_in_one_line, _in_a_sentence, _cut_off, _exit_status, _joined, _unnamed, last_words)
+    searches = (_in_one_line, _cut_off, _exit_status, _joined, _unnamed, last_words)
     found = next((found for search in searches if (found := search(after))), None)
     return found and _with_frames(found, lines)
 
 
 def _in_one_line(lines: Sequence[Line]) -> Traceback | None:
     ended = next((at for at, line in enumerate(lines) if "ChildFailedError" in line.text), len(lines))
-    for search in (*EXACT, *LOGGED):
+    for search in (exception_in, embedded_in, assertion_in, logged_in, quoted_in):
         of_run = (
-            lines[:ended] if search in LOGGED else lines
+            lines[:ended] if search is logged_in else lines
         )  # after that, the launcher's parent reports its end
         for at, line in enumerate(of_run):
             if not _CONSEQUENCE.search(line.text) and (found := search(line.text)):
                 return _failure(lines, at, found)
-    return None
-
-
-def _in_a_sentence(lines: Sequence[Line]) -> Traceback | None:
-    for at, line in enumerate(lines):
-        if not _CONSEQUENCE.search(line.text) and (found := quoted_in(line.text)):
-            return _failure(lines, at, found)
     return None
 
 

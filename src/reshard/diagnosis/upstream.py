@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from urllib.parse import quote_plus
 
+from reshard.diagnosis.data import data
 from reshard.diagnosis.finding import Text
 from reshard.diagnosis.history.table import PACKAGES
 from reshard.diagnosis.tracebacks import Traceback
 from reshard.diagnosis.words import words
 
-REPOSITORIES = {
-    "accelerate": "huggingface/accelerate",
-    "datasets": "huggingface/datasets",
-    "deepspeed": "deepspeedai/DeepSpeed",
-    "flash_attn": "Dao-AILab/flash-attention",
-    "internlm": "InternLM/InternEvo",
-    "axolotl": "axolotl-ai-cloud/axolotl",
-    "bitsandbytes": "bitsandbytes-foundation/bitsandbytes",
-    "huggingface_hub": "huggingface/huggingface_hub",
-    "llama.cpp": "ggml-org/llama.cpp",
-    "llamafactory": "hiyouga/LLaMA-Factory",
-    "nemo": "NVIDIA-NeMo/NeMo",
-    "numpy": "numpy/numpy",
-    "openrlhf": "OpenRLHF/OpenRLHF",
-    "sglang": "sgl-project/sglang",
-    "slime": "THUDM/slime",
-    "triton": "triton-lang/triton",
-    "xformers": "facebookresearch/xformers",
-    "megatron": "NVIDIA/Megatron-LM",
-    "megatron/bridge": "NVIDIA-NeMo/Megatron-Bridge",
-    "peft": "huggingface/peft",
-    "ray": "ray-project/ray",
-    "safetensors": "huggingface/safetensors",
-    "swift": "modelscope/ms-swift",
-    "tokenizers": "huggingface/tokenizers",
-    "torch": "pytorch/pytorch",
-    "torchtitan": "pytorch/torchtitan",
-    "transformer_engine": "NVIDIA/TransformerEngine",
-    "transformers": "huggingface/transformers",
-    "trl": "huggingface/trl",
-    "unsloth": "unslothai/unsloth",
-    "verl": "verl-project/verl",
-    "vllm": "vllm-project/vllm",
-    "xtuner": "InternLM/xtuner",
-}
-"""Repositories by the folder of their package."""
 SCRIPTS = {
     "zero_to_fp32.py": "deepspeed",
     "ds_to_universal.py": "deepspeed",
     "convert_hf_to_gguf.py": "llama.cpp",
 }
 """A package's own scripts that are in a checkout, or next to a checkpoint."""
+
+
+@lru_cache(maxsize=1)
+def repositories() -> dict[str, str]:
+    """Repositories on GitHub by the folder of their package (`repositories.yaml`)."""
+    content: dict[str, str] = data("repositories.yaml")
+    return content
+
 
 _DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|(?<![^\s'\"`])\S*[/\\\d]\S*|[^\w\s.]")
 """What varies between runs: names in quotes, paths, numbers."""
@@ -71,7 +45,7 @@ def search_of(root: Traceback) -> tuple[str, str] | None:
     said = " ".join(_DETAILS.sub(" ", root.message.split("\n")[0]).split()[:WORDS])
     said = said or root.frames[-1].rpartition(" ")[2]  # a KeyError has only its key
     query = quote_plus(f"is:issue {root.exception.split('.')[-1]} {said}".strip())
-    return name, f"https://github.com/{REPOSITORIES[name]}/issues?q={query}"
+    return name, f"https://github.com/{repositories()[name]}/issues?q={query}"
 
 
 _LIBRARY = re.compile(
@@ -109,13 +83,13 @@ def package_of(frame: str) -> str | None:
         return script
     path = f"/{path.rpartition('-packages/')[2].lstrip('/')}"  # an environment may be named like a package
     names = [match["name"] for match in re.finditer(r"(?<=/)(?P<name>megatron/bridge|[a-z_]\w*)(?=/)", path)]
-    known = [name for name in names if name in REPOSITORIES]
+    known = [name for name in names if name in repositories()]
     if not known:
         return None
     if "-packages/" in frame.replace("\\", "/"):
         return known[0]  # a folder inside a package may be named like another one
     outer = re.search(rf"/(?P<name>\w+)/{known[-1]}/", path)
-    return outer["name"] if outer and outer["name"] in REPOSITORIES else known[-1]
+    return outer["name"] if outer and outer["name"] in repositories() else known[-1]
 
 
 def place_in_code(root: Traceback) -> Text:
