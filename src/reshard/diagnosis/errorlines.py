@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from reshard.diagnosis.exitstatus import reports_exit
 from reshard.diagnosis.ofpython import kind_of
 from reshard.diagnosis.prefixes import START
 
@@ -41,16 +42,6 @@ _LOGGED = re.compile(
     re.VERBOSE,
 )
 HEADING = re.compile(r"^\W{0,80}(?i:errors?|fatal|critical)\W{0,80}$")
-EXIT_STATUS = re.compile(
-    r"""(?i:exit\ ?codes?|exit\ status|return\ ?code|exited\ with(?:\ (?:exit\ )?(?:code|status))?)
-        \s*(?:is\s*)?(?:[:=]\s*)?(?!0\b)-?\d+\b
-      | died\ with\ <Signals\.\w+ | \bSignal\ \d+\ \(SIG\w+\)\ received | [Rr]eceived\ signal:?\ \d+
-      | [Cc]aught\ signal\ \d+ | got\ signal:\ \d+ | \bsignal:\ .{0,100}\(\d+\) | on\ signal\ \d+
-      | terminated\ (?:by|with)\ signal | \*\*\*\ \[.{0,300}\]\ Error\ \d+
-      | sigkill_handler\]\ (?:Killing\ subprocess|\[) | \bcore\ dumped\b | Fatal\ Python\ error | ^oom_kill
-      | (?:^|line\ \d+:\s+\d+\s|:\s)(?:Killed|Segmentation\ fault|Bus\ error|Aborted|Illegal\ instruction)\b""",
-    re.VERBOSE,
-)
 _OF_LAUNCHER = re.compile(
     r"failed \(exitcode|exitcode\s*:|sigkill_handler|closing signal|Root Cause|ChildFailedError|CalledProcessError"
 )
@@ -63,7 +54,7 @@ def is_error(text: str) -> bool:
     """Whether a line reports an error, whosever it is."""
     if START in text or _EXCEPTION.match(text):
         return True
-    return any(pattern.search(text) for pattern in (_LOGGED, _ASSERTION, EXIT_STATUS))
+    return bool(_LOGGED.search(text) or _ASSERTION.search(text)) or reports_exit(text)
 
 
 def is_of_launcher(text: str) -> bool:
@@ -98,7 +89,7 @@ def logged_in(text: str) -> Told | None:
     """An error as a logger or a shell writes it, and no report of a launcher."""
     if HEADING.fullmatch(text) or not _LOGGED.search(text):
         return None
-    if EXIT_STATUS.search(text) or is_of_launcher(text):
+    if reports_exit(text) or is_of_launcher(text):
         return None
     said = text.rpartition("rror: ")[2].strip()  # of an exception that a program caught and logged
     return (kind, said) if (kind := kind_of(said)) else ("", text.strip())

@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 
 from reshard.diagnosis.errorlines import (
-    EXIT_STATUS,
     QUIET,
     Told,
     assertion_in,
@@ -19,6 +18,7 @@ from reshard.diagnosis.errorlines import (
     logged_in,
     quoted_in,
 )
+from reshard.diagnosis.exitstatus import reports_exit
 from reshard.diagnosis.lastwords import last_words, reports_failure
 from reshard.diagnosis.ofpython import message_in
 from reshard.diagnosis.prefixes import START
@@ -163,7 +163,7 @@ def _is_source(text: str) -> bool:
 
 
 def _exit_status(lines: Sequence[Line]) -> Traceback | None:
-    line = next((line for line in lines if EXIT_STATUS.search(line.text)), None)
+    line = next((line for line in lines if reports_exit(line.text)), None)
     return line and _at(line, EXIT, line.text.strip())
 
 
