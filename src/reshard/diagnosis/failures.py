@@ -80,12 +80,10 @@ def loose_failure(lines: Sequence[Line]) -> Traceback | None:
 
 
 def _in_one_line(lines: Sequence[Line]) -> Traceback | None:
+    """The error that one line reports. What a launcher logs after its workers' end does not count."""
     ended = next((at for at, line in enumerate(lines) if "ChildFailedError" in line.text), len(lines))
     for search in (exception_in, embedded_in, assertion_in, logged_in, quoted_in):
-        of_run = (
-            lines[:ended] if search is logged_in else lines
-        )  # after that, the launcher's parent reports its end
-        for at, line in enumerate(of_run):
+        for at, line in enumerate(lines[:ended] if search is logged_in else lines):
             if not _CONSEQUENCE.search(line.text) and (found := search(line.text)):
                 return _failure(lines, at, found)
     return None
@@ -169,9 +167,8 @@ def _exit_status(lines: Sequence[Line]) -> Traceback | None:
 
 def _joined(lines: Sequence[Line]) -> Traceback | None:
     """A traceback that cannot be parsed: its lines were joined, or it was cut in the middle of one."""
-    line = next(
-        (line for line in lines if START in line.text and not line.text.lstrip().startswith("#")), None
-    )
+    starts = (line for line in lines if START in line.text)
+    line = next((line for line in starts if not line.text.lstrip().startswith("#")), None)
     if line is None:
         return None
     message = line.text[line.text.index(START) :].strip()
