@@ -108,11 +108,6 @@ REFUSALS = {
         "already-quantized",
         "Quantize once",
     ),
-    "AssertionError: Loading a checkpoint for MP=8 but world size is 1": (
-        "short-processes",
-        "--nproc_per_node 8",
-    ),
-    "AssertionError: Loading a checkpoint for MP=0 but world size is 2": ("short-parts", ".pth"),
     "RuntimeError: One of the differentiated Tensors does not require grad": ("no-grad", "use_reentrant"),
     "Could not find the bitsandbytes CUDA binary at PosixPath('/a/libbitsandbytes_cuda121.so')\n"
     "OSError: /a/libbitsandbytes_cpu.so: cannot open shared object file: No such file or directory": (

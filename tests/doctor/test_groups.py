@@ -22,10 +22,6 @@ SAID = {
         "mesh-lacks-dimension",
         "parallelism_config_dp_shard_size",
     ),
-    raised("ValueError: The arg 'group_size' (8) must not exceed the world size (2)"): (
-        "short-ranks",
-        "--nproc-per-node 8",
-    ),
     f"{RENDEZVOUS}\n{raised('RuntimeError: Broken pipe', file=f'{SITE}/torch/distributed/run.py')}": (
         "rendezvous-lost",
         "--standalone",
@@ -84,6 +80,12 @@ DIVIDES = {
     ),
     raised("AssertionError: batch-size 64 not multiple of GPU count 3"): ("64 / 3", "63, 66"),
     raised("AssertionError", "assert args.batch_size % len(devices) == 0"): ("", "micro-batch"),
+    "ValueError: Total number of attention heads (12) must be divisible by tensor parallel size (8).": (
+        "12 / 8",
+        "1, 2, 3, 4, 6, 12",
+    ),
+    raised("RuntimeError: world_size (3) is not divisible by 2"): ("3 / 2", "torchrun --nproc-per-node"),
+    raised("AssertionError: 251 is not divisible by 2"): ("251 / 2", "1, 251"),
     "--tp 4\n"
     + raised("AssertionError: First dimension of the tensor should be divisible by tensor parallel size"): (
         "`tensor parallel size`",
@@ -106,6 +108,16 @@ def test_values_that_contradict_a_check_are_not_told() -> None:
         "--tp 4\n" + raised("AssertionError: hidden size (64) must be divisible by tensor parallel size")
     )
     assert found.code == "not-divisible" and "64 / 4" not in found.rule.en
+
+
+def test_a_batch_without_samples_and_a_group_of_one() -> None:
+    found = first("ValueError: num_samples should be a positive integer value, but got num_samples=0")
+    assert found.code == "short-samples"
+    group = (
+        "GRPO requires at least 2 generations per prompt to calculate the advantages. You provided 1, which"
+    )
+    found = first(raised(f"ValueError: {group} is less than the minimum required."))
+    assert found.code == "grpo-one-generation" and "num_generations=1" in found.rule.en
 
 
 TRACE = f"""Traceback (most recent call last):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from reshard.diagnosis import absent, arguments, divisors, newweights, shapes, shortages
+from reshard.diagnosis import absent, arguments, devices, divisors, memory, newweights, shapes
 from reshard.diagnosis.advice import of_packages, of_reshard, of_setting
 from reshard.diagnosis.artefacts import mixed_up
 from reshard.diagnosis.askers import of_pair, of_submodule
@@ -56,8 +56,21 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     Specificity.CONTENT: frozenset({mixed_up, bypassed, sharded, of_reshard}),
     Specificity.NUMBERS: frozenset(
         {
-            *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, arguments.of_arguments),
-            *(divisors.of_divisors, of_groups, of_guarded, history.of_no_transformers, of_exit),
+            *(
+                shapes.of_shapes,
+                memory.of_memory,
+                devices.of_devices,
+                absent.of_ranks,
+                arguments.of_arguments,
+            ),
+            *(
+                divisors.of_divisors,
+                divisors.of_batches,
+                of_groups,
+                of_guarded,
+                history.of_no_transformers,
+                of_exit,
+            ),
         }
     ),
     Specificity.HISTORY: frozenset(
@@ -88,7 +101,7 @@ def candidates_of(log: Log) -> list[Candidate]:
         explains = Explains.FIRST if root and root.first <= place <= root.end else Explains.WARNING
         found.append(Candidate(loading, explains, Specificity.BEGUN, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in found):
-        root = shortages.last_words(log)
+        root = memory.last_words(log)
         told = absent.of_log(log) if root is None else None
         found += [Candidate(told, Explains.FIRST, Specificity.KIND, 0)] if told else []
     is_told = root is None or not (root.exception or root.frames)
@@ -101,7 +114,7 @@ def candidates_of(log: Log) -> list[Candidate]:
 
 def _with_rank(entry: Candidate, root: Traceback | None, log: Log) -> Candidate:
     """An entry for two ranks on one GPU, with what the command line has to do with that."""
-    first = shortages.alike(root, log) if root and entry.finding.code == "dup-gpu" else None
+    first = devices.typed_rank(root, log) if root and entry.finding.code == "dup-gpu" else None
     if first is None:
         return entry
     return replace(entry, finding=replace(entry.finding, remedy=Text.lines([first, entry.finding.remedy])))

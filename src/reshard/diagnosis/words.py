@@ -6,7 +6,7 @@ from __future__ import annotations
 import locale
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 
@@ -54,6 +54,12 @@ def _phrases() -> dict[str, dict[str, str]]:
     """All phrases by name."""
     content: dict[str, dict[str, str]] = data("words.yaml")
     return content
+
+
+def sentence(texts: Sequence[Text]) -> Text:
+    """Phrases as one sentence; empty without any."""
+    english, chinese = "; ".join(each.en for each in texts), "；".join(each.zh for each in texts)
+    return Text(f"{english[0].upper()}{english[1:]}.", f"{chinese}。") if texts else Text.same("")
 
 
 def translated(problem: Problem, field: str) -> Text:

@@ -49,7 +49,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "script-removed-keyword": ("api-is-gone",),
     "script-name-gone": ("api-is-gone", "api-between"),
     "script-name-later": ("api-came-later",),
-    "script-grpo-arithmetic": ("short-sizes",),
+    "script-grpo-arithmetic": ("not-divisible",),
     "script-rank-guard": ("hang-gloo", "hang-nccl"),
     "script-no-set-device": ("dup-gpu",),
     "script-optimizer-before-sharding": ("fsdp2-optimizer",),
