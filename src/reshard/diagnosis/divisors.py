@@ -34,6 +34,7 @@ OPTIONS = {"infer_tp": "actor_rollout_ref.rollout.tensor_model_parallel_size"}
 ADVICE = (
     ("sequence", re.compile(r"(?i)first dimension|sequence|seq_?len")),
     ("layers", re.compile(r"(?i)layers?\b")),
+    ("generations", re.compile(r"generation")),
     ("batch", re.compile(r"(?i)batch")),
     ("ranks", re.compile(r"(?i)world[_ ]?size")),
     ("experts", re.compile(r"(?i)experts?\b")),
@@ -116,7 +117,7 @@ def _values(check: Check) -> Text | None:
 
 def _fits(check: Check) -> list[Text]:
     """What to set: a multiple of what is fixed, or a divisor of it."""
-    if check.size and check.by and check.kind == "batch":
+    if check.size and check.by and check.kind in ("batch", "generations"):
         least = check.size - check.size % check.by
         near = ", ".join(str(each) for each in (least, least + check.by) if each)
         return [words("divides-multiples", whole=check.whole, near=near)]

@@ -57,9 +57,9 @@ def _phrases() -> dict[str, dict[str, str]]:
 
 
 def sentence(texts: Sequence[Text]) -> Text:
-    """Phrases as one sentence; empty without any."""
+    """Phrases as one sentence in front of another one; empty without any."""
     english, chinese = "; ".join(each.en for each in texts), "；".join(each.zh for each in texts)
-    return Text(f"{english[0].upper()}{english[1:]}.", f"{chinese}。") if texts else Text.same("")
+    return Text(f"{english[0].upper()}{english[1:]}. ", f"{chinese}。") if texts else Text.same("")
 
 
 def translated(problem: Problem, field: str) -> Text:
