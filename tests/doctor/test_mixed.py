@@ -40,17 +40,9 @@ CAUSES = {
         "packages-to-install",
         "install -U peft",
     ),
-    "AssertionError: Input and cos/sin must have the same dtype, got torch.float32 and torch.bfloat16": (
-        "dtypes-differ",
-        "dtype=torch.bfloat16",
-    ),
     "RuntimeError: expected self and mask to be on the same device, but got mask on cuda:0 and self on cuda:1": (
         "devices-mixed",
         "CUDA_VISIBLE_DEVICES=0",
-    ),
-    "ValueError: type fp8e4nv not supported in this architecture. The supported fp8 dtypes are ('fp8e5',)": (
-        "dtype-of-newer-gpu",
-        "--kv-cache-dtype auto",
     ),
     "ValueError: Received 3 parameters not in model:\nmodel.a.weight,\nmodel.b.weight": (
         "names-only-file",

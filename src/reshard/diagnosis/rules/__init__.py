@@ -44,7 +44,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "checkpoint-tokenizer-of-5": ("tok5",),
     "checkpoint-no-template": ("template",),
     "checkpoint-vocabulary": ("vocab-index", "shape-rows-more", "shape-rows-fewer"),
-    "env-no-bf16": ("bf16",),
+    "env-no-bf16": ("bf16", "gpu-too-old"),
     "env-more-processes-than-gpus": ("dup-gpu", "cuda-invalid-ordinal"),
     "script-removed-keyword": ("api-is-gone",),
     "script-name-gone": ("api-is-gone", "api-between"),
