@@ -65,7 +65,7 @@ def test_what_torch_itself_says(code: str) -> None:
 
 
 OLD = {
-    "Tesla V100\nRuntimeError: FlashAttention only supports Ampere GPUs or newer.": "flash-attention: V100",
+    "nvidia tesla v100\nRuntimeError: FlashAttention only supports Ampere GPUs or newer.": "flash-attention: v100",
     "RuntimeError: FlashAttention only supports Ampere GPUs or newer.": "its name is not in the log",
     "ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your Tesla T4 GPU has "
     "compute capability 7.5. You can use float16 instead by explicitly setting the `dtype` flag in CLI, for example: "

@@ -151,7 +151,9 @@ _FACTS = {
     "first rank to die": re.compile(
         r"Root Cause \(first observed failure\):(?:\n.*?){1,8}?rank\s*:\s*(\d+)", re.MULTILINE
     ),
-    "gpu": re.compile(r"\b(V100|T4|P100|A100|A800|H100|H800|H20|H200|B200|L40S?|RTX \d{4}|910B)\b"),
+    "gpu": re.compile(
+        r"\b([Vv]100|T4|P40|P100|[Aa]100|A[1348]0|A800|[Hh]100|H800|H20|H200|B200|L40S?|[RG]TX \d{4}|910B)\b"
+    ),
 }
 
 
