@@ -132,12 +132,6 @@ SAID = {
         "transformer_layer_cls_to_wrap",
     ),
     FREED: ("unknown-failure", "possible", ""),
-    "RuntimeError: expected there to be only one unique element in <generator object"
-    " Init._convert_to_deepspeed_param.<locals>.all_gather_coalesced.<locals>.<genexpr> at 0x7f2e>": (
-        "zero3-dtypes",
-        "likely",
-        "pip install -U deepspeed",
-    ),
     "RuntimeError: size mismatch, got 896, 896x4096,0": ("zero3-weight-2d", "possible", "with an engine"),
     "AttributeError: 'NoneType' object has no attribute 'absmax'": (
         "quant-state-none",

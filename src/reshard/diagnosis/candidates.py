@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from reshard.diagnosis import absent, arguments, devices, divisors, memory, newweights, shapes
+from reshard.diagnosis import arguments, devices, divisors, memory, newweights, ranks, shapes
 from reshard.diagnosis.advice import of_packages, of_reshard, of_setting
 from reshard.diagnosis.artefacts import mixed_up
 from reshard.diagnosis.askers import of_pair, of_submodule
 from reshard.diagnosis.attributes import of_attribute, of_none
 from reshard.diagnosis.clashes import of_clash
-from reshard.diagnosis.collectives import described as of_hang
 from reshard.diagnosis.descriptions import DESCRIBED, of_description
 from reshard.diagnosis.dtypes import of_dtypes
 from reshard.diagnosis.exits import of_exit
 from reshard.diagnosis.extensions import of_symbol
 from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
 from reshard.diagnosis.finding import UNKNOWN, Finding, Text
-from reshard.diagnosis.groups import bypassed, of_groups, sharded
 from reshard.diagnosis.history import messages as history
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import first_sign, of_entries
@@ -53,24 +51,12 @@ def _of_exception(ask: Callable[[Traceback, Log], Told | None]) -> Recogniser:
 
 
 RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
-    Specificity.CONTENT: frozenset({mixed_up, bypassed, sharded, of_reshard}),
+    Specificity.CONTENT: frozenset({mixed_up, of_reshard}),
     Specificity.NUMBERS: frozenset(
         {
-            *(
-                shapes.of_shapes,
-                memory.of_memory,
-                devices.of_devices,
-                absent.of_ranks,
-                arguments.of_arguments,
-            ),
-            *(
-                divisors.of_divisors,
-                divisors.of_batches,
-                of_groups,
-                of_guarded,
-                history.of_no_transformers,
-                of_exit,
-            ),
+            *(shapes.of_shapes, shapes.of_freed, memory.of_memory, devices.of_devices, ranks.of_ranks),
+            *(divisors.of_divisors, divisors.of_batches, arguments.of_arguments, of_guarded, of_exit),
+            history.of_no_transformers,
         }
     ),
     Specificity.HISTORY: frozenset(
@@ -82,7 +68,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     ),
     Specificity.KIND: frozenset(
         {
-            *(of_packages, of_submodule, of_pair, of_hang),
+            *(of_packages, of_submodule, of_pair, ranks.of_hang),
             *map(_of_exception, (of_none, of_attribute)),
         }
     ),
@@ -102,8 +88,6 @@ def candidates_of(log: Log) -> list[Candidate]:
         found.append(Candidate(loading, explains, Specificity.BEGUN, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in found):
         root = memory.last_words(log)
-        told = absent.of_log(log) if root is None else None
-        found += [Candidate(told, Explains.FIRST, Specificity.KIND, 0)] if told else []
     is_told = root is None or not (root.exception or root.frames)
     if is_told and not found and (described := of_description(log)):
         closeness = Specificity.UNKNOWN if described.code == DESCRIBED else Specificity.KIND

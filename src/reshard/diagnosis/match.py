@@ -11,8 +11,6 @@ from itertools import accumulate
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from reshard.diagnosis.collectives import compared
-from reshard.diagnosis.collectives import way as way_of_hang
 from reshard.diagnosis.entries import Entry, catalogue
 from reshard.diagnosis.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure
 from reshard.diagnosis.finding import CERTAINTIES, Finding, Place, Text
@@ -20,6 +18,7 @@ from reshard.diagnosis.kinds import BY_KIND, filled_in, told_of
 from reshard.diagnosis.log import Line, Log, Traceback
 from reshard.diagnosis.messages import begun
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
+from reshard.diagnosis.ranks import compared, way_of_hang
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.shapes import contradict
 from reshard.diagnosis.words import words

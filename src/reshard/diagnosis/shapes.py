@@ -242,3 +242,20 @@ def of_shapes(root: Traceback, log: Log) -> Finding | None:
     )
     found = computed("\n".join([root.said, *near]))
     return told_at(found, log.name, root.last, root.said) if found else None
+
+
+_FREED = re.compile(
+    r"'weight' must be 2-D|The tensor has a non-zero number of elements, but its data is not allocated yet"
+    r"|setStorage: .{0,300}out of bounds for storage of size 0|size mismatch, got \d+, \d+x\d+,0\b"
+    r"|mat2 must be a matrix, got 1-D tensor"
+)
+"""What torch says of a weight whose values a wrapper has put away."""
+_FSDP = re.compile(r"FullyShardedDataParallel|torch/distributed/fsdp/|(?i:\bfsdp)")
+_ZERO_3 = re.compile(r"(?i:deepspeed|zero[-_ ]?3)")
+
+
+def of_freed(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a module of an FSDP model ran without the wrapper that gathers its parameters."""
+    if not _FREED.search(root.root.said) or not _FSDP.search(log.text) or _ZERO_3.search(log.text):
+        return None
+    return told_at(("fsdp-bypassed", {}), log.name, root.last, root.said)
