@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from reshard.diagnosis import arguments, devices, divisors, memory, newweights, ranks, shapes
+from reshard.diagnosis import arguments, devices, divisors, memory, names, ranks, shapes
 from reshard.diagnosis.advice import of_packages, of_reshard, of_setting
 from reshard.diagnosis.artefacts import mixed_up
 from reshard.diagnosis.askers import of_pair, of_submodule
@@ -31,7 +31,6 @@ from reshard.diagnosis.templates import of_template
 from reshard.diagnosis.undefined import of_guarded, of_undefined
 from reshard.diagnosis.unknown import of_unknown, of_unseen
 from reshard.diagnosis.upstream import place_in_code, update_of
-from reshard.diagnosis.weightnames import of_names
 
 Recogniser = Callable[[Traceback, Log], Finding | None]
 
@@ -62,7 +61,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     Specificity.HISTORY: frozenset(
         {
             *(history.of_failure, history.of_shadow, history.of_one_package, history.of_no_release),
-            *(history.of_older_release, of_clash, of_symbol, of_resolver, of_requirement, of_names),
+            *(history.of_older_release, of_clash, of_symbol, of_resolver, of_requirement, names.of_names),
             *map(_of_exception, (of_dtypes, of_undefined, of_template)),
         }
     ),
@@ -81,9 +80,9 @@ def candidates_of(log: Log) -> list[Candidate]:
     """All candidates for what a log shows."""
     root = first_sign(log)
     found = [_with_rank(each, root, log) for each in of_entries(log, root)]
-    if loading := newweights.of_loading(log):
+    if loading := names.of_loading(log):
         place = loading.places[0].line or 0
-        covers = frozenset(newweights.ENTRIES)
+        covers = frozenset(names.ENTRIES)
         explains = Explains.FIRST if root and root.first <= place <= root.end else Explains.WARNING
         found.append(Candidate(loading, explains, Specificity.BEGUN, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in found):

@@ -9,8 +9,8 @@ from reshard.diagnosis.rules import Told
 from reshard.diagnosis.words import words
 
 _DTYPE = (
-    r"(?:torch\.|c10::)?([Ff]loat(?:16|32|64|8\w*)?|[Hh]alf|[Bb][Ff]loat16|[Dd]ouble|[Bb]yte|unsigned char"
-    r"|[Cc]har|u?int(?:8|16|32|64)|[Ii]nt|[Ll]ong|[Bb]ool)"
+    r"(?:torch\.(?:cuda\.)?|c10::)?([Ff]loat(?:16|32|64|8\w*)?|[Hh]alf|[Bb][Ff]loat16|[Dd]ouble|[Bb]yte|unsigned char"
+    r"|[Cc]har|u?int(?:8|16|32|64)|[Ii]nt|[Ll]ong|[Bb]ool)(?:Tensor)?"
 )
 _PAIRS = tuple(
     re.compile(pattern.replace("DTYPE", _DTYPE))
@@ -62,7 +62,7 @@ def of_dtypes(root: Traceback, log: Log) -> Told | None:
     if _UNNAMED.search(said):
         return "dtypes-differ", {"pair": words("dtypes-unnamed")}
     match = next((hit for pattern in _PAIRS if (hit := pattern.search(said))), None)
-    return _of_pair(match[1], match[2], said) if match else None
+    return _of_pair(match[1], match[2], said) if match and match[1] != match[2] else None
 
 
 def _of_pair(one: str, two: str, said: str) -> Told:

@@ -18,7 +18,7 @@ from reshard.diagnosis.kinds import BY_KIND, filled_in, told_of
 from reshard.diagnosis.log import Line, Log, Traceback
 from reshard.diagnosis.messages import begun
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
-from reshard.diagnosis.ranks import compared, way_of_hang
+from reshard.diagnosis.ranks import compared
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.shapes import contradict
 from reshard.diagnosis.words import words
@@ -137,8 +137,7 @@ def _cure(hit: _Hit, log: Log, root: Traceback | None) -> Text:
     for name, value in found:
         if name.isupper() and value:
             cure = Text(cure.en.replace(name, value), cure.zh.replace(name, value))
-    of_hang = way_of_hang(log) if hit.entry.id == "hang-nccl" else None
-    return Text.lines([of_hang, cure]) if of_hang else cure
+    return cure
 
 
 def _analysed(hit: _Hit, log: Log, root: Traceback | None) -> list[Text]:

@@ -193,25 +193,6 @@ def compared(log: Log) -> list[Text]:
 
 _WATCHED = re.compile(r"watchdog(?: thread)? got stuck for|[Hh]eart[bB]eat ?[mM]onitor timed out")
 """What torch reports if a process hangs outside of a collective."""
-_ENDS = (
-    (
-        "hang-build",
-        re.compile(r"as PyTorch extensions root|Loading extension module|[Dd]etected CUDA files"),
-    ),
-    (
-        "hang-data",
-        re.compile(
-            r"(?<!\w)(?:[Tt]okeniz(?:er|ing)|Map|Filter|Converting format|Packing|Grouping)(?!\w)"
-            r"[^\n%:]{0,60}: {1,3}\d{1,2}%"
-        ),
-    ),
-)
-"""What the last lines of a log show about a hang."""
-MOST_LINES = 12
-"""Lines at the end of a log that show what the run was doing."""
-_OF_ONE_RANK = re.compile(r"is_(?:local_)?main_process|is_world_process_zero|\brank\b(?:\(\))? ?== ?0\b")
-_PEER = re.compile(r"\bvia P2P/")
-_BEGAN = re.compile(r"SeqNum=(?:[4-9]|\d\d)|'loss':|\bstep \d|(?<!\d)\d{1,9}/\d{1,9} \[\d+:\d\d")
 
 
 def of_hang(root: Traceback, log: Log) -> Finding | None:
@@ -219,26 +200,5 @@ def of_hang(root: Traceback, log: Log) -> Finding | None:
     watched = _WATCHED.search(root.said)
     if root.exception or not (watched or describes_hang(log.lines)):
         return None
-    reason, first = _reason(log), way_of_hang(log)
-    values = {
-        "why": words(reason or "hang-unknown"),
-        "first": Text(f"{first.en}\n", f"{first.zh}\n") if first else Text.same(""),
-    }
     place = Place(log.name, root.last, clipped(root.said, 300))
-    return told("hang-described", [place], values, certainty="likely" if watched or reason else "possible")
-
-
-def way_of_hang(log: Log) -> Text | None:
-    """What to do first about a timeout, if the log shows what a rank was doing."""
-    reason = _reason(log)
-    return words(f"{reason}-way") if reason else None
-
-
-def _reason(log: Log) -> str:
-    """The name of what a rank was doing when a run hung; "" if the log does not show it."""
-    ends = "\n".join([line.text for line in log.lines if line.text.strip()][-MOST_LINES:])
-    if at_end := next((name for name, pattern in _ENDS if pattern.search(ends)), ""):
-        return at_end
-    if _OF_ONE_RANK.search(log.text):
-        return "hang-rank"
-    return "hang-peer" if _PEER.search(log.text) and not _BEGAN.search(log.text) else ""
+    return told("hang-described", [place], certainty="likely" if watched else "possible")
