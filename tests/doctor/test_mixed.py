@@ -115,7 +115,7 @@ SAID = {
         "transformers>=4.41.0",
     ),
     f"num_virtual_tokens=7\nRuntimeError: {MASK}": ("shape-apart", "possible", "max_length"),
-    UNEQUAL: ("shape-multiple", "possible", "reshard convert"),
+    UNEQUAL: ("shape-apart", "possible", "reshard convert"),
     "AttributeError: 'ParameterDict' object has no attribute 'default'": (
         "attribute-of-adapters",
         "possible",

@@ -88,8 +88,8 @@ def test_shapes_are_read_in_the_words_of_each_framework(who: str) -> None:
 
 
 RUNS = {
-    "view": ("torch.ones(2, 8, 512).view(2, 8, 8, 128)", "1/2 of what the shape [2, 8, 8, 128] needs"),
-    "add": ("torch.ones(4, 1024) + torch.ones(4, 4096)", "differ by the factor 4"),
+    "view": ("torch.ones(2, 8, 512).view(2, 8, 8, 128)", "0.5 times as many elements"),
+    "add": ("torch.ones(4, 1024) + torch.ones(4, 4096)", "a factor of 4"),
     "load": (
         "torch.nn.Linear(64, 128, bias=False).load_state_dict({'weight': torch.ones(32, 64)})",
         "one tensor-parallel rank of 4",

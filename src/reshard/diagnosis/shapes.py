@@ -191,36 +191,27 @@ def _of_elements(said: str) -> Told | None:
     if match := _NARROW.search(said):
         return "shape-placeholder", {"name": "a weight", "saved": "[0]", "wanted": f"[{match['length']}, …]"}
     if match := _INVALID.search(said):
-        wanted, size = _shape(re.sub(r"-1\b", "", match["wanted"])), int(match["size"])
-        return _of_view(match["wanted"], prod(wanted), size) if size and prod(wanted) else None
+        needed, size = prod(_shape(re.sub(r"-1\b", "", match["wanted"]))), int(match["size"])
+        ratio = f"{size / needed:.3g}" if needed else ""
+        shown = {"wanted": match["wanted"], "size": f"{size:,}", "needed": f"{needed:,}", "ratio": ratio}
+        return ("shape-view", shown) if size and needed else None
     if _EMPTY.search(said):
         return "shape-empty-side", {"a": 0, "b": "…"}
     match = _UNEQUAL.search(said)
     return _of_sizes(int(match["a"]), int(match["b"]), match["dimension"]) if match else None
 
 
-def _of_view(wanted: str, needed: int, size: int) -> Told:
-    """What the elements of a tensor and those of the shape that it is to have show."""
-    small, large = sorted((needed, size))
-    shown = {"wanted": wanted, "size": f"{size:,}", "ratio": large // small}
-    if large % small or large == small:
-        return "shape-uneven", shown
-    return ("shape-fewer" if size < needed else "shape-more"), shown
-
-
 def _of_sizes(a: int, b: int, dimension: str | None) -> Told | None:
     """What two sizes of tensors that must be equal show."""
     small, large = sorted((a, b))
-    shown: dict[str, object] = {"a": a, "b": b}
     if not small:
-        return "shape-empty-side", shown
-    if small > 1 and large % small == 0 and large != small:
-        return "shape-multiple", {**shown, "ratio": large // small}
-    if dimension == "1" and small in POSITIONS and large > small + 2:
+        return "shape-empty-side", {"a": a, "b": b}
+    if dimension == "1" and small in POSITIONS and small + 2 < large and large % small:
         return "shape-positions", {"small": small, "large": large}
-    if small == large or not dimension:
+    is_multiple = 1 < small < large and large % small == 0
+    if large == small or not (dimension or is_multiple):
         return None
-    return "shape-apart", {**shown, "more": large - small, "dimension": dimension}
+    return "shape-apart", {"a": a, "b": b, "more": large - small, "ratio": f"{large / small:.3g}"}
 
 
 TABLE = 60
