@@ -49,10 +49,14 @@ _ADAPTER = re.compile(
     r"\blora_(?:[ABab]|embedding_[AB])\b|\bbase_layer\b|^base_model\.model\.|modules_to_save"
 )
 _INSIDE = re.compile(r"^(?:\w*state_dict|model|module|net\w*|weights|params|ema|generator|encoder)$")
-_BUFFER = re.compile(
-    r"(?:rotary_(?:pos_)?emb\.inv_freq|position_ids|masked_bias|attn\.bias|num_batches_tracked)$"
-)
-_TIED = re.compile(r"(?:lm_head|embed_out|output_layer|embed_tokens|shared)\.weight$")
+_ALIKE = {
+    "extra-state": re.compile(r"_extra_state$"),
+    "buffers": re.compile(
+        r"(?:rotary_(?:pos_)?emb\.inv_freq|position_ids|masked_bias|attn\.bias|num_batches_tracked)$"
+    ),
+    "head": re.compile(r"(?:lm_head|embed_out|output_layer|embed_tokens|shared)\.weight$"),
+}
+"""Kinds of names that tell the case if all that differ are of one kind."""
 _EXPERTS = re.compile(r"\bexperts\.(?:\d+\.)?(?:gate|up|down|gate_up|w\d|linear_fc\d)\w*")
 _LAYER = re.compile(r"\b(?:layers|layer|h|blocks?|resblocks)\.(?P<index>\d+)\.")
 _OF_EVERY_LAYER = re.compile(
@@ -104,14 +108,20 @@ def of_names(root: Traceback, log: Log) -> Finding | None:
     if not names.missing and not names.unexpected:
         return None
     kind, values = class_of(names)
-    unexplained = kind in ("only-file", "other-model") or (kind == "head" and "embed" in root.said)
-    if root.exception == "KeyError" and not names.missing and unexplained:
-        kind = "lookup"
-    if _OF_GGUF.search(root.said):
-        kind = "gguf"
-    if _ENGINE.search("\n".join([root.said, *root.frames])) and names.unexpected and not names.missing:
-        kind = "engine"
+    kind = _of_reader(kind, names, root)
     return told_at((f"names-{kind}", {**_shown(names), **values}), log.name, root.last, root.said)
+
+
+def _of_reader(kind: str, names: Names, root: Traceback) -> str:
+    """The class, or the one for what reads the names: llama.cpp, an inference engine, a program that looks one up."""
+    if _OF_GGUF.search(root.said):
+        return "gguf"
+    if names.missing:
+        return kind
+    if _ENGINE.search("\n".join([root.said, *root.frames])):
+        return "engine"
+    unexplained = kind in ("only-file", "other-model") or (kind == "head" and "embed" in root.said)
+    return "lookup" if root.exception == "KeyError" and unexplained else kind
 
 
 def _names_in(said: str) -> Names:
@@ -153,13 +163,8 @@ def class_of(names: Names) -> Told:
         return renamed
     if found := next(filter(_ADAPTER.search, both), None):
         return ("adapter" if found in unexpected else "no-adapter"), {"example": found}
-    for kind, pattern in (
-        ("extra-state", re.compile(r"_extra_state$")),
-        ("buffers", _BUFFER),
-        ("head", _TIED),
-    ):
-        if all(map(pattern.search, both)):
-            return kind, {"example": both[0]}
+    if kind := next((kind for kind, pattern in _ALIKE.items() if all(map(pattern.search, both))), ""):
+        return kind, {"example": both[0]}
     return _of_program(names) or _deeper(names) or _of_parts(names)
 
 
