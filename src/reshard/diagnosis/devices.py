@@ -62,11 +62,11 @@ def _asked(said: str) -> tuple[str, dict[str, object]]:
 
 def _told(kind: str, values: Mapping[str, object], root: Traceback, log: Log) -> Iterator[Text]:
     """The numbers, the flag that set them, and the first rank without a GPU."""
+    flag = re.search(_FLAG.format(values["asked"]), log.text) if kind == "gpus" else None
     if kind == "gpus":
         yield words("short-gpus-counted", **values)
-        flag = re.search(_FLAG.format(values["asked"]), log.text)
-        if flag:
-            yield words("short-typed", typed=flag[0])
+    if flag:
+        yield words("short-typed", typed=flag[0])
     if kind == "ordinal" and (first := min(_ranks_that_say(root.said, log), default=0)):
         yield words("ordinal-first", first=first)
 

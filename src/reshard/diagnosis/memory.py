@@ -109,10 +109,13 @@ _ENGINE = re.compile(
 """Frames and messages of programs that serve models."""
 
 
+_LAST = re.compile(rf"{CONTAINER.pattern}|not enough slots available in the system")
+
+
 def last_words(log: Log) -> Traceback | None:
-    """The line in which a scheduler or kernel says, at the end of a log, that it killed a process for its memory."""
+    """The line in which a scheduler or kernel says, at the end of a log, why a run ended or did not begin."""
     lines = [line for line in live_lines(log) if line.text.strip()][-NEAR:]
-    line = next((line for line in lines if CONTAINER.search(line.text)), None)
+    line = next((line for line in lines if _LAST.search(line.text)), None)
     if line is None:
         return None
     return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())

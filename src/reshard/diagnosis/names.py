@@ -214,7 +214,9 @@ def _renamed(names: Names) -> Told | None:
     if count < max(2, SHARE * min(len(names.missing), len(names.unexpected))):
         return None
     shown = {"model": model, "file": file, "count": count}
-    return ("prefix-of-file" if not model else "prefix-of-model" if not file else "prefixes"), shown
+    if not model:
+        return "prefix-of-file", shown
+    return ("prefixes" if file else "prefix-of-model"), shown
 
 
 def _prefixes(lacks: str, has: str) -> tuple[str, str] | None:
