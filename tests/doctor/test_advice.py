@@ -73,7 +73,7 @@ def test_an_exception_copied_from_a_notebook() -> None:
             "    assert isinstance(weight, DTensor)\nAssertionError",
             UNKNOWN,
         ),
-        ("RuntimeError: self and mat2 must have the same dtype", "dtypes-differ-unnamed"),
+        ("RuntimeError: self and mat2 must have the same dtype", "dtypes-differ"),
     ],
 )
 def test_a_message_without_the_rest(said: str, code: str) -> None:
@@ -83,8 +83,8 @@ def test_a_message_without_the_rest(said: str, code: str) -> None:
 def test_certainties_are_told_in_both_languages() -> None:
     (found,) = diagnose_text("log", "RuntimeError: self and mat2 must have the same dtype")
     assert [aside(found).of(language) for language in LANGUAGES] == [
-        "(dtypes-differ-unnamed, likely)",
-        "（dtypes-differ-unnamed，很可能）",
+        "(dtypes-differ, likely)",
+        "（dtypes-differ，很可能）",
     ]
 
 
@@ -117,8 +117,8 @@ def test_a_title_above_a_log_of_preparations() -> None:
         ),
         (
             "ValueError: There is no module or parameter named 'score' in Qwen2VLModel",
-            "names-only-file",
-            "same class",
+            "names-engine",
+            "reward model",
         ),
     ],
 )

@@ -85,46 +85,11 @@ CALLS = {
 }
 
 REFUSALS = {
-    "RuntimeError: Found dtype BFloat16 but expected Float": ("dtypes-differ", "bfloat16"),
-    "RuntimeError: only Tensors of floating point and complex dtype can require gradients": (
-        "gradient-of-integers",
-        "get_peft_model",
-    ),
-    "ValueError: Blockwise quantization only supports 16/32-bit floats, but got torch.bfloat16": (
-        "dtype-unsupported",
-        "-U bitsandbytes",
-    ),
-    "ValueError: Blockwise quantization only supports 16/32-bit floats, but got torch.uint8": (
-        "already-quantized",
-        "Quantize once",
-    ),
-    "AssertionError: Loading a checkpoint for MP=8 but world size is 1": (
-        "short-processes",
-        "--nproc_per_node 8",
-    ),
-    "AssertionError: Loading a checkpoint for MP=0 but world size is 2": ("short-parts", ".pth"),
     "RuntimeError: One of the differentiated Tensors does not require grad": ("no-grad", "use_reentrant"),
     "Could not find the bitsandbytes CUDA binary at PosixPath('/a/libbitsandbytes_cuda121.so')\n"
     "OSError: /a/libbitsandbytes_cpu.so: cannot open shared object file: No such file or directory": (
         "bitsandbytes-cuda-setup",
         "python -m bitsandbytes",
-    ),
-    "ValueError: Cannot flatten integer dtype tensors": ("fsdp-integers", "bnb_4bit_quant_storage"),
-    "ValueError: FlatParameter requires uniform dtype but got torch.float16 and torch.float32": (
-        "fsdp-dtypes",
-        "autocast_adapter_dtype=False",
-    ),
-    "ValueError: FlatParameter requires uniform dtype but got torch.uint8 and torch.float32": (
-        "fsdp-integers",
-        "bnb_4bit_quant_storage",
-    ),
-    raised(
-        "AssertionError",
-        "assert len(set(t.dtype for t in tensors)) == 1",
-        f"{SITE}/deepspeed/runtime/zero/stage3.py",
-    ): (
-        "dtypes-asserted",
-        '"fp16": {"enabled": "auto"}',
     ),
     "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
     "via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout": (

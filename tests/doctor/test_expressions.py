@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from reshard.diagnosis.devices import _FLAG
 from reshard.diagnosis.entries import catalogue
 from reshard.diagnosis.reading import LONGEST_LINE
-from reshard.diagnosis.shortages import _FLAG, _kinds, _of_memory
 from reshard.diagnosis.spelling import _shows
 
 if sys.version_info >= (3, 11):
@@ -124,8 +124,7 @@ def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
             entry.id, [entry.patterns, entry.needs, entry.unless, entry.hints, entry.described]
         ):
             yield path, pattern, "search"
-    of_data = {f"short-{kind}": patterns for kind, patterns, *_ in _kinds()} | _of_memory() | _shows()
-    for path, pattern in patterns_in("data", {**of_data, "typed": re.compile(_FLAG.format(8))}):
+    for path, pattern in patterns_in("data", {**_shows(), "typed": re.compile(_FLAG.format(8))}):
         yield path, pattern, "search"
 
 

@@ -43,8 +43,8 @@ COMPUTED = {
         "reshard convert",
     ),
     "RuntimeError: Input type (torch.cuda.ByteTensor) and weight type (torch.cuda.HalfTensor) should be the same": (
-        "input-of-bytes",
-        "llm_int8_skip_modules",
+        "dtype-of-whole-numbers",
+        "layer.weight",
     ),
     "ImportError: Requires Flash-Attention version >=2.7.1,<=2.7.4 but got 2.8.0.post2.": (
         "version-required",
@@ -55,7 +55,7 @@ COMPUTED = {
         "version-required",
         "'flash-attn>=2.1.0'",
     ),
-    "from vllm import LLM\nllm = LLM(model='unsloth/Qwen-bnb-4bit')\nKeyError: 'layers.0.mlp.down_proj.weight'": (
+    raised("KeyError: 'layers.0.mlp.down_proj.weight'", file=f"{SITE}/vllm/model_executor/models/qwen2.py"): (
         "names-engine",
         "--load-format bitsandbytes",
     ),

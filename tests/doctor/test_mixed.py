@@ -40,17 +40,9 @@ CAUSES = {
         "packages-to-install",
         "install -U peft",
     ),
-    "AssertionError: Input and cos/sin must have the same dtype, got torch.float32 and torch.bfloat16": (
-        "dtypes-differ",
-        "dtype=torch.bfloat16",
-    ),
     "RuntimeError: expected self and mask to be on the same device, but got mask on cuda:0 and self on cuda:1": (
         "devices-mixed",
         "CUDA_VISIBLE_DEVICES=0",
-    ),
-    "ValueError: type fp8e4nv not supported in this architecture. The supported fp8 dtypes are ('fp8e5',)": (
-        "dtype-of-newer-gpu",
-        "--kv-cache-dtype auto",
     ),
     "ValueError: Received 3 parameters not in model:\nmodel.a.weight,\nmodel.b.weight": (
         "names-only-file",
@@ -123,7 +115,7 @@ SAID = {
         "transformers>=4.41.0",
     ),
     f"num_virtual_tokens=7\nRuntimeError: {MASK}": ("shape-apart", "possible", "max_length"),
-    UNEQUAL: ("shape-multiple", "possible", "reshard convert"),
+    UNEQUAL: ("shape-apart", "possible", "reshard convert"),
     "AttributeError: 'ParameterDict' object has no attribute 'default'": (
         "attribute-of-adapters",
         "possible",
@@ -140,12 +132,6 @@ SAID = {
         "transformer_layer_cls_to_wrap",
     ),
     FREED: ("unknown-failure", "possible", ""),
-    "RuntimeError: expected there to be only one unique element in <generator object"
-    " Init._convert_to_deepspeed_param.<locals>.all_gather_coalesced.<locals>.<genexpr> at 0x7f2e>": (
-        "zero3-dtypes",
-        "likely",
-        "pip install -U deepspeed",
-    ),
     "RuntimeError: size mismatch, got 896, 896x4096,0": ("zero3-weight-2d", "possible", "with an engine"),
     "AttributeError: 'NoneType' object has no attribute 'absmax'": (
         "quant-state-none",

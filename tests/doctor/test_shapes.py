@@ -88,8 +88,8 @@ def test_shapes_are_read_in_the_words_of_each_framework(who: str) -> None:
 
 
 RUNS = {
-    "view": ("torch.ones(2, 8, 512).view(2, 8, 8, 128)", "1/2 of what the shape [2, 8, 8, 128] needs"),
-    "add": ("torch.ones(4, 1024) + torch.ones(4, 4096)", "differ by the factor 4"),
+    "view": ("torch.ones(2, 8, 512).view(2, 8, 8, 128)", "0.5 times as many elements"),
+    "add": ("torch.ones(4, 1024) + torch.ones(4, 4096)", "a factor of 4"),
     "load": (
         "torch.nn.Linear(64, 128, bias=False).load_state_dict({'weight': torch.ones(32, 64)})",
         "one tensor-parallel rank of 4",
@@ -112,11 +112,6 @@ def test_what_torch_itself_says_is_computed(name: str) -> None:
 
 def test_nothing_is_computed_from_equal_or_unrelated_numbers() -> None:
     assert computed("The size of tensor a (7) must match the size of tensor b (5)") is None
-    assert "no elements" in texts("shape '[2048, 1, 4096]' is invalid for input of size 0")[0]
-    flat, _ = texts(
-        "The size of tensor a (56124554) must match the size of tensor b (14031139) at non-singleton dimension 0"
-    )
-    assert "1/4" in flat and "number of ranks" in flat
     assert computed(LOAD.format("a.weight", [4, 4], [4, 4])) is None
     assert "do not fit" in texts("shape '[2, -1]' is invalid for input of size 7")[0]
 

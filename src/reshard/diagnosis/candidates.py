@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from reshard.diagnosis import absent, arguments, divisors, newweights, shapes, shortages
+from reshard.diagnosis import arguments, devices, divisors, memory, names, ranks, shapes
 from reshard.diagnosis.advice import of_packages, of_reshard, of_setting
 from reshard.diagnosis.artefacts import mixed_up
 from reshard.diagnosis.askers import of_pair, of_submodule
 from reshard.diagnosis.attributes import of_attribute, of_none
 from reshard.diagnosis.clashes import of_clash
-from reshard.diagnosis.collectives import described as of_hang
 from reshard.diagnosis.descriptions import DESCRIBED, of_description
 from reshard.diagnosis.dtypes import of_dtypes
 from reshard.diagnosis.exits import of_exit
 from reshard.diagnosis.extensions import of_symbol
 from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
 from reshard.diagnosis.finding import UNKNOWN, Finding, Text
-from reshard.diagnosis.groups import bypassed, of_groups, sharded
 from reshard.diagnosis.history.findings import of_failure
 from reshard.diagnosis.history.shadows import of_shadow
 from reshard.diagnosis.log import Log, Traceback
@@ -37,7 +35,6 @@ from reshard.diagnosis.templates import of_template
 from reshard.diagnosis.undefined import of_guarded, of_undefined
 from reshard.diagnosis.unknown import of_unknown, of_unseen
 from reshard.diagnosis.upstream import place_in_code, update_of
-from reshard.diagnosis.weightnames import of_names
 
 Recogniser = Callable[[Traceback, Log], Finding | None]
 
@@ -57,23 +54,23 @@ def _of_exception(ask: Callable[[Traceback, Log], Told | None]) -> Recogniser:
 
 
 RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
-    Specificity.CONTENT: frozenset({mixed_up, bypassed, sharded, of_reshard}),
+    Specificity.CONTENT: frozenset({mixed_up, of_reshard}),
     Specificity.NUMBERS: frozenset(
         {
-            *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, arguments.of_arguments),
-            *(divisors.of_divisors, of_groups, of_guarded, of_exit),
+            *(shapes.of_shapes, shapes.of_freed, memory.of_memory, devices.of_devices, ranks.of_ranks),
+            *(divisors.of_divisors, divisors.of_batches, arguments.of_arguments, of_guarded, of_exit),
             *(of_program, of_placeholder),
         }
     ),
     Specificity.HISTORY: frozenset(
         {
-            *(of_failure, of_shadow, of_clash, of_symbol, of_resolver, of_requirement, of_names),
+            *(of_failure, of_shadow, of_clash, of_symbol, of_resolver, of_requirement, names.of_names),
             *map(_of_exception, (of_dtypes, of_undefined, of_template)),
         }
     ),
     Specificity.KIND: frozenset(
         {
-            *(of_packages, of_submodule, of_pair, of_hang),
+            *(of_packages, of_submodule, of_pair, ranks.of_hang),
             *map(_of_exception, (of_none, of_attribute)),
         }
     ),
@@ -86,15 +83,13 @@ def candidates_of(log: Log) -> list[Candidate]:
     """All candidates for what a log shows."""
     root = first_sign(log)
     found = [_with_rank(each, root, log) for each in of_entries(log, root)]
-    if loading := newweights.of_loading(log):
+    if loading := names.of_loading(log):
         place = loading.places[0].line or 0
-        covers = frozenset(newweights.ENTRIES)
+        covers = frozenset(names.ENTRIES)
         explains = Explains.FIRST if root and root.first <= place <= root.end else Explains.WARNING
         found.append(Candidate(loading, explains, Specificity.KIND, place, covers))
     if root is None and not any(each.explains < Explains.WARNING for each in found):
-        root = shortages.last_words(log)
-        told = absent.of_log(log) if root is None else None
-        found += [Candidate(told, Explains.FIRST, Specificity.KIND, 0)] if told else []
+        root = memory.last_words(log)
     is_told = root is None or not (root.exception or root.frames)
     if is_told and not found and (described := of_description(log)):
         closeness = Specificity.UNKNOWN if described.code == DESCRIBED else Specificity.KIND
@@ -105,7 +100,7 @@ def candidates_of(log: Log) -> list[Candidate]:
 
 def _with_rank(entry: Candidate, root: Traceback | None, log: Log) -> Candidate:
     """An entry for two ranks on one GPU, with what the command line has to do with that."""
-    first = shortages.alike(root, log) if root and entry.finding.code == "dup-gpu" else None
+    first = devices.typed_rank(root, log) if root and entry.finding.code == "dup-gpu" else None
     if first is None:
         return entry
     return replace(entry, finding=replace(entry.finding, remedy=Text.lines([first, entry.finding.remedy])))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from reshard.diagnosis.mentions import command_in, first_to_die_in, versions_in, world_size_in
+from reshard.diagnosis.mentions import command_in, first_to_die_in, gpu_in, versions_in, world_size_in
 from reshard.diagnosis.prefixes import START
 from reshard.diagnosis.progress import progress
 from reshard.diagnosis.reading import shortened
@@ -81,6 +81,11 @@ class Log:
     def world_size(self) -> int:
         """The number of ranks that the log names; 0 if it names none."""
         return next((size for line in self.lines if (size := world_size_in(line.text))), 0)
+
+    @cached_property
+    def gpu(self) -> str | None:
+        """The first GPU that the log names."""
+        return gpu_in(self.text)
 
     @cached_property
     def progress(self) -> dict[str, int]:

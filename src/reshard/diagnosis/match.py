@@ -11,13 +11,12 @@ from itertools import accumulate
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from reshard.diagnosis.collectives import compared
-from reshard.diagnosis.collectives import way as way_of_hang
 from reshard.diagnosis.entries import Entry, catalogue
 from reshard.diagnosis.finding import CERTAINTIES, Finding, Place, Text
 from reshard.diagnosis.kinds import BY_KIND, filled_in, told_of
 from reshard.diagnosis.log import Line, Log, Traceback
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
+from reshard.diagnosis.ranks import compared
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.root import is_in, live_lines, living, which_is_first
 from reshard.diagnosis.shapes import contradict
@@ -135,8 +134,7 @@ def _cure(hit: _Hit, log: Log, root: Traceback | None) -> Text:
     for name, value in found:
         if name.isupper() and value:
             cure = Text(cure.en.replace(name, value), cure.zh.replace(name, value))
-    of_hang = way_of_hang(log) if hit.entry.id == "hang-nccl" else None
-    return Text.lines([of_hang, cure]) if of_hang else cure
+    return cure
 
 
 def _analysed(hit: _Hit, log: Log, root: Traceback | None) -> list[Text]:

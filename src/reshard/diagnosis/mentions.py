@@ -65,3 +65,14 @@ def world_size_in(text: str) -> int:
     """The number of ranks that a line names; 0 if it names none."""
     match = _WORLD_SIZE.search(text)
     return int(match["size"]) if match else 0
+
+
+_GPU = re.compile(
+    r"\b([Vv]100|T4|P40|P100|[Aa]100|A[1348]0|A800|[Hh]100|H800|H20|H200|B200|L40S?|[RG]TX \d{4}|910B)\b"
+)
+
+
+def gpu_in(text: str) -> str | None:
+    """The first GPU that a log names."""
+    match = _GPU.search(text)
+    return match[1] if match else None

@@ -32,9 +32,7 @@ _UNEQUAL = re.compile(
 
 _EMPTY = re.compile(r"size of (?:the )?tensor (?:a )?\(0\) must match the (?:existing )?size\s*$")
 """The beginning of the same message, as people cut it."""
-_NARROW = re.compile(
-    r"start \((?P<start>\d+)\) \+ length \((?P<length>[1-9]\d*)\) exceeds dimension size \((?P<size>\d+)\)"
-)
+_NARROW = re.compile(r"start \(\d+\) \+ length \((?P<length>[1-9]\d*)\) exceeds dimension size \(0\)")
 
 _EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score")
 _VOCABULARY = re.compile(
@@ -58,15 +56,12 @@ MOST_LABELS = 1000
 _EXPERTS = re.compile(r"expert|router|mlp\.gate\.weight|gate\.weight$|gate_inp")
 _ADAPTER = re.compile(r"lora_[AB]|lora_(?:up|down)|linear_(?:in|out)\.weight")
 _KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|\b(?:key|value)\b")
-_LORA = re.compile(r"(?i)lora")
 MOST_RANK = 1024
 """The highest rank of adapters."""
 POSITIONS = (512, 514, 1024, 1026, 2048, 4096)
 """Lengths for which models have embeddings of positions; some keep two rows for padding."""
 LARGEST_LAYER = 100_000
 """Rows from which a weight without a name is an embedding: no layer of known models has as many."""
-FLAT = 100_000
-"""Elements from which a tensor of one dimension is a flattened parameter."""
 MOST_PADDING = 0.5
 """Maximum share of rows that are padding or added tokens. A shard has half of the rows or fewer."""
 
@@ -125,11 +120,11 @@ def _shape(text: str) -> Shape:
 
 def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
     """The class of a pair, the most specific one, and the numbers that show it."""
-    name, saved, wanted = pair
+    _, saved, wanted = pair
     if saved == wanted:
         return None
     if not prod(saved):
-        return ("placeholder" if saved == (0,) or len(saved) != len(wanted) else "empty-shard"), {}
+        return "placeholder", {}
     if not prod(wanted):
         return "model-placeholder", {}
     packed = prod(wanted) / prod(saved)
@@ -138,31 +133,34 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
     if len(wanted) == 2 and wanted[1] == 1 and 1 / packed in (2, 8):
         return "packed-model", {"ratio": int(1 / packed)}
     if len(saved) != len(wanted):
-        return (
-            ("flat", {"elements": f"{prod(saved):,}", "whole": f"{prod(wanted):,}"})
-            if len(saved) == 1
-            else None
-        )
+        shown: dict[str, object] = {"elements": f"{prod(saved):,}", "whole": f"{prod(wanted):,}"}
+        return ("flat", shown) if len(saved) == 1 else None
     differs = [at for at, (ours, theirs) in enumerate(zip(saved, wanted, strict=True)) if ours != theirs]
     if len(differs) > 1:
         return "other-model", {}
-    (at,) = differs
-    ours, theirs = saved[at], wanted[at]
+    return _of_dimension(pair, differs[0])
+
+
+def _of_dimension(pair: Pair, at: int) -> tuple[str, dict[str, object]]:
+    """The class of a pair that differs in one dimension: first what its name shows, then what the sizes do."""
+    name, ours, theirs = pair.name, pair.saved[at], pair.wanted[at]
+    small, large = sorted((ours, theirs))
     numbers: dict[str, object] = {"saved_size": ours, "wanted_size": theirs, "dimension": at}
-    if _ADAPTER.search(name) and min(ours, theirs) <= 1024 and max(ours, theirs) <= 1024:
-        return "rank", numbers
-    if _EXPERTS.search(name) and at == 0 and not _ADAPTER.search(name):
+    embeds = _EMBEDDING.search(name) or (
+        name == "weight" and min(pair.saved[0], pair.wanted[0]) > LARGEST_LAYER
+    )
+    if _ADAPTER.search(name):
+        return ("rank" if large <= MOST_RANK else _HIDDEN), numbers
+    if at == 0 and _EXPERTS.search(name):
         return "experts", numbers
-    if _LABELS.search(name) and at == 0 and max(ours, theirs) <= MOST_LABELS:
+    if at == 0 and _LABELS.search(name) and large <= MOST_LABELS:
         return "labels", numbers
-    embeds = _EMBEDDING.search(name) or (name == "weight" and min(saved[0], wanted[0]) > LARGEST_LAYER)
     if at == 0 and embeds and (ranks := _ranks_of_padded(ours, theirs)):
         return "shard", {**numbers, "ratio": ranks}
     if _is_hidden(pair, at, embeds=bool(embeds)):
         return _HIDDEN, numbers
-    if at == 0 and embeds and abs(ours - theirs) < MOST_PADDING * max(ours, theirs):
-        return "rows", {**numbers, "more": abs(ours - theirs)}
-    small, large = sorted((ours, theirs))
+    if at == 0 and embeds and large - small < MOST_PADDING * large:
+        return "rows", {**numbers, "more": large - small}
     if large % small:
         return "other-size", numbers
     numbers["ratio"] = large // small
@@ -173,10 +171,8 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
 
 def _is_hidden(pair: Pair, at: int, *, embeds: bool) -> bool:
     """Whether a dimension is a model's hidden size, which tensor parallelism does not cut."""
-    name, dimensions = pair.name, len(pair.saved)
-    if _ADAPTER.search(name):
-        return True
-    if dimensions == 1:
+    name = pair.name
+    if len(pair.saved) == 1:
         return bool(_NORM.search(name))
     if at == 1:
         return bool(_VOCABULARY.search(name) or _COLUMNS.search(name) or (embeds and name == "weight"))
@@ -195,39 +191,29 @@ def _ranks_of_padded(rows: int, whole: int) -> int:
 def _of_elements(said: str) -> Told | None:
     """The same for messages with counts only."""
     if match := _NARROW.search(said):
-        start, length, size = (int(match[part]) for part in ("start", "length", "size"))
-        if not size:
-            return "shape-placeholder", {"name": "a weight", "saved": "[0]", "wanted": f"[{length}, …]"}
-        if start % length == 0:
-            return "shape-beyond", {"start": start, "length": length, "size": size, "rank": start // length}
+        return "shape-placeholder", {"name": "a weight", "saved": "[0]", "wanted": f"[{match['length']}, …]"}
     if match := _INVALID.search(said):
-        wanted, size = _shape(re.sub(r"-1\b", "", match["wanted"])), int(match["size"])
-        if not size and wanted:
-            return "shape-nothing", {"wanted": match["wanted"]}
-        if wanted and size and all(wanted):
-            small, large = sorted((prod(wanted), size))
-            shown = {"wanted": match["wanted"], "size": f"{size:,}", "ratio": large // small}
-            if large % small == 0 and large != small:
-                return "shape-fewer" if size < prod(wanted) else "shape-more", shown
-            return "shape-uneven", shown
+        needed, size = prod(_shape(re.sub(r"-1\b", "", match["wanted"]))), int(match["size"])
+        ratio = f"{size / needed:.3g}" if needed else ""
+        shown = {"wanted": match["wanted"], "size": f"{size:,}", "needed": f"{needed:,}", "ratio": ratio}
+        return ("shape-view", shown) if size and needed else None
     if _EMPTY.search(said):
         return "shape-empty-side", {"a": 0, "b": "…"}
-    if match := _UNEQUAL.search(said):
-        small, large = sorted((int(match["a"]), int(match["b"])))
-        if not small:
-            return "shape-empty-side", {"a": match["a"], "b": match["b"]}
-        if small > 1 and large <= MOST_RANK and _LORA.search(said) and large != small:
-            return "shape-ranks", {"a": match["a"], "b": match["b"]}
-        if small > 1 and large % small == 0 and large != small:
-            return "shape-multiple", {"a": match["a"], "b": match["b"], "ratio": large // small}
-        if small > FLAT and (ratio := round(large / small)) > 1 and -(-large // ratio) == small:
-            return "shape-flat-shard", {"a": match["a"], "b": match["b"], "ratio": ratio}
-        if match["dimension"] == "1" and small in POSITIONS and large > small + 2:
-            return "shape-positions", {"small": small, "large": large}
-        if small != large and match["dimension"]:
-            shown = {"a": match["a"], "b": match["b"], "more": large - small}
-            return "shape-apart", {**shown, "dimension": match["dimension"]}
-    return None
+    match = _UNEQUAL.search(said)
+    return _of_sizes(int(match["a"]), int(match["b"]), match["dimension"]) if match else None
+
+
+def _of_sizes(a: int, b: int, dimension: str | None) -> Told | None:
+    """What two sizes of tensors that must be equal show."""
+    small, large = sorted((a, b))
+    if not small:
+        return "shape-empty-side", {"a": a, "b": b}
+    if dimension == "1" and small in POSITIONS and small + 2 < large and large % small:
+        return "shape-positions", {"small": small, "large": large}
+    is_multiple = 1 < small < large and large % small == 0
+    if large == small or not (dimension or is_multiple):
+        return None
+    return "shape-apart", {"a": a, "b": b, "more": large - small, "ratio": f"{large / small:.3g}"}
 
 
 TABLE = 60
@@ -244,3 +230,20 @@ def of_shapes(root: Traceback, log: Log) -> Finding | None:
     )
     found = computed("\n".join([root.said, *near]))
     return told_at(found, log.name, root.last, root.said) if found else None
+
+
+_FREED = re.compile(
+    r"'weight' must be 2-D|The tensor has a non-zero number of elements, but its data is not allocated yet"
+    r"|setStorage: .{0,300}out of bounds for storage of size 0|size mismatch, got \d+, \d+x\d+,0\b"
+    r"|mat2 must be a matrix, got 1-D tensor"
+)
+"""What torch says of a weight whose values a wrapper has put away."""
+_FSDP = re.compile(r"FullyShardedDataParallel|torch/distributed/fsdp/|(?i:\bfsdp)")
+_ZERO_3 = re.compile(r"(?i:deepspeed|zero[-_ ]?3)")
+
+
+def of_freed(root: Traceback, log: Log) -> Finding | None:
+    """The finding that a module of an FSDP model ran without the wrapper that gathers its parameters."""
+    if not _FREED.search(root.root.said) or not _FSDP.search(log.text) or _ZERO_3.search(log.text):
+        return None
+    return told_at(("fsdp-bypassed", {}), log.name, root.last, root.said)

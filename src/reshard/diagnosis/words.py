@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from reshard.base.shown import shown
@@ -45,3 +45,9 @@ def _phrases() -> dict[str, dict[str, str]]:
     """All phrases by name."""
     content: dict[str, dict[str, str]] = data("words.yaml")
     return content
+
+
+def sentence(texts: Sequence[Text]) -> Text:
+    """Phrases as one sentence in front of another one; empty without any."""
+    english, chinese = "; ".join(each.en for each in texts), "；".join(each.zh for each in texts)
+    return Text(f"{english[0].upper()}{english[1:]}. ", f"{chinese}。") if texts else Text.same("")

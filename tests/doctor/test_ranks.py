@@ -68,10 +68,20 @@ def test_ranks_that_say_nothing_did_not_come() -> None:
     )
 
 
-def test_ranks_that_wait_at_the_end_of_a_log_without_a_failure() -> None:
-    lines = [f"initializing ddp: GLOBAL_RANK: {rank}, MEMBER: {rank + 1}/8\n" for rank in range(8)]
-    assert "4 of 8 ranks came; rank 4-7 does not appear" in told("".join(lines[:4]))
-    assert diagnose_text("log", "".join(lines)) == []
+RUNS = (
+    "CollectiveFingerPrint(SequenceNumber=7, OpType={}, TensorShape=[{}], TensorDtypes=Float, TensorDeviceTypes="
+    "TensorOptions(dtype=float (default), device=cpu))"
+)
+MISMATCH = (
+    "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: "
+    f"{RUNS.format('ALLREDUCE', 8)}, but Rank 1 is running collective: {RUNS.format('BROADCAST', 4)}."
+    "Collectives differ in the following aspects: \t Op type: ALLREDUCEvs BROADCAST"
+)
+
+
+def test_the_collectives_of_two_ranks_are_told() -> None:
+    shown = told(MISMATCH)
+    assert "collective-mismatch" in shown and "Rank 0: 7 ALLREDUCE [8]; rank 1: 7 BROADCAST [4]" in shown
 
 
 def test_the_rank_that_only_the_launcher_passes_is_told() -> None:

@@ -1,4 +1,4 @@
-"""Requested but missing resources, with their numbers, in the words of every framework."""
+"""Memory, GPUs and ports that were requested and not there, with their numbers, in the words of every framework."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 import pytest
 
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.shortages import shortage
+from reshard.diagnosis.memory import shortage
 
 GIB = 2.0**30
 SAID = {
-    "Error out of memory at line 380 in file /home/user/bitsandbytes/csrc/ops.cu": ("device-memory", {}),
+    "Error out of memory at line 380 in file /home/user/bitsandbytes/csrc/ops.cu": ("device", {}),
     # torch 2.13, c10/cuda/CUDACachingAllocator.cpp, c10/xpu/XPUCachingAllocator.cpp, torch/mps
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.15 GiB "
     "of which 1.25 GiB is free. Process 4711 has 40.50 GiB memory in use. Process 12 has 8.00 GiB memory in use. "
     "Including non-PyTorch memory, this process has 29.40 GiB memory in use. Of the allocated memory 28.11 GiB is "
     "allocated by PyTorch, and 0.50 GiB is reserved by PyTorch but unallocated.": (
-        "device-memory",
+        "device",
         {
             "asked": 2 * GIB,
             "there": 1.25 * GIB,
@@ -29,74 +29,51 @@ SAID = {
     ),
     "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 15.78 GiB total capacity; 10.00 GiB already "
     "allocated; 10.75 MiB free; 14.50 GiB reserved in total by PyTorch)": (
-        "device-memory",
+        "device",
         {"asked": 20 * 2.0**20, "total": 15.78 * GIB, "unallocated": 4.5 * GIB},
     ),
     "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 63.98 GiB of "
-    "which 512.00 MiB is free.": ("device-memory", {"asked": GIB, "there": GIB / 2, "total": 63.98 * GIB}),
+    "which 512.00 MiB is free.": ("device", {"asked": GIB, "there": GIB / 2, "total": 63.98 * GIB}),
     "torch.OutOfMemoryError: XPU out of memory. Tried to allocate 59.61 GiB. GPU 0 has a total capacity of 28.55 "
     "GiB.": (
-        "device-memory",
+        "device",
         {"asked": 59.61 * GIB, "total": 28.55 * GIB},
     ),
     "RuntimeError: NPU out of memory. Tried to allocate 260.00 MiB (NPU 0; 28.50 GiB total capacity; 10.24 GiB already "
     "allocated; 10.24 GiB current active; 149.57 MiB free; 10.28 GiB reserved in total by PyTorch)": (
-        "device-memory",
+        "device",
         {"asked": 260 * 2.0**20, "there": 149.57 * 2.0**20, "total": 28.5 * GIB},
     ),
     "RuntimeError: MPS backend out of memory (MPS allocated: 5.05 GB, other allocations: 2.29 GB, max allowed: 6.77 "
     "GB). Tried to allocate 1024.00 MB on private pool.": (
-        "device-memory",
+        "device",
         {"asked": GIB, "total": 6.77 * GIB},
     ),
     # vLLM, Ray, Triton, Slurm, Linux, numpy, the C++ library, jemalloc
     "ValueError: Free memory on device (14.3/23.6 GiB) on startup is less than desired GPU memory utilization (0.9, "
     "21.3 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.": (
-        "free-memory",
+        "free",
         {"asked": 21.3 * GIB, "there": 14.3 * GIB, "total": 23.6 * GIB},
     ),
     "ray.exceptions.OutOfMemoryError: 1 worker(s) were killed due to the node running low on memory. Memory on the "
     "node (IP: 10.10.10.1) was 110.41GB / 121.63GB (0.907749), which exceeds the memory usage threshold of 0.900000.": (
-        "host-memory",
+        "host",
         {"own": 110.41 * GIB, "total": 121.63 * GIB},
     ),
     "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 180224, Hardware limit: 101376.": (
-        "kernel-memory",
+        "kernel",
         {"asked": 180224, "there": 101376},
     ),
     "Memory cgroup out of memory: Killed process 24680 (python3) total-vm:98304000kB, anon-rss:67108864kB": (
-        "container-memory",
+        "container",
         {"own": 64 * GIB},
     ),
     "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0. Some of the step tasks have been OOM Killed.": (
-        "container-memory",
+        "container",
         {},
     ),
-    "terminate called after throwing an instance of 'std::bad_alloc'": ("host-memory", {}),
-    "<jemalloc>: Error in malloc(): out of memory": ("host-memory", {}),
-    "NCCL WARN Failed to CUDA calloc async 608 bytes": ("nccl-memory", {"asked": 608}),
-    # vLLM, verl, Lightning, torch, DeepSpeed, Megatron, tokens
-    "Value error, World size (8) is larger than the number of available GPUs (4) in this node.": (
-        "gpus",
-        {"asked": 8, "there": 4},
-    ),
-    "ValueError: Total available GPUs 8.0 is less than total desired GPUs 16": (
-        "gpus",
-        {"asked": 16, "there": 8},
-    ),
-    "MisconfigurationException: You requested gpu: [0, 1, 2, 3]\n But your machine only has: [0, 1]": (
-        "gpus",
-        {"asked": 4, "there": 2},
-    ),
-    "ValueError: No slot '4' specified on host 'localhost'": ("slots", {"asked": 5}),
-    "AssertionError: num_attention_heads (28) must be a multiple of tensor_model_parallel_size (8).": (
-        "heads",
-        {"size": 28, "parts": 8},
-    ),
-    "ValueError: This model's maximum context length is 4096 tokens. However, you requested 5000 tokens": (
-        "request",
-        {"asked": 5000, "there": 4096},
-    ),
+    "terminate called after throwing an instance of 'std::bad_alloc'": ("host", {}),
+    "<jemalloc>: Error in malloc(): out of memory": ("host", {}),
 }
 
 
@@ -105,7 +82,7 @@ def test_numbers_are_read_in_the_words_of_every_maker(said: str) -> None:
     kind, numbers = SAID[said]
     found = shortage(said)
     assert found is not None and found.kind == kind
-    assert {name: found.numbers[name] for name in numbers} == pytest.approx(numbers)
+    assert {name: found.sizes[name] for name in numbers} == pytest.approx(numbers)
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: said[:40])
@@ -155,21 +132,19 @@ def test_the_numbers_say_why_a_gpu_was_full(change: str, shows: str) -> None:
     assert any("rank 3, GPU 3" in each for each in evidence)
 
 
-def test_a_launcher_without_slots_is_no_clean_log() -> None:
-    said = (
-        "There are not enough slots available in the system to satisfy the 8\nslots that were requested by the "
-        "application:\n\n  python\n\nEither request fewer slots for your application, or make more slots\n"
-        "available for use.\n"
-    )
-    found = diagnose_text("log", f"+ mpirun -np 8 python train.py\n{said}")
-    assert (
-        found[0].code == "short-slots" and "8 requested" in found[0].rule.en and "-np 8" in found[0].rule.en
-    )
+GPUS = {
+    "Value error, World size (8) is larger than the number of available GPUs (4) in this node.": (8, 4),
+    "ValueError: Total available GPUs 8.0 is less than total desired GPUs 16": (16, 8),
+    "MisconfigurationException: You requested gpu: [0, 1, 2, 3]\n But your machine only has: [0, 1]": (4, 2),
+}
 
 
-def test_a_warning_about_a_context_is_no_failure() -> None:
-    said = "Token indices sequence length is longer than the specified maximum sequence length for this model (5 > 4)."
-    assert not diagnose_text("log", f"{said}\n{{'loss': 1.0}}\nTraining finished\n")
+@pytest.mark.parametrize("said", GPUS)
+def test_gpus_are_counted(said: str) -> None:
+    asked, there = GPUS[said]
+    (found,) = diagnose_text("log", f"$ torchrun --nproc-per-node={asked} train.py\n{said}")
+    assert found.code == "short-gpus" and f"Use {there} instead of {asked}" in found.remedy.en
+    assert f"{asked} requested, {there} available; the command line says `--nproc-per-node=" in found.rule.en
 
 
 ALIKE = {
