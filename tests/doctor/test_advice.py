@@ -182,11 +182,8 @@ def test_an_exception_of_a_program_that_embeds_python() -> None:
 
 
 def test_a_name_that_a_package_forgot_is_its_fault() -> None:
-    said = (
-        'Traceback (most recent call last):\n  File "/x/lib/python3.12/site-packages/frob/a.py", line 3, in f\n'
-        "    wibble()\nNameError: name 'wibble' is not defined"
-    )
-    assert diagnose_text("log", said)[0].code == "package-at-fault"
+    found = first(raised("NameError: name 'wibble' is not defined", "wibble()", f"{SITE}/frob/a.py"))
+    assert found.code == "name-undefined" and "pip install -U frob" in found.remedy.en
     assert diagnose_text("log", "NameError: name 'TypeAdapter' is not defined")[0].code == "name-of-optional"
 
 

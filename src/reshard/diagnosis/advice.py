@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from reshard.diagnosis.failures import CUT_OFF, EXIT
 from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.history.table import ROOTS
+from reshard.diagnosis.installing import installed_for
 from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.packages import installed_for
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import told_at
 from reshard.diagnosis.sentences import asks

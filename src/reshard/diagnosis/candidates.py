@@ -12,18 +12,17 @@ from dataclasses import replace
 from reshard.diagnosis import absent, arguments, divisors, newweights, shapes, shortages
 from reshard.diagnosis.advice import of_packages, of_reshard, of_setting
 from reshard.diagnosis.artefacts import mixed_up
-from reshard.diagnosis.askers import of_pair, of_submodule
 from reshard.diagnosis.attributes import of_attribute, of_none
 from reshard.diagnosis.clashes import of_clash
 from reshard.diagnosis.collectives import described as of_hang
 from reshard.diagnosis.descriptions import DESCRIBED, of_description
 from reshard.diagnosis.dtypes import of_dtypes
 from reshard.diagnosis.exits import of_exit
-from reshard.diagnosis.extensions import of_symbol
 from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
 from reshard.diagnosis.finding import UNKNOWN, Finding, Text
 from reshard.diagnosis.groups import bypassed, of_groups, sharded
 from reshard.diagnosis.history import messages as history
+from reshard.diagnosis.imports import of_module, of_pair, of_symbol
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import first_sign, of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
@@ -69,7 +68,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     ),
     Specificity.KIND: frozenset(
         {
-            *(of_packages, of_submodule, of_pair, of_hang),
+            *(of_packages, of_module, of_pair, of_hang),
             *map(_of_exception, (of_none, of_attribute)),
         }
     ),

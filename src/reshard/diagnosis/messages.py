@@ -12,7 +12,6 @@ from functools import cache, lru_cache
 from itertools import dropwhile, zip_longest
 
 from reshard.diagnosis.entries import Entry, catalogue
-from reshard.diagnosis.kinds import BY_KIND
 from reshard.diagnosis.log import read_log
 
 FEWEST, SHORTEST = 6, 30
@@ -75,7 +74,7 @@ def _messages() -> dict[str, list[str]]:
         words = [word.lower() for word in _WORD.findall(_message(entry))]
         words = list(dropwhile(lambda word: not _LITERAL.fullmatch(word), words))[:MOST]
         literal = [word for word in words if _LITERAL.fullmatch(word)]
-        if identifier in BY_KIND or _GENERAL.search(_message(entry)):
+        if _GENERAL.search(_message(entry)):
             continue
         if entry.kind != "symptom" and len(literal) >= FEWEST and sum(map(len, literal)) >= SHORTEST:
             found[identifier] = words

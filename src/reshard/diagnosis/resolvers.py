@@ -10,8 +10,8 @@ from packaging.utils import canonicalize_name
 
 from reshard.diagnosis.finding import Finding, Place, Text
 from reshard.diagnosis.history.table import PACKAGES, ROOTS
+from reshard.diagnosis.installing import installed_for
 from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.packages import installed_for
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import told, told_at
 from reshard.diagnosis.words import words

@@ -8,8 +8,8 @@ from reshard.diagnosis.finding import Finding
 from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.missing import IMPORT, table_of
 from reshard.diagnosis.history.table import PACKAGES, tables
+from reshard.diagnosis.installing import installed_for
 from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.packages import at_fault, installed_for
 from reshard.diagnosis.rules import Told, told_at
 from reshard.diagnosis.words import words
 
@@ -31,8 +31,6 @@ def of_undefined(root: Traceback, log: Log) -> Told | None:
     other = next((each for each in known if own is None or each.raw["root"] != own[1]), None)
     if other:
         return "name-of-optional", optional(match["name"], other.package, other.raw["root"])
-    if own:
-        return at_fault(own[1], words("uses-undefined", package=own[1], name=match["name"]))
     return "name-undefined", {"name": match["name"]}
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from packaging.version import InvalidVersion, Version
 
 from reshard.base.suggest import closest
-from reshard.diagnosis.askers import imports_itself
 from reshard.diagnosis.finding import Finding, Place, Text
 from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.missing import (
@@ -35,7 +34,8 @@ from reshard.diagnosis.history.missing import (
 )
 from reshard.diagnosis.history.table import PACKAGES, ROOTS, Bounds, Table, table, tables
 from reshard.diagnosis.history.versions import installed_version
-from reshard.diagnosis.kinds import filled_in
+from reshard.diagnosis.imports import imports_itself
+from reshard.diagnosis.installing import with_interpreter
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.rules import told, told_at
 from reshard.diagnosis.upstream import asker
@@ -377,7 +377,7 @@ def _told(
 ) -> Finding:
     place = Place.of(log.name, failure.last, failure.said)
     finding = told(kind, [place], values, certainty=certainty, evidence=[read_from(found)])
-    return replace(finding, remedy=filled_in(finding.remedy, failure, log))
+    return replace(finding, remedy=with_interpreter(finding.remedy, log))
 
 
 def read_from(found: Table) -> Text:
