@@ -36,12 +36,6 @@ SAID = {
         "ssh-refused",
         "ssh-copy-id worker-1",
     ),
-    raised(
-        "AttributeError: 'NoneType' object has no attribute 'next_functions'", file=f"{SITE}/deepspeed/u.py"
-    ): (
-        "releases-clash",
-        "'torch>=2.4.1'",
-    ),
     "lightning.MisconfigurationError: The provided lr scheduler `StepLR` doesn't follow PyTorch's LRScheduler API.": (
         "releases-clash",
         "'pytorch-lightning>=1.9'",

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from reshard.diagnosis import absent, arguments, divisors, newweights, shapes, shortages
-from reshard.diagnosis.advice import of_packages, of_reshard, of_setting
+from reshard.diagnosis.advice import of_reshard, of_setting
 from reshard.diagnosis.artefacts import mixed_up
 from reshard.diagnosis.attributes import of_attribute, of_none
-from reshard.diagnosis.clashes import of_clash
 from reshard.diagnosis.collectives import described as of_hang
 from reshard.diagnosis.descriptions import DESCRIBED, of_description
 from reshard.diagnosis.dtypes import of_dtypes
@@ -26,7 +25,7 @@ from reshard.diagnosis.imports import of_module, of_pair, of_symbol
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import first_sign, of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
-from reshard.diagnosis.resolvers import of_requirement, of_resolver
+from reshard.diagnosis.requirements import of_clash, of_packages, of_requirement, of_resolver
 from reshard.diagnosis.rules import Told, covered_by, told_at
 from reshard.diagnosis.templates import of_template
 from reshard.diagnosis.undefined import of_guarded, of_undefined
