@@ -24,13 +24,6 @@ def test_keys_of_a_training_run_or_of_a_newer_release_are_told_apart() -> None:
     assert found.code == "unknown-key" and "key of LLaMA-Factory since" in found.rule.en
 
 
-def test_an_entry_of_a_checkpoint_that_is_no_tensor() -> None:
-    failed = "AttributeError: 'NoneType' object has no attribute 'to'"
-    found = first(raised(failed, "p = val.to(dtype)", "/home/user/convert_to_hf.py"))
-    assert "_extra_state" in found.rule.en and "torch.is_tensor(val)" in found.rule.zh
-    assert "_extra_state" not in first(raised(failed, "p = val.to(dtype)", "/home/user/batches.py")).rule.en
-
-
 def test_an_argument_of_other_releases_comes_with_their_range() -> None:
     found = first("ValueError: remaining_argv: ['--train_type', 'lora']")
     assert found.code == "unknown-key" and "up to 4.0.4: it is `--tuner_type` now" in found.rule.en

@@ -44,11 +44,6 @@ SAID = {
         "Exception: Unknown tensor name decoder.layers.0.mixer.in_proj.layer_norm_weight",
         file="/home/user/Megatron-LM/tools/checkpoint/hybrid_conversion.py",
     ): ("names-converter", "reshard inspect"),
-    raised(
-        "AttributeError: 'PoolNet' object has no attribute 'config'",
-        "h = model.config.hidden_size",
-        f"{SITE}/transformers/integrations/deepspeed.py",
-    ): ("attribute-of-interface", "self.config = self.model.config"),
 }
 
 

@@ -33,7 +33,7 @@ CAUSES = {
         "transformers<4.50",
     ),
     "AttributeError: 'DynamicCache' object has no attribute 'detach'": (
-        "output-for-tensor",
+        "attribute-of-cache",
         "use_cache = False",
     ),
     "AssertionError: Input and cos/sin must have the same dtype, got torch.float32 and torch.bfloat16": (
@@ -115,11 +115,6 @@ SAID = {
     ),
     f"num_virtual_tokens=7\nRuntimeError: {MASK}": ("shape-apart", "possible", "max_length"),
     UNEQUAL: ("shape-multiple", "possible", "reshard convert"),
-    "AttributeError: 'ParameterDict' object has no attribute 'default'": (
-        "attribute-of-adapters",
-        "possible",
-        "pip install -U peft trl",
-    ),
     "AssertionError: rollout world_size: 1 is not divisible by infer_tp: 2": (
         "not-divisible",
         "likely",
@@ -138,11 +133,6 @@ SAID = {
         "pip install -U deepspeed",
     ),
     "RuntimeError: size mismatch, got 896, 896x4096,0": ("zero3-weight-2d", "possible", "with an engine"),
-    "AttributeError: 'NoneType' object has no attribute 'absmax'": (
-        "quant-state-none",
-        "possible",
-        "unsloth_zoo",
-    ),
 }
 
 

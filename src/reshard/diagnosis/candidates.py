@@ -12,7 +12,7 @@ from dataclasses import replace
 from reshard.diagnosis import absent, arguments, divisors, newweights, shapes, shortages
 from reshard.diagnosis.advice import of_reshard, of_setting
 from reshard.diagnosis.artefacts import mixed_up
-from reshard.diagnosis.attributes import of_attribute, of_none
+from reshard.diagnosis.blame import of_attribute, of_none, of_undefined
 from reshard.diagnosis.collectives import described as of_hang
 from reshard.diagnosis.descriptions import DESCRIBED, of_description
 from reshard.diagnosis.dtypes import of_dtypes
@@ -28,7 +28,6 @@ from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.requirements import of_clash, of_packages, of_requirement, of_resolver
 from reshard.diagnosis.rules import Told, covered_by, told_at
 from reshard.diagnosis.templates import of_template
-from reshard.diagnosis.undefined import of_guarded, of_undefined
 from reshard.diagnosis.unknown import of_unknown, of_unseen
 from reshard.diagnosis.upstream import place_in_code, update_of
 from reshard.diagnosis.weightnames import of_names
@@ -55,7 +54,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     Specificity.NUMBERS: frozenset(
         {
             *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, arguments.of_arguments),
-            *(divisors.of_divisors, of_groups, of_guarded, history.of_no_transformers, of_exit),
+            *(divisors.of_divisors, of_groups, history.of_no_transformers, of_exit),
         }
     ),
     Specificity.HISTORY: frozenset(
