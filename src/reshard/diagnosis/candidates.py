@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from reshard.diagnosis import absent, arguments, divisors, newweights, shapes, shortages
+from reshard.diagnosis import absent, divisors, newweights, shapes, shortages
 from reshard.diagnosis.advice import of_reshard, of_setting
 from reshard.diagnosis.artefacts import mixed_up
 from reshard.diagnosis.blame import of_attribute, of_none, of_undefined
@@ -24,6 +24,7 @@ from reshard.diagnosis.history import messages as history
 from reshard.diagnosis.imports import of_module, of_pair, of_symbol
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import first_sign, of_entries
+from reshard.diagnosis.options import of_arguments
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.requirements import of_clash, of_packages, of_requirement, of_resolver
 from reshard.diagnosis.rules import Told, covered_by, told_at
@@ -53,7 +54,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     Specificity.CONTENT: frozenset({mixed_up, bypassed, sharded, of_reshard}),
     Specificity.NUMBERS: frozenset(
         {
-            *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, arguments.of_arguments),
+            *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, of_arguments),
             *(divisors.of_divisors, of_groups, history.of_no_transformers, of_exit),
         }
     ),
