@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from reshard.diagnosis import absent, divisors, newweights, shapes, shortages
 from reshard.diagnosis.advice import of_reshard, of_setting
-from reshard.diagnosis.artefacts import mixed_up
 from reshard.diagnosis.blame import of_attribute, of_none, of_undefined
 from reshard.diagnosis.collectives import described as of_hang
 from reshard.diagnosis.descriptions import DESCRIBED, of_description
@@ -22,6 +21,7 @@ from reshard.diagnosis.finding import UNKNOWN, Finding, Text
 from reshard.diagnosis.groups import bypassed, of_groups, sharded
 from reshard.diagnosis.history import messages as history
 from reshard.diagnosis.imports import of_module, of_pair, of_symbol
+from reshard.diagnosis.kinds import of_kind
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import first_sign, of_entries
 from reshard.diagnosis.options import of_arguments
@@ -51,7 +51,7 @@ def _of_exception(ask: Callable[[Traceback, Log], Told | None]) -> Recogniser:
 
 
 RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
-    Specificity.CONTENT: frozenset({mixed_up, bypassed, sharded, of_reshard}),
+    Specificity.CONTENT: frozenset({of_kind, bypassed, sharded, of_reshard}),
     Specificity.NUMBERS: frozenset(
         {
             *(shapes.of_shapes, shortages.of_numbers, absent.of_ranks, of_arguments),
