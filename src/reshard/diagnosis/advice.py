@@ -11,16 +11,10 @@ from reshard.diagnosis.rules import told_at
 from reshard.diagnosis.sentences import asks
 from reshard.diagnosis.words import words
 
-_VERB = (
-    r"(?:set(?:ting)?|us(?:e|ing)|pass(?:ing)?|add(?:ing)?|call(?:ing)?|enabl(?:e|ing)|disabl(?:e|ing)"
-    r"|specify(?:ing)?|provid(?:e|ing)|launch(?:ing)?|run(?:ning)?|initialize|reduc(?:e|ing)|lower|increas(?:e|ing)"
-    r"|chang(?:e|ing)|remov(?:e|ing)|replac(?:e|ing)|load(?:ing)?|mov(?:e|ing)|defin(?:e|ing)|upgrade|downgrade"
-    r"|(?:check|make sure|ensure|verify)(?: whether| that| if)?(?: the| your)?(?: correct| right)?)"
+_CODE = re.compile(
+    r"`[^`\n]{2,100}`|['\"][\w.-]+['\"]|--[\w-]{2,60}|\b\w+ ?= ?[\w'\"]+|\b[\w.]*[a-z]\w*_\w+\b|\b\w+\(\)"
 )
-_CODE = (
-    r"(?:`[^`\n]{2,100}`|['\"][\w.-]+['\"]|--[\w-]{2,60}|\b\w+ ?= ?[\w'\"]+|\b[\w.]*[a-z]\w*_\w+\b|\b\w+\(\))"
-)
-_NAMES = re.compile(rf"(?i:\b{_VERB}\b)[^.\n]{{0,80}}?{_CODE}")
+"""A name of something to set, use or call."""
 _DEBUGS = re.compile(
     r"BLOCKING|DEBUG|VERBOSE|LOGLEVEL|TORCH_USE_CUDA_DSA|TORCH_LOGS|FULL_ERROR|look up to see"
 )
@@ -35,7 +29,7 @@ def of_setting(root: Traceback, log: Log) -> Finding | None:
     """What a failure's message says to set, use or call, by name; None if it names nothing."""
     first = root.root
     asked = asks(first.message)
-    if not asked or _DEBUGS.search(asked) or not _NAMES.search(asked):
+    if not asked or _DEBUGS.search(asked) or not _CODE.search(asked):
         return None
     line = next(line for line in first.message.split("\n") if asked.split("\n")[0][:SHOWS] in line)
     problem = re.split(r"(?<=[.!;])\s+|, (?=please )", line.strip())[0].rstrip(".")
