@@ -1,4 +1,4 @@
-"""Causes computed for runs of many processes: groups, meshes, sizes that divide, nodes, converters, release clashes."""
+"""Causes computed for runs of many processes: groups, meshes, sizes that divide, nodes, converters."""
 
 from __future__ import annotations
 
@@ -35,10 +35,6 @@ SAID = {
     "RuntimeError: Using hostfile at /job/hostfile but host=worker-1 was not reachable via ssh.": (
         "ssh-refused",
         "ssh-copy-id worker-1",
-    ),
-    "lightning.MisconfigurationError: The provided lr scheduler `StepLR` doesn't follow PyTorch's LRScheduler API.": (
-        "releases-clash",
-        "'pytorch-lightning>=1.9'",
     ),
     raised(
         "Exception: Unknown tensor name decoder.layers.0.mixer.in_proj.layer_norm_weight",

@@ -26,7 +26,7 @@ from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import first_sign, of_entries
 from reshard.diagnosis.options import of_arguments
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
-from reshard.diagnosis.requirements import of_clash, of_packages, of_requirement, of_resolver
+from reshard.diagnosis.requirements import of_packages, of_requirement, of_resolver
 from reshard.diagnosis.rules import Told, covered_by, told_at
 from reshard.diagnosis.templates import of_template
 from reshard.diagnosis.unknown import of_unknown, of_unseen
@@ -61,7 +61,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     Specificity.HISTORY: frozenset(
         {
             *(history.of_failure, history.of_shadow, history.of_one_package, history.of_no_release),
-            *(history.of_older_release, of_clash, of_symbol, of_resolver, of_requirement, of_names),
+            *(history.of_older_release, of_symbol, of_resolver, of_requirement, of_names),
             *map(_of_exception, (of_dtypes, of_undefined, of_template)),
         }
     ),
