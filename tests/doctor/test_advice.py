@@ -53,6 +53,8 @@ def test_a_switch_for_more_messages_is_no_cure() -> None:
     said = "RuntimeError: kernel failed. Please set `CUDA_LAUNCH_BLOCKING=1` to see where."
     assert first(raised(said)).code != "message-names-cure"
     assert first(raised("ValueError: Please check your model and dataset.")).code != "message-names-cure"
+    said = "RuntimeError: worker failed, 32 is more than max_lora_rank, please check the stack trace above"
+    assert first(raised(said)).code != "message-names-cure"
 
 
 def test_an_exception_of_which_a_command_prints_only_the_message() -> None:

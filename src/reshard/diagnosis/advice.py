@@ -17,8 +17,9 @@ _CODE = re.compile(
 """A name of something to set, use or call."""
 _DEBUGS = re.compile(
     r"BLOCKING|DEBUG|VERBOSE|LOGLEVEL|TORCH_USE_CUDA_DSA|TORCH_LOGS|FULL_ERROR|look up to see"
+    r"|[Ss]tack ?trace|[Tt]raceback"
 )
-"""Switches that show more of a failure and cure nothing."""
+"""Switches and places that show more of a failure and cure nothing."""
 
 
 SHOWS = 20
