@@ -57,6 +57,17 @@ def test_a_switch_for_more_messages_is_no_cure() -> None:
     assert first(raised(said)).code != "message-names-cure"
 
 
+@pytest.mark.parametrize("said", ["Make sure that:\n", "Please check the following:\n\n", "You should set:"])
+def test_a_sentence_without_its_end_is_no_cure(said: str) -> None:
+    found = first(raised(f"ValueError: no frob. {said}"))
+    assert found.code == UNKNOWN and "says what to do" not in found.remedy.en
+
+
+def test_a_list_belongs_to_the_sentence_before_it() -> None:
+    found = first(raised("ValueError: no frob.\nYou should set one of:\n  --frob-home DIR\n  frob.cfg"))
+    assert found.code == "message-names-cure" and "--frob-home DIR" in found.remedy.zh
+
+
 def test_an_exception_of_which_a_command_prints_only_the_message() -> None:
     usage = (
         "\n    Arguments received: ['xtuner', 'train']. xtuner commands use this syntax:\n        xtuner MODE"

@@ -32,7 +32,8 @@ def of_setting(root: Traceback, log: Log) -> Finding | None:
     asked = asks(first.message)
     if not asked or _DEBUGS.search(asked) or not _CODE.search(asked):
         return None
-    line = next(line for line in first.message.split("\n") if asked.split("\n")[0][:SHOWS] in line)
+    lines = first.message.split("\n")
+    line = next((line for line in lines if asked[:SHOWS] in line), lines[0])
     problem = re.split(r"(?<=[.!;])\s+|, (?=please )", line.strip())[0].rstrip(".")
     values = {"title": clipped(problem, 160), "asked": clipped(asked, 600), "said": clipped(first.said, 600)}
     return told_at(("message-names-cure", values), log.name, first.last, first.said)
