@@ -16,6 +16,8 @@ PACKAGES = {
     "RuntimeError: no backend (`pip install -U torchao[dev]` or `pip install quanto`).": "'torchao[dev]'",
     "ValueError: Tracking is off. Please pip install swanlab to use it.": "swanlab",
     "ImportError: Video needs decoders, pip3 install av decord.": "av decord",
+    "ImportError: Please `pip install ruamel.yaml` first.": "ruamel.yaml",
+    "ValueError: This tokenizer requires tiktoken to be installed.": "tiktoken",
 }
 
 

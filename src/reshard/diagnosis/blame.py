@@ -32,7 +32,7 @@ _OPTION = re.compile(
 )
 """An option of a run, as code reads it."""
 _CHECKS_OPTIONS = re.compile(r"(?:args|arguments|config)\w*\.py:\d+ __post_init__$")
-"""Where a class of options checks its own."""
+"""Where a class of options checks its own: whatever it reads is one."""
 
 
 def of_none(root: Traceback, log: Log) -> Told | None:
@@ -41,17 +41,14 @@ def of_none(root: Traceback, log: Log) -> Told | None:
         return None
     what = _none_in(root.source, root.said)
     options = _OPTION.findall(root.source)
-    if options and what in ("", *options):
-        return _unset(options, root)
     if what.startswith("self.") and root.frames and _CHECKS_OPTIONS.search(root.frames[-1]):
-        return _unset([what], root)
+        options = [what]
+    if options and what in ("", *options):
+        unset = [what] if what else options
+        names = "`, `".join(each.rpartition(".")[2] for each in unset)
+        return "setting-is-none", {"names": names, "what": " and ".join(unset)}
     shown = words("none-named", what=what) if what else words("none-unnamed")
     return "value-is-none", {"shown": shown, "whose": _whose(what, root)}
-
-
-def _unset(options: list[str], root: Traceback) -> Told:
-    names = "`, `".join(each.rpartition(".")[2] for each in options)
-    return "setting-is-none", {"names": names, "what": " and ".join(options)}
 
 
 def _none_in(source: str, said: str) -> str:

@@ -74,7 +74,7 @@ def of_pair(root: Traceback, log: Log) -> Finding | None:
     """
     match = _NAME.search(root.said)
     importer = _owner(root.frames[-1]) if root.frames else None
-    if match is None or importer is None or any(words in root.said for words in _NOT_OF_RELEASES):
+    if match is None or importer is None or any(each in root.said for each in _NOT_OF_RELEASES):
         return None
     package, path = match["package"], match["path"]
     if package in (importer, *_SHARED, *PACKAGES) or (path and not INSTALLED.search(path)):

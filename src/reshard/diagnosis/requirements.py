@@ -15,6 +15,7 @@ from reshard.diagnosis.installing import imported_from, installed_for
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import told, told_at
+from reshard.diagnosis.upstream import REPOSITORIES
 from reshard.diagnosis.words import words
 
 # --------------------------------------------------------------------- requirements that exclude each other
@@ -170,7 +171,7 @@ def _published(name: str) -> str:
 
 # ------------------------------------------------------------------------------------------- packages to install
 
-_PACKAGE = r"[A-Za-z][\w-]*(?:\[[\w,-]+\])?(?:[<>=!~]{1,2}[\w.*]+,?)*"
+_PACKAGE = r"[A-Za-z][\w-]*(?:\.[A-Za-z]\w*)*(?:\[[\w,-]+\])?(?:[<>=!~]{1,2}[\w.*]+,?)*"
 _INSTALL = re.compile(
     r"\bpip3? install (?P<command>[^`'\"“”\n]{1,300}|['\"][^`“”\n]{1,300})"
     r"|\b(?:requires?|needs?) (?:the )?(?P<needed>[\w-]{2,60})(?: library)?(?: to be| is| be| but it was not)?"
@@ -186,6 +187,8 @@ _PROSE = frozenset(
     ("to", "for", "if", "then", "in", "with", "before", "first", "from", "it", "the", "on", "or")
 )
 """Words that end a command inside a sentence."""
+_PACKAGES = {*ROOTS, *PACKAGES, *REPOSITORIES, "einops", "optimum", "protobuf", "tiktoken", "timm"}
+"""Packages that sentences name: they ask for drivers and compilers too."""
 
 
 def of_packages(root: Traceback, log: Log) -> Finding | None:
@@ -214,9 +217,9 @@ def _packages(message: str) -> Iterator[str]:
 
 
 def _of_sentence(name: str) -> Iterator[str]:
-    """A package that a sentence names, if it is known to be one: sentences ask for drivers and compilers too."""
+    """A package that a sentence names, if it is known to be one."""
     name, found = name.lower(), installed_for(name.lower())
-    if name not in _NO_PACKAGE and (found != name or found in {*ROOTS, *PACKAGES}):
+    if name not in _NO_PACKAGE and (found != name or found in _PACKAGES):
         yield from [found] if found.startswith("-") else found.split()
 
 
