@@ -16,6 +16,8 @@ PACKAGES = {
     "RuntimeError: no backend (`pip install -U torchao[dev]` or `pip install quanto`).": "'torchao[dev]'",
     "ValueError: Tracking is off. Please pip install swanlab to use it.": "swanlab",
     "ImportError: Video needs decoders, pip3 install av decord.": "av decord",
+    "ImportError: Please `pip install ruamel.yaml` first.": "ruamel.yaml",
+    "ValueError: This tokenizer requires tiktoken to be installed.": "tiktoken",
 }
 
 
@@ -53,6 +55,19 @@ def test_a_switch_for_more_messages_is_no_cure() -> None:
     said = "RuntimeError: kernel failed. Please set `CUDA_LAUNCH_BLOCKING=1` to see where."
     assert first(raised(said)).code != "message-names-cure"
     assert first(raised("ValueError: Please check your model and dataset.")).code != "message-names-cure"
+    said = "RuntimeError: worker failed, 32 is more than max_lora_rank, please check the stack trace above"
+    assert first(raised(said)).code != "message-names-cure"
+
+
+@pytest.mark.parametrize("said", ["Make sure that:\n", "Please check the following:\n\n", "You should set:"])
+def test_a_sentence_without_its_end_is_no_cure(said: str) -> None:
+    found = first(raised(f"ValueError: no frob. {said}"))
+    assert found.code == UNKNOWN and "says what to do" not in found.remedy.en
+
+
+def test_a_list_belongs_to_the_sentence_before_it() -> None:
+    found = first(raised("ValueError: no frob.\nYou should set one of:\n  --frob-home DIR\n  frob.cfg"))
+    assert found.code == "message-names-cure" and "--frob-home DIR" in found.remedy.zh
 
 
 def test_an_exception_copied_from_a_notebook() -> None:
@@ -141,11 +156,8 @@ def test_a_release_that_is_required_in_prose(said: str) -> None:
 
 
 def test_a_name_that_a_package_forgot_is_its_fault() -> None:
-    said = (
-        'Traceback (most recent call last):\n  File "/x/lib/python3.12/site-packages/frob/a.py", line 3, in f\n'
-        "    wibble()\nNameError: name 'wibble' is not defined"
-    )
-    assert diagnose_text("log", said)[0].code == "package-at-fault"
+    found = first(raised("NameError: name 'wibble' is not defined", "wibble()", f"{SITE}/frob/a.py"))
+    assert found.code == "name-undefined" and "pip install -U frob" in found.remedy.en
     assert diagnose_text("log", "NameError: name 'TypeAdapter' is not defined")[0].code == "name-of-optional"
 
 

@@ -39,11 +39,9 @@ CALLS = {
         f"{SITE}/frob/trainers.py",
     ): ("attribute-of-itself", "pip install -U frob"),
     raised("TypeError: 'NoneType' object is not subscriptable", "logits = outputs.logits[..., :-1, :]"): (
-        "output-is-none",
-        "turn off",
+        "value-is-none",
+        "Print it",
     ),
-    "    logits = outputs.logits[..., :-1, :]\n             ~~~~~~~~~~~~~~^^^^^^^^^^^^\n"
-    "TypeError: 'NoneType' object is not subscriptable": ("output-is-none", "turn off"),
     raised("TypeError: 'NoneType' object is not iterable", "kwargs.update(self.args.generation_kwargs)"): (
         "setting-is-none",
         "Set `generation_kwargs`",
@@ -54,10 +52,14 @@ CALLS = {
     ),
     "AttributeError: 'AdamW' object has no attribute 'train'": ("attribute-of-optimizer", "accelerate"),
     "AttributeError: 'RunArguments' object has no attribute 'frob'": ("attribute-of-arguments", "--frob"),
-    raised("NameError: name 'init_empty_weights' is not defined"): ("name-of-optional", "-U accelerate"),
+    raised(
+        "NameError: name 'init_empty_weights' is not defined",
+        "with init_empty_weights():",
+        f"{SITE}/transformers/modeling_utils.py",
+    ): ("name-of-optional", "-U accelerate"),
     "AttributeError: module 'numpy' has no attribute 'typeDict'": ("gone-before", "numpy<"),
     "AttributeError: 'NoneType' object has no attribute 'cdequantize_blockwise_bf16_nf4'": (
-        "library-not-loaded",
+        "bitsandbytes-cuda-setup",
         "python -m bitsandbytes",
     ),
     raised(
@@ -107,8 +109,8 @@ def test_a_class_of_causes_is_computed(text: str) -> None:
 ALONE = {
     "AttributeError: 'list' object has no attribute 'startswith'": ("text-expected", "tokenize=False"),
     "AttributeError: 'PeftModelForCausalLM' object has no attribute 'save_checkpoint'": (
-        "attribute-of-engine",
-        "unset ACCELERATE_USE_DEEPSPEED",
+        "attribute-of-other",
+        "`prepare`",
     ),
     "ImportError: Using `has_x` requires transformer_engine to be installed.": (
         "packages-to-install",

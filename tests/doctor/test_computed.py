@@ -234,3 +234,14 @@ def test_a_decorator_is_not_the_caller() -> None:
 def test_a_name_that_a_patch_release_removed_is_bound_by_the_last_that_has_it() -> None:
     found = first(*raised("ModuleNotFoundError: No module named 'vllm.worker'"))
     assert "'vllm<=0.11.0'" in found.remedy.en
+
+
+def test_what_pip_cannot_find_is_not_what_it_is_to_install() -> None:
+    said = "Could not find a version that satisfies the requirement vllm>=0.9 (from versions: 0.1.0, 0.6.1)"
+    assert first(f"ERROR: {said}").code != "version-required"
+
+
+def test_a_library_of_transformers_is_installed_with_what_it_needs() -> None:
+    said = "LlamaTokenizer requires the SentencePiece library but it was not found in your environment."
+    found = first(*raised(f"ImportError: {said} Check out the instructions.", f"{SITE}/transformers/a.py"))
+    assert found.code == "packages-to-install" and "install -U sentencepiece protobuf" in found.remedy.en

@@ -32,10 +32,6 @@ COMPUTED = {
         "package-without-part",
         "--no-cache-dir medlib",
     ),
-    "ImportError: cannot import name 'TENorm' from 'megatron.core.extensions.transformer_engine' (/a/b.py)": (
-        "name-of-optional",
-        "transformer-engine[pytorch]",
-    ),
     "OSError: Error no file named pytorch_model.bin, model.safetensors or flax_model.msgpack found in directory "
     r"D:\models\gemma-3-1b-it-q4_0-gguf.": ("artefact-mixed-up", "reshard convert"),
     "OSError: Can't load tokenizer for 'TheBloke/Llama2-13B-GGUF'. If you were trying to load it from the Hub": (

@@ -1,4 +1,4 @@
-"""Causes computed for runs of many processes: groups, meshes, sizes that divide, nodes, converters, release clashes."""
+"""Causes computed for runs of many processes: groups, meshes, sizes that divide, nodes, converters."""
 
 from __future__ import annotations
 
@@ -27,21 +27,6 @@ SAID = {
         "ssh-refused",
         "ssh-copy-id worker-1",
     ),
-    raised(
-        "AttributeError: 'NoneType' object has no attribute 'next_functions'", file=f"{SITE}/deepspeed/u.py"
-    ): (
-        "releases-clash",
-        "'torch>=2.4.1'",
-    ),
-    "lightning.MisconfigurationError: The provided lr scheduler `StepLR` doesn't follow PyTorch's LRScheduler API.": (
-        "releases-clash",
-        "'pytorch-lightning>=1.9'",
-    ),
-    raised(
-        "AttributeError: 'PoolNet' object has no attribute 'config'",
-        "h = model.config.hidden_size",
-        f"{SITE}/transformers/integrations/deepspeed.py",
-    ): ("attribute-of-interface", "self.config = self.model.config"),
 }
 
 

@@ -429,10 +429,10 @@ def test_collectives_that_timed_out_are_compared(works: list[tuple[int, int, int
     assert hardware == ("a link" in told)
 
 
-def test_a_missing_module_is_told_by_the_kind_of_its_exception() -> None:
+def test_a_missing_module_is_installed_with_the_interpreter_of_the_log() -> None:
     said = "ModuleNotFoundError: No module named 'frob'"
     (found,) = diagnose_text("log", "\n".join(["/data/env/bin/python train.py", *FAILURE[:-1], said]))
-    assert (found.code, found.certainty) == ("module-not-found", "possible")
+    assert (found.code, found.certainty) == ("module-not-found", "likely")
     assert "/data/env/bin/python -m pip install frob" in found.remedy.en
 
 

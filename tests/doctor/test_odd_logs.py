@@ -73,7 +73,7 @@ Cell In[2], line 1
 ----> 1 trainer_stats = trainer.train()
 
 NameError: name 'trainer' is not defined"""
-    assert diagnose_text("log", told)[0].code == "name-of-cell"
+    assert diagnose_text("log", told)[0].code == "name-undefined"
 
 
 def test_advice_for_another_case_is_not_the_cure() -> None:

@@ -9,30 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from reshard.diagnosis import arguments, devices, divisors, memory, names, ranks, shapes
-from reshard.diagnosis.advice import of_packages, of_reshard, of_setting
-from reshard.diagnosis.artefacts import mixed_up
-from reshard.diagnosis.askers import of_pair, of_submodule
-from reshard.diagnosis.attributes import of_attribute, of_none
-from reshard.diagnosis.clashes import of_clash
+from reshard.diagnosis import devices, divisors, memory, names, ranks, shapes
+from reshard.diagnosis.advice import of_reshard, of_setting
+from reshard.diagnosis.blame import of_attribute, of_none, of_undefined
 from reshard.diagnosis.descriptions import DESCRIBED, of_description
 from reshard.diagnosis.dtypes import of_dtypes
 from reshard.diagnosis.exits import of_exit
-from reshard.diagnosis.extensions import of_symbol
 from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
 from reshard.diagnosis.finding import UNKNOWN, Finding, Text
 from reshard.diagnosis.history.findings import of_failure
 from reshard.diagnosis.history.shadows import of_shadow
+from reshard.diagnosis.imports import of_module, of_pair, of_symbol
+from reshard.diagnosis.kinds import of_kind
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.match import of_entries
+from reshard.diagnosis.options import of_arguments
 from reshard.diagnosis.placeholders import of_placeholder
 from reshard.diagnosis.programs import of_program
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
-from reshard.diagnosis.resolvers import of_requirement, of_resolver
+from reshard.diagnosis.requirements import of_packages, of_requirement, of_resolver
 from reshard.diagnosis.root import first_sign
 from reshard.diagnosis.rules import Told, covered_by, told_at
 from reshard.diagnosis.templates import of_template
-from reshard.diagnosis.undefined import of_guarded, of_undefined
 from reshard.diagnosis.unknown import of_unknown, of_unseen
 from reshard.diagnosis.upstream import place_in_code, update_of
 
@@ -54,23 +52,23 @@ def _of_exception(ask: Callable[[Traceback, Log], Told | None]) -> Recogniser:
 
 
 RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
-    Specificity.CONTENT: frozenset({mixed_up, of_reshard}),
+    Specificity.CONTENT: frozenset({of_kind, of_reshard}),
     Specificity.NUMBERS: frozenset(
         {
             *(shapes.of_shapes, shapes.of_freed, memory.of_memory, devices.of_devices, ranks.of_ranks),
-            *(divisors.of_divisors, divisors.of_batches, arguments.of_arguments, of_guarded, of_exit),
+            *(divisors.of_divisors, divisors.of_batches, of_arguments, of_exit),
             *(of_program, of_placeholder),
         }
     ),
     Specificity.HISTORY: frozenset(
         {
-            *(of_failure, of_shadow, of_clash, of_symbol, of_resolver, of_requirement, names.of_names),
+            *(of_failure, of_shadow, of_symbol, of_resolver, of_requirement, names.of_names),
             *map(_of_exception, (of_dtypes, of_undefined, of_template)),
         }
     ),
     Specificity.KIND: frozenset(
         {
-            *(of_packages, of_submodule, of_pair, ranks.of_hang),
+            *(of_packages, of_module, of_pair, ranks.of_hang),
             *map(_of_exception, (of_none, of_attribute)),
         }
     ),

@@ -76,9 +76,7 @@ def of_divisors(root: Traceback, log: Log) -> Finding | None:
         "parts": check.parts,
         "told": sentence([values] if values else []),
         "cure": Text.lines([*_fits(check), words(f"divides-{check.kind}")]),
-        "compared": {
-            name: size for name, size in ((check.whole, check.size), (check.parts, check.by)) if size
-        },
+        "compared": {name: size for name, size in said.items() if size},
     }
     return told("not-divisible", [Place.of(log.name, failure.last, failure.said)], shown, certainty="likely")
 

@@ -10,7 +10,7 @@ from reshard.base.errors import ReshardError
 from reshard.diagnosis.beside import placed
 from reshard.diagnosis.candidates import candidates_of
 from reshard.diagnosis.finding import Finding
-from reshard.diagnosis.kinds import in_notebook
+from reshard.diagnosis.installing import in_notebook
 from reshard.diagnosis.log import Log, read_log
 from reshard.diagnosis.ranking import ranked
 from reshard.diagnosis.reading import BEGIN, encoding_of, lines_of

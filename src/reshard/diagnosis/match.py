@@ -13,7 +13,6 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.diagnosis.entries import Entry, catalogue
 from reshard.diagnosis.finding import CERTAINTIES, Finding, Place, Text
-from reshard.diagnosis.kinds import BY_KIND, filled_in, told_of
 from reshard.diagnosis.log import Line, Log, Traceback
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.ranks import compared
@@ -63,8 +62,6 @@ def _hit(entry: Entry, log: Log, root: Traceback | None, whole: _Passage, live: 
     said = root.said if root and explains else line.text if line else ""
     if line is None or not _applies(entry, whole.text, log.versions) or contradict(entry.id, said):
         return None
-    if entry.id in BY_KIND:
-        return _Hit(entry, line, explains, Specificity.KIND) if explains else None
     is_root = explains or (root is not None and is_in(line, root))
     first = [which_is_first(root)] if root and explains else []
     if entry.kind == "symptom" and is_root:
@@ -98,7 +95,7 @@ def _candidate(hit: _Hit, alike: list[_Hit], log: Log, root: Traceback | None) -
         certainty=max(_certainty(hit, alike, root), entry.certainty, key=CERTAINTIES.index),
         severity="warning" if entry.kind in WARNINGS else "error",
         places=(Place.of(log.name, hit.line.number, hit.line.text),),
-        evidence=(*hit.evidence, *_analysed(hit, log, root)),
+        evidence=(*hit.evidence, *_analysed(hit, log)),
         sources=entry.sources,
     )
     covers = frozenset(entry.symptom_of) if entry.kind != "symptom" else frozenset()
@@ -126,8 +123,6 @@ def _certainty(hit: _Hit, alike: list[_Hit], root: Traceback | None) -> str:
 
 def _cure(hit: _Hit, log: Log, root: Traceback | None) -> Text:
     """The remedy of an entry, with what its patterns found for its placeholders."""
-    if root and hit.entry.id in BY_KIND:
-        return filled_in(hit.entry.cure, root, log)
     cure, said = hit.entry.cure, root.said if root and hit.at_root else hit.line.text
     named = (each for each in hit.entry.patterns if each.groupindex)
     found = [pair for each in named if (match := each.search(said)) for pair in match.groupdict().items()]
@@ -137,11 +132,9 @@ def _cure(hit: _Hit, log: Log, root: Traceback | None) -> Text:
     return cure
 
 
-def _analysed(hit: _Hit, log: Log, root: Traceback | None) -> list[Text]:
+def _analysed(hit: _Hit, log: Log) -> list[Text]:
     """Evidence that comes from an analysis of the log."""
-    if hit.entry.id == "hang-nccl":
-        return compared(log)
-    return told_of(root, log) if root and hit.entry.id in BY_KIND else []
+    return compared(log) if hit.entry.id == "hang-nccl" else []
 
 
 class _Passage:

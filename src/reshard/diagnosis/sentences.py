@@ -11,9 +11,13 @@ def asks(message: str) -> str:
 
 
 def _those(message: str, pattern: re.Pattern[str]) -> str:
-    sentences = re.split(r"(?<=[.!;])\s+|\n+", message)
-    own = (each for each in sentences if not _REPORT.search(each) and not _OTHER_CASE.search(each))
-    return " ".join(each.strip() for each in own if pattern.search(each))
+    sentences = re.split(r"(?<=[.!;])\s+|\n+", re.sub(r":\s*\n\s*", ": ", message))
+    own = (
+        each
+        for each in map(str.strip, sentences)
+        if not each.endswith(":") and not _REPORT.search(each) and not _OTHER_CASE.search(each)
+    )
+    return " ".join(each for each in own if pattern.search(each))
 
 
 _OTHER_CASE = re.compile(r"^\s*If you (?:tried|meant|intended|were trying)\b")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from packaging.version import InvalidVersion, Version
 
 from reshard.base.suggest import closest
-from reshard.diagnosis.askers import imports_itself
 from reshard.diagnosis.finding import Finding, Place, Text
 from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.known import Known, known_of
@@ -27,7 +26,8 @@ from reshard.diagnosis.history.missing import (
 from reshard.diagnosis.history.releases import Bounds
 from reshard.diagnosis.history.table import PACKAGES, ROOTS, Table, table, tables
 from reshard.diagnosis.history.versions import installed_version
-from reshard.diagnosis.kinds import filled_in
+from reshard.diagnosis.imports import imports_itself
+from reshard.diagnosis.installing import with_interpreter
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.rules import told
 from reshard.diagnosis.upstream import asker, update_of
@@ -54,7 +54,7 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
             place = Place.of(log.name, failure.last, failure.said)
             proof = [read_from(answer.own)]
             finding = told(answer.rule, [place], answer.values, certainty=answer.certainty, evidence=proof)
-            return replace(finding, remedy=filled_in(answer.remedy or finding.remedy, failure, log))
+            return replace(finding, remedy=with_interpreter(answer.remedy or finding.remedy, log))
         failure = failure.before
     return None
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.history.known import table_of
 from reshard.diagnosis.history.missing import QUOTE, imported_in, is_shadowed
-from reshard.diagnosis.kinds import filled_in
+from reshard.diagnosis.installing import with_interpreter
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.rules import told_at
 from reshard.diagnosis.words import words
@@ -24,7 +24,7 @@ def of_shadow(root: Traceback, log: Log) -> Finding | None:
         return None
     shown = {"module": match["module"], "folder": folder}
     finding = told_at(("folder-for-package", shown), log.name, root.last, root.said)
-    return replace(finding, remedy=filled_in(finding.remedy, root, log))
+    return replace(finding, remedy=with_interpreter(finding.remedy, log))
 
 
 def _shadow(module: str, root: Traceback) -> Text | None:
