@@ -14,7 +14,7 @@ from reshard.diagnosis.history.table import table
 from reshard.diagnosis.history.versions import Versions
 from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.rules import rules
-from reshard.diagnosis.spelling import USUAL, Usage, _data, _shows, keys_of
+from reshard.diagnosis.spelling import USUAL, WITH_BF16, Usage, _data, _shows, keys_of
 
 SETTINGS, TOOLS = _data()["settings"], _data()["tools"]
 RAN = {
@@ -103,7 +103,7 @@ def test_no_text_of_the_doctor_names_a_setting_that_is_none() -> None:
         for language in ("en", "zh")
     ]
     named = [match for text in texts for match in re.findall(r"<<([a-z0-9-]+)", text)]
-    assert named and set(named) <= SETTINGS.keys()
+    assert named and set(named) - {WITH_BF16.strip("<>")} <= SETTINGS.keys()
 
 
 @pytest.mark.parametrize(
@@ -151,3 +151,18 @@ def test_the_folder_of_a_run_tells_what_ran(file: str, content: str, written: st
     (tmp_path / "train.log").write_text(f"{OUT_OF_MEMORY}\n")
     found = [each for each in diagnose(tmp_path) if each.code == "short-device-memory"]
     assert found and written in found[0].remedy.en
+
+
+def of_log(gpu: str, release: str) -> str:
+    said = "ValueError: Attempting to unscale FP16 gradients."
+    return diagnose_text("log", f"{gpu}\ntransformers {release}\n{said}")[0].remedy.en
+
+
+def test_a_cure_is_spelled_for_the_release_of_the_log() -> None:
+    assert "`torch_dtype=torch.float32`" in of_log("A100", "4.53.3")
+    assert "`dtype=torch.float32`" in of_log("A100", "4.57.0")
+
+
+def test_a_cure_advises_no_bfloat16_for_a_gpu_without_it() -> None:
+    assert "bf16" in of_log("NVIDIA A100-SXM4-80GB", "4.57.0")
+    assert "bf16" not in of_log("Tesla V100-SXM2-32GB", "4.57.0")

@@ -63,5 +63,7 @@ def findings_in(log: Log, usage: Usage | None = None) -> list[Finding]:
     """The findings of a log, the first cause first. `usage` is extended by what the log shows about the run."""
     usage = usage or Usage()
     usage.see(log.text)
+    usage.versions |= {name: version for name, version in log.versions.items() if name not in usage.versions}
+    usage.gpu = usage.gpu or log.gpu
     found = [each.finding for each in ranked(candidates_of(log))]
     return spelled([placed(in_notebook(each, log), usage) for each in found], usage)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from reshard.diagnosis.finding import Finding, Place, Text
-from reshard.diagnosis.hangs import describes_hang
+from reshard.diagnosis.lastwords import describes_hang
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.reading import clipped
 from reshard.diagnosis.rules import Told, told, told_at

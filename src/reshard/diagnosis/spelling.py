@@ -12,14 +12,18 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from reshard.checks.precision import has_bfloat16
 from reshard.diagnosis.data import data
 from reshard.diagnosis.finding import Finding, Text
+from reshard.diagnosis.history.calls import spelling_of
 
 USUAL = "script"
 """The tool that has a spelling for every setting: the user's own script."""
 SEEN = 1 << 20
 """Characters of a text that are searched for tools."""
-_HOLE = re.compile(r"<<(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>[^<>\n]*))?>>")
+WITH_BF16 = "<<with-bf16>>"
+"""The mark of a line for GPUs that have bfloat16."""
+_HOLE = re.compile(r"<<(?!with-bf16)(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>[^<>\n]*))?>>")
 _FP16 = re.compile(
     r"\bfp16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--fp16\b(?! (?:[Ff]alse|0))|mixed_precision['\"]?(?:\s*[=:]\s*|\s+)['\"]?fp16"
     r"|(?:dtype|DTYPE)['\"]?(?:\s*[=:]\s*|\s+)['\"]?(?:torch\.)?(?:float16|fp16|half)\b"
@@ -29,11 +33,13 @@ _BF16 = re.compile(r"\bbf16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--bf16\b(?! (?:[Ff]alse
 
 @dataclass
 class Usage:
-    """What was run, by the texts about it: the tools by precedence, and whether in float16."""
+    """What was run, by the texts about it: the tools by precedence, releases, a GPU, and whether in float16."""
 
     found: set[str] = field(default_factory=set)
     fp16: bool = False
     bf16: bool = False
+    versions: dict[str, str] = field(default_factory=dict)
+    gpu: str | None = None
     texts: dict[str, str] = field(default_factory=dict)
     """The scripts and configs that were given, by their path."""
 
@@ -53,21 +59,31 @@ class Usage:
         """The tools that were seen, the most specific first, and the usual one."""
         return [name for name in _data()["tools"] if name in self.found or name == USUAL]
 
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether the GPU is known to have no bfloat16."""
+        return self.gpu is not None and has_bfloat16(self.gpu) is False
+
     def spelled(self, text: str) -> str:
-        """A text with its settings as the tools write them."""
-        return _HOLE.sub(lambda hole: self._setting(hole["name"], hole["value"]), text)
+        """A text with its settings as the tools write them, without what the GPU cannot do."""
+        lines = (line for line in text.split("\n") if not (WITH_BF16 in line and self.lacks_bf16))
+        plain = "\n".join(lines).replace(WITH_BF16, "")
+        return _HOLE.sub(lambda hole: self._setting(hole["name"], hole["value"]), plain)
 
     def _setting(self, name: str, value: str | None) -> str:
+        if name == "bf16" and self.lacks_bf16:
+            name = "fp16"
         setting = _data()["settings"][name]
         given = value if value is not None else setting.get("value")
-        if self.fp16 and not self.bf16 and value is None and name in ("dtype", "dtype-name"):
+        if value is None and given == "bfloat16" and (self.lacks_bf16 or (self.fp16 and not self.bf16)):
             given = "float16"
         for tool in self.tools:
             spelling = setting.get(
                 tool, setting.get("key") if _data()["tools"][tool].get("trainer") else None
             )
             if spelling is not None:
-                return _written(tool, spelling, given)
+                key = spelling_of(setting["parameter"], self.versions) if "parameter" in setting else ""
+                return _written(tool, spelling.replace("{key}", key), given)
         raise KeyError(name)
 
 
