@@ -12,7 +12,8 @@ from reshard.diagnosis.sentences import asks
 from reshard.diagnosis.words import words
 
 _CODE = re.compile(
-    r"`[^`\n]{2,100}`|['\"][\w.-]+['\"]|--[\w-]{2,60}|\b\w+ ?= ?[\w'\"]+|\b[\w.]*[a-z]\w*_\w+\b|\b\w+\(\)"
+    r"`[^`\n]{2,100}`|['\"][\w.-]{1,80}['\"]|--[\w-]{2,60}|\b\w{1,60} ?= ?[\w'\"]"
+    r"|(?<![\w.])(?:\w{1,60}\.){0,4}[A-Za-z]\w{0,40}?_\w{1,60}|\b\w{1,60}\(\)"
 )
 """A name of something to set, use or call."""
 _DEBUGS = re.compile(

@@ -14,7 +14,7 @@ from reshard.diagnosis.history.table import PACKAGES
 from reshard.diagnosis.log import Log, Traceback
 from reshard.diagnosis.upstream import own_code, package_of
 
-_FILE = re.compile(r"[\w./][\w./-]*\.(?:ya?ml|json)")
+_FILE = re.compile(r"(?<![\w./-])[\w./-]{1,200}\.(?:ya?ml|json)")
 _CONFIG = re.compile(r"(?i)config|deepspeed|\.ya?ml")
 _PATH = re.compile(r"(?:\.{0,2}/|~/)\S*|\S+/checkpoint-\d+")
 _OF_WEIGHTS = re.compile(r"(?i)model_(?:name_or_)?path|checkpoint|resume|(?:^|[_.-])load$|adapter|^model$")

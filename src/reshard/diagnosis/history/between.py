@@ -25,7 +25,7 @@ from reshard.base.suggest import closest, did_you_mean
 from reshard.diagnosis.history.releases import Presence, Span
 from reshard.diagnosis.history.table import ROOTS, Table, table
 
-_PARAMETER = re.compile(r"(?P<function>[\w.]+)\((?P<name>\w+)(?:=[^)]*)?\)")
+_PARAMETER = re.compile(r"(?P<function>[\w.]{1,200})\((?P<name>\w{1,80})(?:=[^)]{0,80})?\)")
 
 
 @dataclass(frozen=True)
