@@ -14,9 +14,9 @@ from pathlib import Path
 
 import yaml
 
+from reshard.base.data_files import read_data
 from reshard.base.errors import ReshardError
 from reshard.base.suggest import closest
-from reshard.diagnosis.data import data
 from reshard.diagnosis.finding import Text
 
 FOLDER = Path(__file__).with_name("catalogue")
@@ -95,7 +95,7 @@ def _near(identifier: str, entries: dict[str, Entry]) -> list[str]:
 
 def _entry(path: Path) -> Entry:
     try:
-        raw = data(f"catalogue/{path.name}")
+        raw = read_data(path)
         return Entry(
             id=raw["id"],
             kind=raw["kind"],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from reshard.diagnosis.data import data
+from reshard.base.data_files import read_data
 from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.log import Log
 from reshard.diagnosis.words import words
@@ -28,7 +29,7 @@ def imported_from(package: str) -> str:
 
 @lru_cache(maxsize=1)
 def _modules() -> dict[str, str]:
-    content: dict[str, str] = data("modules.yaml")
+    content: dict[str, str] = read_data(Path(__file__).with_name("modules.yaml"))
     return content
 
 

@@ -59,7 +59,9 @@ def _message(failure: Traceback) -> str:
     return "\n".join([first, *takewhile(lambda line: line[:1].isspace(), more)])
 
 
-_FRAME = re.compile(r"(?P<source>.{1,300}?):(?P<line>\d+)(?: (?P<function>.+))?|(?P<file>\S{1,300})(?: (?P<name>.+))?")
+_FRAME = re.compile(
+    r"(?P<source>.{1,300}?):(?P<line>\d+)(?: (?P<function>.+))?|(?P<file>\S{1,300})(?: (?P<name>.+))?"
+)
 
 
 def frames_of(log: Log, failure: Traceback) -> Iterator[Fact]:

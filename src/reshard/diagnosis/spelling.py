@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from reshard.base.data_files import read_data
 from reshard.checks.precision import has_bfloat16
-from reshard.diagnosis.data import data
 from reshard.diagnosis.finding import Finding, Text
 from reshard.diagnosis.history.calls import spelling_of
 
@@ -143,5 +144,5 @@ def _shows() -> dict[str, re.Pattern[str]]:
 
 @lru_cache(maxsize=1)
 def _data() -> dict[str, Any]:
-    content: dict[str, Any] = data("settings.yaml")
+    content: dict[str, Any] = read_data(Path(__file__).with_name("settings.yaml"))
     return content

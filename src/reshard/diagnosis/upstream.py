@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from pathlib import Path
 from urllib.parse import quote_plus
 
-from reshard.diagnosis.data import data
+from reshard.base.data_files import read_data
 from reshard.diagnosis.finding import Text
 from reshard.diagnosis.history.table import PACKAGES
 from reshard.diagnosis.tracebacks import Traceback
@@ -23,7 +24,7 @@ SCRIPTS = {
 @lru_cache(maxsize=1)
 def repositories() -> dict[str, str]:
     """Repositories on GitHub by the folder of their package (`repositories.yaml`)."""
-    content: dict[str, str] = data("repositories.yaml")
+    content: dict[str, str] = read_data(Path(__file__).with_name("repositories.yaml"))
     return content
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 
+from reshard.base.data_files import read_data
 from reshard.base.shown import shown
 from reshard.base.text import locale_language as locale_language
 from reshard.base.translations import translated as translated
 from reshard.base.translations import translations as translations
-from reshard.diagnosis.data import data
 from reshard.diagnosis.finding import LANGUAGES, Finding, Text
 
 
@@ -43,7 +44,7 @@ def _in_text(value: object, language: str) -> object:
 @lru_cache(maxsize=1)
 def _phrases() -> dict[str, dict[str, str]]:
     """All phrases by name."""
-    content: dict[str, dict[str, str]] = data("words.yaml")
+    content: dict[str, dict[str, str]] = read_data(Path(__file__).with_name("words.yaml"))
     return content
 
 

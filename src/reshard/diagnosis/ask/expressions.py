@@ -1,12 +1,13 @@
-"""The regular expressions of this package: data, by name, in the YAML files beside it."""
+"""The regular expressions and texts of this package: data, by name, in the YAML files beside it."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from reshard.diagnosis.data import data
+from reshard.base.data_files import read_data
 from reshard.diagnosis.history.table import PACKAGES, ROOTS
 
 PACKAGE = "|".join(sorted({"pytorch", *ROOTS, *PACKAGES}, key=len, reverse=True))
@@ -15,7 +16,7 @@ PACKAGE = "|".join(sorted({"pytorch", *ROOTS, *PACKAGES}, key=len, reverse=True)
 @cache
 def expressions(file: str) -> dict[str, Any]:
     """The expressions of a file by name, one or a list of each. `{WORD}` in them stands for one of its `parts`."""
-    content: dict[str, Any] = data(f"ask/{file}.yaml")
+    content: dict[str, Any] = read_data(Path(__file__).with_name(f"{file}.yaml"))
     parts = {"PACKAGE": PACKAGE, **content.pop("parts")}
 
     def whole(text: str) -> re.Pattern[str]:
@@ -26,3 +27,10 @@ def expressions(file: str) -> dict[str, Any]:
     return {
         name: whole(each) if isinstance(each, str) else [*map(whole, each)] for name, each in content.items()
     }
+
+
+@cache
+def texts() -> dict[str, Any]:
+    """The words for the model, and for what goes wrong."""
+    content: dict[str, Any] = read_data(Path(__file__).with_name("texts.yaml"))
+    return content

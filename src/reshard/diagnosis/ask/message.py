@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from reshard.base.shown import shown
+from reshard.diagnosis.ask.expressions import texts
 from reshard.diagnosis.ask.redact import redacted
-from reshard.diagnosis.data import data
 from reshard.diagnosis.log import Line, Log
 
 LINES, LONGEST = 150, 400
@@ -38,8 +38,8 @@ def messages(facts: Mapping[str, Any], logs: Sequence[Log], language: str) -> li
     context = "\n".join(f"{each.stream}: {each.text}" for log in logs for each in log.lines)
     text = redacted("\n".join(shown(each.expandtabs(4)) for each in parts), context)
     text = re.sub(rf"(?m)^(\d+: .{{{LONGEST}}}).+", r"\1 …", text)
-    texts = data("ask/texts.yaml")
-    prompt = texts["prompt"].format(language=texts["languages"][language])
+    words = texts()
+    prompt = words["prompt"].format(language=words["languages"][language])
     return [{"role": "system", "content": prompt}, {"role": "user", "content": text}]
 
 

@@ -67,7 +67,9 @@ class Releases:
         if not package:  # a name that many have: the one that all import
             tables = [each for each in tables if each.name(ROOTS[each.package], name).there]
         keywords = [
-            each for each in re.findall(r"(?<!\w)(\w{1,80})\s{0,4}=(?!=)", inside) if not self._is_quoted(each, statement)
+            each
+            for each in re.findall(r"(?<!\w)(\w{1,80})\s{0,4}=(?!=)", inside)
+            if not self._is_quoted(each, statement)
         ]
         return bool(tables) and any(
             all(self._refuses(each, target, keyword, statement) for each in tables) for keyword in keywords

@@ -19,8 +19,8 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.shown import shown
+from reshard.diagnosis.ask.expressions import texts
 from reshard.diagnosis.ask.redact import redacted
-from reshard.diagnosis.data import data
 from reshard.diagnosis.reading import clipped
 from reshard.version import __version__
 
@@ -44,7 +44,7 @@ def endpoint(typed: str) -> str:
         "readable": parts.scheme == "http" and not _is_near(str(host)),
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        rule, remedy = data("ask/texts.yaml")["urls"][name]
+        rule, remedy = texts()["urls"][name]
         raise ReshardError("ask-url", "the URL of --ask cannot be used", rule=rule, remedy=remedy)
     path = parts.path.rstrip("/")
     return urlunsplit(parts._replace(path=path if path.endswith(PATH) else path + PATH, fragment=""))
@@ -154,7 +154,7 @@ def _text(raw: bytes) -> str:
 
 def _refusal(error: HTTPError, host: str, key: str) -> ReshardError:
     """What a status other than 200 means, with what the server says about it, but never with the key."""
-    statuses = data("ask/texts.yaml")["statuses"]
+    statuses = texts()["statuses"]
     meaning, remedy = statuses.get(error.code) or statuses[min(error.code // 100, 5)]
     said = str(error.headers.get("Location", "")) if error.code // 100 == 3 else ""
     with suppress(OSError, HTTPException, ValueError, RecursionError):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from reshard.base.data_files import read_data
 from reshard.checks.fact import Fact
-from reshard.diagnosis.data import FOLDER, data
 from reshard.diagnosis.finding import CERTAINTIES, Finding, Place, Text
 from reshard.diagnosis.words import filled
 
@@ -110,6 +111,6 @@ def covered_by(identifier: str) -> frozenset[str]:
 def rules() -> dict[str, dict[str, Any]]:
     """All rules by id."""
     content: dict[str, dict[str, Any]] = {}
-    for file in sorted((FOLDER / "rules").glob("*.yaml")):
-        content |= data(f"rules/{file.name}")
+    for file in sorted(Path(__file__).parent.glob("*.yaml")):
+        content |= read_data(file)
     return content
