@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import reshard
 from reshard.base.translations import translations
-from reshard.diagnosis.entries import catalogue
-from reshard.diagnosis.rules import rules
+from reshard.checks.rules import rules
+from reshard.diagnosis.entries.entries import catalogue
 from tests.commandline import reshard as command
 
 SOURCE = Path(reshard.__file__).parent

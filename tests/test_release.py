@@ -107,7 +107,7 @@ def test_archives_have_what_runs_and_nothing_else(built: tuple[Path, Path]) -> N
         packed = {member.filename: member.file_size for member in archive.infolist()}
     source = {name.removeprefix("src/") for name in inside if name.startswith("src/")}
     assert source == {name for name in packed if name.startswith("reshard/")}
-    assert {"reshard/py.typed", "reshard/diagnosis/rules/code.yaml"} <= source
+    assert {"reshard/py.typed", "reshard/checks/rules/code.yaml"} <= source
     assert not {name for name in inside if name.startswith(("tests", "bench", "demo", ".venv"))}
     assert max([*inside.values(), *packed.values()]) < 1 << 20
     assert wheel.stat().st_size < 5 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.diagnosis.entries import Entry, catalogue
+from reshard.diagnosis.entries.entries import Entry, catalogue
 from reshard.diagnosis.spelling import Usage
 
 KINDS = {
@@ -27,7 +27,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield (
         f"The {len(entries)} failures that `reshard doctor` knows, made from its catalogue: one YAML file for each in "
-        "`src/reshard/diagnosis/catalogue/`. [Add a failure](add-a-failure.md) shows how one is written."
+        "`src/reshard/diagnosis/entries/catalogue/`. [Add a failure](add-a-failure.md) shows how one is written."
     )
     for kind, heading in KINDS.items():
         yield ""

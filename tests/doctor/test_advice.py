@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.diagnosis.finding import LANGUAGES, UNKNOWN
+from reshard.base.text import LANGUAGES
+from reshard.checks.finding import UNKNOWN
+from reshard.checks.words import aside
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.words import aside
 from tests.doctor.test_classes import SITE, first, raised
 
 PACKAGES = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.diagnosis.entries import catalogue
-from reshard.diagnosis.finding import UNKNOWN
+from reshard.checks.finding import UNKNOWN
+from reshard.diagnosis.entries.entries import catalogue
 from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.unknown import nearest
 from tests.commandline import reshard as command

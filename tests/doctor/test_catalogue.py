@@ -15,9 +15,9 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from reshard.checks.rules import rules
 from reshard.cli import cli
-from reshard.diagnosis.entries import FOLDER, KINDS, Entry, catalogue
-from reshard.diagnosis.rules import rules
+from reshard.diagnosis.entries.entries import FOLDER, KINDS, Entry, catalogue
 from tools.check_entries import SCHEMA, main, problems
 from tools.failures_page import page
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from reshard.diagnosis.finding import Finding
+from reshard.checks.finding import Finding
 from reshard.diagnosis.logs import diagnose_text
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.diagnosis.finding import UNKNOWN, Finding
+from reshard.checks.finding import UNKNOWN, Finding
 from reshard.diagnosis.logs import diagnose_text
 
 SITE = "/home/user/venv/lib/python3.11/site-packages"

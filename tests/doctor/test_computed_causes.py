@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from reshard.checks.finding import UNKNOWN
+from reshard.checks.rules import rules
 from reshard.diagnosis import logs
-from reshard.diagnosis.finding import UNKNOWN
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.rules import rules
 from tests.doctor.test_classes import LOAD, SITE, first, raised
 
 SOURCE = Path(str(logs.__file__)).parent

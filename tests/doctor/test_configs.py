@@ -8,8 +8,8 @@ import pytest
 
 import reshard
 from reshard.checks.environment import Gpu
-from reshard.diagnosis import configs
-from reshard.diagnosis.finding import Finding
+from reshard.checks.finding import Finding
+from reshard.diagnosis.targets import configs
 from tests.commandline import reshard as command
 
 FSDP = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n"

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.diagnosis.entries import catalogue
-from reshard.diagnosis.finding import UNKNOWN
+from reshard.checks.finding import UNKNOWN
+from reshard.checks.rules import CAUSES, rules
+from reshard.diagnosis.entries.entries import catalogue
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.rules import CAUSES, rules
 from tests.commandline import reshard as command
 
 ENTRIES = catalogue()

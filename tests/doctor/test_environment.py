@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from reshard.checks import environment as machine
-from reshard.diagnosis.environment import Environment, Gpu, diagnose_environment, look_around
+from reshard.diagnosis.targets.environment import Environment, Gpu, diagnose_environment, look_around
 from tests.commandline import reshard as command
 from tests.environments import python
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from reshard.diagnosis.devices import _FLAG
-from reshard.diagnosis.entries import catalogue
-from reshard.diagnosis.reading import LONGEST_LINE
+from reshard.diagnosis.causes.devices import _FLAG
+from reshard.diagnosis.entries.entries import catalogue
 from reshard.diagnosis.spelling import _shows
+from reshard.diagnosis.text.reading import LONGEST_LINE
 
 if sys.version_info >= (3, 11):
     from re import _parser as parser
@@ -32,9 +32,9 @@ METHODS = [
     f"re.{name}"
     for name in ("compile", "search", "match", "fullmatch", "finditer", "findall", "sub", "split")
 ]
-AT_BEGINNING = {"reshard.diagnosis.tracebacks._FRAMES"}
+AT_BEGINNING = {"reshard.diagnosis.text.tracebacks._FRAMES"}
 """Containers whose expressions are only tried at the beginning of a line."""
-OWN = {"reshard.diagnosis.entries._PARTS"}
+OWN = {"reshard.diagnosis.entries.entries._PARTS"}
 """Only matched against reshard's own texts."""
 ENDLESS = 1.0
 QUICK = 0.15

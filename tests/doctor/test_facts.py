@@ -12,8 +12,8 @@ import pytest
 
 import reshard
 from reshard.diagnosis import diagnosis
-from reshard.diagnosis import facts as module
 from reshard.diagnosis.diagnosis import Examination, examine
+from reshard.diagnosis.facts import facts as module
 from tests.commandline import follows_schema
 from tests.commandline import reshard as command
 

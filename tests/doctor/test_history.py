@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import reshard
-from reshard.diagnosis.finding import Finding
+from reshard.checks.finding import Finding
 from reshard.diagnosis.history import table as tables
 from reshard.diagnosis.history.calls import base_of, refused
 from reshard.diagnosis.history.having import having

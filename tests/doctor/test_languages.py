@@ -14,11 +14,11 @@ import yaml
 import reshard
 from reshard.base.errors import Problem
 from reshard.base.translations import translated
-from reshard.diagnosis import rules, words
-from reshard.diagnosis.entries import catalogue
-from reshard.diagnosis.environment import diagnose_environment
-from reshard.diagnosis.finding import Finding
+from reshard.checks import rules, words
+from reshard.checks.finding import Finding
+from reshard.diagnosis.entries.entries import catalogue
 from reshard.diagnosis.logs import diagnose_text
+from reshard.diagnosis.targets.environment import diagnose_environment
 from tests.commandline import reshard as command
 from tests.doctor import test_configs, test_environment, test_scripts
 

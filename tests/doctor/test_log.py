@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 from rich.traceback import Traceback
 
-from reshard.diagnosis.finding import UNKNOWN
-from reshard.diagnosis.log import read_log
+from reshard.checks.finding import UNKNOWN
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.root import first_failure
+from reshard.diagnosis.text.log import read_log
+from reshard.diagnosis.text.root import first_failure
 from tests.doctor.tracebacks import failing
 
 FAILURE = [

@@ -21,8 +21,8 @@ import pytest
 from reshard.base.errors import ReshardError
 from reshard.diagnosis.diagnosis import diagnose
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.prefixes import cleaned
-from reshard.diagnosis.thinning import ROOM, WHOLE, thinned
+from reshard.diagnosis.text.prefixes import cleaned
+from reshard.diagnosis.text.thinning import ROOM, WHOLE, thinned
 from tests.doctor.test_expressions import GENERAL
 
 HEAD = Path(__file__).parent / "head"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.diagnosis.finding import UNKNOWN
+from reshard.checks.finding import UNKNOWN
 from tests.doctor.test_classes import SITE, first, raised
 
 FSDP = "distributed_type: FSDP\n"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from reshard.diagnosis.entries import catalogue
-from reshard.diagnosis.finding import CERTAINTIES, UNKNOWN
+from reshard.checks.finding import CERTAINTIES, UNKNOWN
+from reshard.diagnosis.entries.entries import catalogue
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.prefixes import START
-from reshard.diagnosis.tracebacks import Traceback
+from reshard.diagnosis.text.prefixes import START
+from reshard.diagnosis.text.tracebacks import Traceback
 from reshard.diagnosis.unknown import WORKER_UNSEEN
 from reshard.diagnosis.upstream import package_of, repositories, search_of
 from tests.doctor.test_log import FAILURE

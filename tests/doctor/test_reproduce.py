@@ -33,8 +33,8 @@ import yaml
 from packaging.requirements import Requirement
 
 import reshard
-from reshard.diagnosis.entries import Entry, catalogue
-from reshard.diagnosis.finding import Finding
+from reshard.checks.finding import Finding
+from reshard.diagnosis.entries.entries import Entry, catalogue
 from tests.environments import python_with
 
 FOLDER = Path(__file__).with_name("reproduce")

@@ -7,10 +7,10 @@ import traceback
 import pytest
 import torch
 
-from reshard.diagnosis.finding import LANGUAGES
+from reshard.base.text import LANGUAGES
+from reshard.checks.rules import told
+from reshard.diagnosis.causes.shapes import computed, pairs
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.rules import told
-from reshard.diagnosis.shapes import computed, pairs
 
 LOAD = (
     "size mismatch for {}: copying a param with shape torch.Size({}) from checkpoint, "

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from reshard.checks.rules import rules
 from reshard.diagnosis.diagnosis import diagnose
-from reshard.diagnosis.entries import catalogue
+from reshard.diagnosis.entries.entries import catalogue
 from reshard.diagnosis.history.keys import Keys
 from reshard.diagnosis.history.table import table
 from reshard.diagnosis.history.versions import Versions
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.rules import rules
 from reshard.diagnosis.spelling import USUAL, WITH_BF16, Usage, _data, _shows, keys_of
 
 SETTINGS, TOOLS = _data()["settings"], _data()["tools"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard.diagnosis.logs import diagnose_text
-from reshard.diagnosis.wrapping import rejoined
+from reshard.diagnosis.text.wrapping import rejoined
 
 LOG = """\
 loading

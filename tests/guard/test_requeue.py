@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import Problem
-from reshard.diagnosis.finding import Finding, Text
+from reshard.base.text import Text
+from reshard.checks.finding import Finding
 from reshard.guard.command.read import Started
 from reshard.guard.end.failure import Failure
 from reshard.guard.end.report import Ran, continuing, ended

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.diagnosis.environment import Environment
+from reshard.diagnosis.targets.environment import Environment
 from reshard.guard.end.complete import RECORD
 from reshard.training import megatron, trl
 from reshard.training.engines import engine_named

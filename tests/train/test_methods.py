@@ -15,7 +15,7 @@ import pytest
 
 import reshard as api
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.environment import Environment
+from reshard.diagnosis.targets.environment import Environment
 from reshard.training import trl
 from reshard.training.finish import finish
 from reshard.training.methods import EXPERIMENTAL, METHODS, generates, is_rewarded

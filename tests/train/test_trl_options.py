@@ -157,7 +157,7 @@ def test_defaults_avoid_the_traps() -> None:
 def test_bfloat16_is_taken_where_the_gpu_computes_in_it(
     capability: float, lora: bool, said: dict[str, bool], expected: Any
 ) -> None:
-    from reshard.diagnosis.environment import Environment, Gpu
+    from reshard.diagnosis.targets.environment import Environment, Gpu
 
     place = Environment({}, [Gpu("a GPU", capability, 1 << 34)], None, {})
     with planned_for(place):

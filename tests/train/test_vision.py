@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.environment import Environment
+from reshard.diagnosis.targets.environment import Environment
 from reshard.training import trl
 from reshard.training.data import read_records
 from reshard.training.data.images import Viewer

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from reshard.diagnosis.environment import Environment, Gpu
+from reshard.diagnosis.targets.environment import Environment, Gpu
 from reshard.training.run import Ranks, Run
 from reshard.training.trl import vllm
 from tests.serving import serving

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from reshard.base.arguments import Arguments, OnBytes, StrPath
 from reshard.base.errors import ReshardError
+from reshard.checks.finding import Finding
 from reshard.diagnosis.diagnosis import diagnose
-from reshard.diagnosis.environment import diagnose_environment, look_around
-from reshard.diagnosis.finding import Finding
 from reshard.diagnosis.spelling import Usage, spelled
+from reshard.diagnosis.targets.environment import diagnose_environment, look_around
 
 
 def doctor(

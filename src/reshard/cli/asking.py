@@ -13,8 +13,8 @@ import click
 
 from reshard.base.errors import ReshardError
 from reshard.base.shown import escape, escape_lines, shown
+from reshard.checks.words import words
 from reshard.cli.console import Watch, print_problems, stdout
-from reshard.diagnosis.words import words
 
 if TYPE_CHECKING:
     from reshard.diagnosis.ask.answer import Answer

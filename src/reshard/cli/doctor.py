@@ -9,19 +9,18 @@ import click
 from rich.cells import set_cell_size
 
 from reshard.base.shown import escape, escape_lines
-from reshard.base.text import locale_language
+from reshard.base.text import LANGUAGES, Text, locale_language
 from reshard.checks.environment import PACKAGES
+from reshard.checks.rules import rules
 from reshard.cli import asking
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.cli.options import quiet_option
 from reshard.cli.usage import Command
 from reshard.diagnosis import Finding
 from reshard.diagnosis.diagnosis import Examination, bytes_of_logs, examine
-from reshard.diagnosis.entries import Entry, catalogue, find
-from reshard.diagnosis.environment import Environment, diagnose_environment, look_around
-from reshard.diagnosis.finding import LANGUAGES, Text
-from reshard.diagnosis.rules import rules
+from reshard.diagnosis.entries.entries import Entry, catalogue, find
 from reshard.diagnosis.spelling import Usage, spelled
+from reshard.diagnosis.targets.environment import Environment, diagnose_environment, look_around
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reshard.diagnosis.finding import Finding, Place, Text
+from reshard.base.text import Text
+from reshard.checks.finding import Finding
+from reshard.checks.place import Place
 
 if TYPE_CHECKING:
     from reshard.diagnosis.diagnosis import diagnose

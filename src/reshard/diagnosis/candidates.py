@@ -9,28 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from reshard.diagnosis import devices, divisors, memory, names, ranks, shapes
-from reshard.diagnosis.advice import of_reshard, of_setting
-from reshard.diagnosis.blame import of_attribute, of_none, of_undefined
-from reshard.diagnosis.descriptions import DESCRIBED, of_description
-from reshard.diagnosis.dtypes import of_dtypes
-from reshard.diagnosis.exits import of_exit
-from reshard.diagnosis.failures import EXIT, is_consequence, is_launchers
-from reshard.diagnosis.finding import UNKNOWN, Finding, Text
-from reshard.diagnosis.history.findings import of_failure
-from reshard.diagnosis.history.shadows import of_shadow
-from reshard.diagnosis.imports import of_module, of_pair, of_symbol
-from reshard.diagnosis.kinds import of_kind
-from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.match import of_entries
-from reshard.diagnosis.options import of_arguments
-from reshard.diagnosis.placeholders import of_placeholder
-from reshard.diagnosis.programs import of_program
+from reshard.base.text import Text
+from reshard.checks.finding import UNKNOWN, Finding
+from reshard.checks.rules import Told, covered_by, told_at
+from reshard.diagnosis.causes import devices, divisors, memory, names, ranks, shapes
+from reshard.diagnosis.causes.advice import of_reshard, of_setting
+from reshard.diagnosis.causes.api import of_failure
+from reshard.diagnosis.causes.blame import of_attribute, of_none, of_undefined
+from reshard.diagnosis.causes.dtypes import of_dtypes
+from reshard.diagnosis.causes.exits import of_exit
+from reshard.diagnosis.causes.imports import of_module, of_pair, of_symbol
+from reshard.diagnosis.causes.kinds import of_kind
+from reshard.diagnosis.causes.options import of_arguments
+from reshard.diagnosis.causes.placeholders import of_placeholder
+from reshard.diagnosis.causes.programs import of_program
+from reshard.diagnosis.causes.requirements import of_packages, of_requirement, of_resolver
+from reshard.diagnosis.causes.shadows import of_shadow
+from reshard.diagnosis.causes.templates import of_template
+from reshard.diagnosis.entries.descriptions import DESCRIBED, of_description
+from reshard.diagnosis.entries.match import of_entries
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
-from reshard.diagnosis.requirements import of_packages, of_requirement, of_resolver
-from reshard.diagnosis.root import first_sign
-from reshard.diagnosis.rules import Told, covered_by, told_at
-from reshard.diagnosis.templates import of_template
+from reshard.diagnosis.text.failures import EXIT, is_consequence, is_launchers
+from reshard.diagnosis.text.log import Log, Traceback
+from reshard.diagnosis.text.root import first_sign
 from reshard.diagnosis.unknown import of_unknown, of_unseen
 from reshard.diagnosis.upstream import place_in_code, update_of
 

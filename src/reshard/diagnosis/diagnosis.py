@@ -18,18 +18,19 @@ from reshard.base.arguments import Arguments
 from reshard.base.boundary import for_users
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.shown import shown
-from reshard.diagnosis.causes import combined
-from reshard.diagnosis.environment import diagnose_environment
+from reshard.base.text import Text
+from reshard.checks.finding import Finding
+from reshard.checks.together import combined
+from reshard.checks.words import words
 from reshard.diagnosis.examination import Examination as Examination
-from reshard.diagnosis.finding import Finding, Text
-from reshard.diagnosis.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
-from reshard.diagnosis.freezes import diagnose_freeze, versions_in
-from reshard.diagnosis.log import Log
 from reshard.diagnosis.logs import STDIN, diagnose_log, findings_in, log_of
-from reshard.diagnosis.reading import BEGIN, CONFIG, SHELL, decoded, encoding_of
 from reshard.diagnosis.spelling import Usage, spelled
+from reshard.diagnosis.targets.environment import diagnose_environment
+from reshard.diagnosis.targets.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
+from reshard.diagnosis.targets.freezes import diagnose_freeze, versions_in
+from reshard.diagnosis.text.log import Log
+from reshard.diagnosis.text.reading import BEGIN, CONFIG, SHELL, decoded, encoding_of
 from reshard.diagnosis.unknown import WORKER_UNSEEN
-from reshard.diagnosis.words import words
 from reshard.stores import as_path, typed_path
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def examine(
     if seen.problems:
         raise ReshardError(seen.problems)
     if len(seen.checkpoints) == 2:
-        from reshard.diagnosis.checkpoints import of_pair
+        from reshard.diagnosis.targets.checkpoints import of_pair
 
         found += of_pair(*seen.checkpoints)
     if scripts := [target for target in named if target.endswith(SHELL)]:
@@ -131,7 +132,7 @@ def examine(
 
 def _launched(findings: list[Finding], scripts: Sequence[str]) -> list[Finding]:
     """Findings as they are with as many processes as the first shell script that says so starts."""
-    from reshard.diagnosis.launches import processes_of, under_launch
+    from reshard.diagnosis.targets.launches import processes_of, under_launch
 
     launch = next((started for script in scripts if (started := processes_of(script))), None)
     return [under_launch(finding, *launch) for finding in findings] if launch else findings
@@ -218,7 +219,7 @@ class _Seen:
             self.logs_left_out += 1
 
     def _of_weights(self, path: Path) -> Sequence[Finding]:
-        from reshard.diagnosis.checkpoints import diagnose_checkpoint
+        from reshard.diagnosis.targets.checkpoints import diagnose_checkpoint
 
         self.inspected[str(path)] = None
         findings, command = diagnose_checkpoint(path, partial(self.inspected.__setitem__, str(path)))
@@ -228,8 +229,8 @@ class _Seen:
 
     def _of_folder(self, folder: Path) -> Sequence[Finding]:
         """The findings of a checkpoint, or of the folder of a run with its logs and configs."""
-        from reshard.diagnosis.checkpoints import of_recorded
-        from reshard.diagnosis.configs import diagnose_config
+        from reshard.diagnosis.targets.checkpoints import of_recorded
+        from reshard.diagnosis.targets.configs import diagnose_config
 
         logs, configs, recorded = logs_in(folder), configs_in(folder), problems_in(folder)
         found = [of_recorded(problem, folder) for problem in recorded]
@@ -353,19 +354,19 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
 def _kind(path: Path) -> Callable[[str], list[Finding]]:
     """The function that diagnoses a file, by its suffix."""
     if path.suffix == ".py":
-        from reshard.diagnosis.scripts import diagnose_script
+        from reshard.diagnosis.targets.scripts import diagnose_script
 
         return diagnose_script
     if path.suffix == ".ipynb":
-        from reshard.diagnosis.notebooks import diagnose_notebook
+        from reshard.diagnosis.targets.notebooks import diagnose_notebook
 
         return diagnose_notebook
     if path.suffix in SHELL:
-        from reshard.diagnosis.launches import diagnose_launch
+        from reshard.diagnosis.targets.launches import diagnose_launch
 
         return diagnose_launch
     if path.suffix in CONFIG:
-        from reshard.diagnosis.configs import diagnose_config
+        from reshard.diagnosis.targets.configs import diagnose_config
 
         return diagnose_config
     return diagnose_log

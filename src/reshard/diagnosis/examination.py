@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from reshard.diagnosis.finding import Finding
-from reshard.diagnosis.log import Log
+from reshard.checks.finding import Finding
+from reshard.diagnosis.text.log import Log
 
 if TYPE_CHECKING:
     from reshard.commands.inspection import Inspection
@@ -31,7 +31,7 @@ class Examination:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The facts in the targets, as in `doctor --json`: see `facts.py`."""
-        from reshard.diagnosis.facts import facts_of
+        from reshard.diagnosis.facts.facts import facts_of
 
         facts = facts_of(self.of_targets, self.logs, self.texts, self.checkpoints)
         left = {"logs": self.logs_left_out} if self.logs_left_out else {}

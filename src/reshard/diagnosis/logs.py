@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 from reshard.base.errors import ReshardError
-from reshard.diagnosis.beside import placed
+from reshard.checks.finding import Finding
 from reshard.diagnosis.candidates import candidates_of
-from reshard.diagnosis.finding import Finding
-from reshard.diagnosis.installing import in_notebook
-from reshard.diagnosis.log import Log, read_log
+from reshard.diagnosis.causes.installing import in_notebook
 from reshard.diagnosis.ranking import ranked
-from reshard.diagnosis.reading import BEGIN, encoding_of, lines_of
 from reshard.diagnosis.spelling import Usage, spelled
+from reshard.diagnosis.targets.beside import placed
+from reshard.diagnosis.text.log import Log, read_log
+from reshard.diagnosis.text.reading import BEGIN, encoding_of, lines_of
 from reshard.stores import as_path
 
 STDIN = "-"

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from reshard.diagnosis.finding import CERTAINTIES, UNKNOWN, Finding, Text
+from reshard.base.text import Text
+from reshard.checks.finding import CERTAINTIES, UNKNOWN, Finding
 
 
 class Explains(IntEnum):

@@ -7,16 +7,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from reshard.base.shown import shown_lines
-from reshard.diagnosis.entries import Entry, catalogue
-from reshard.diagnosis.failures import CUT_OFF, EXIT, is_launchers
-from reshard.diagnosis.finding import UNKNOWN, Finding, Place, Text
-from reshard.diagnosis.log import Log, Traceback
-from reshard.diagnosis.reading import clipped
-from reshard.diagnosis.root import which_is_first
-from reshard.diagnosis.rules import told
-from reshard.diagnosis.sentences import asks
+from reshard.base.text import Text
+from reshard.checks.finding import UNKNOWN, Finding
+from reshard.checks.place import Place
+from reshard.checks.rules import told
+from reshard.checks.words import words
+from reshard.diagnosis.entries.entries import Entry, catalogue
+from reshard.diagnosis.text.failures import CUT_OFF, EXIT, is_launchers
+from reshard.diagnosis.text.log import Log, Traceback
+from reshard.diagnosis.text.reading import clipped
+from reshard.diagnosis.text.root import which_is_first
+from reshard.diagnosis.text.sentences import asks
 from reshard.diagnosis.upstream import own_code, search_of
-from reshard.diagnosis.words import words
 
 UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
 WORKER_UNSEEN = "worker-traceback-missing"

@@ -8,10 +8,10 @@ from pathlib import Path
 from urllib.parse import quote_plus
 
 from reshard.base.data_files import read_data
-from reshard.diagnosis.finding import Text
+from reshard.base.text import Text
+from reshard.checks.words import words
 from reshard.diagnosis.history.table import PACKAGES
-from reshard.diagnosis.tracebacks import Traceback
-from reshard.diagnosis.words import words
+from reshard.diagnosis.text.tracebacks import Traceback
 
 SCRIPTS = {
     "zero_to_fp32.py": "deepspeed",

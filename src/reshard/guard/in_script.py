@@ -281,8 +281,8 @@ def explained() -> Iterator[None]:
 
 def _diagnosis(error: Exception) -> str:
     from reshard.base.text import locale_language
+    from reshard.checks.words import aside
     from reshard.diagnosis.logs import diagnose_text
-    from reshard.diagnosis.words import aside
 
     words = "".join(traceback.format_exception(error))
     known = [

@@ -11,8 +11,9 @@ from packaging.specifiers import SpecifierSet
 from reshard.base.errors import Problem
 from reshard.base.installing import install_command
 from reshard.checks.fact import Fact
-from reshard.diagnosis.finding import Finding, Place
-from reshard.diagnosis.rules import in_words
+from reshard.checks.finding import Finding
+from reshard.checks.place import Place
+from reshard.checks.rules import in_words
 from reshard.diagnosis.spelling import Usage, spelled
 
 LONGEST = 160

@@ -11,9 +11,9 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError, listed, memory_size, when
 from reshard.checks.environment import Environment, Gpu
 from reshard.checks.machine import more_processes_than_gpus, torch_without_cuda
+from reshard.checks.place import Place
 from reshard.checks.remedies import in_words_of
-from reshard.diagnosis.finding import Place
-from reshard.diagnosis.rules import told
+from reshard.checks.rules import told
 from reshard.folders.companions import CONFIG
 from reshard.guard.before.outputs import unwritable
 from reshard.guard.end.complete import RECORD, SAVED
@@ -51,7 +51,7 @@ def ranks(processes: int, gpus: list[Gpu]) -> Iterator[Problem]:
 def model(run: Run) -> Iterator[Problem]:
     """Problems unless the folder is a Hugging Face one with complete weights; other findings of the doctor about it."""
     from reshard.commands.inspection import inspect_checkpoint  # with all formats
-    from reshard.diagnosis.checkpoints import diagnose_checkpoint
+    from reshard.diagnosis.targets.checkpoints import diagnose_checkpoint
 
     try:
         inspection = inspect_checkpoint(run.model)
@@ -283,7 +283,7 @@ def disk(run: Run, needed: int) -> list[Problem]:
 def config_problems(path: Path) -> list[Problem]:
     """The doctor's findings about a script or config for a run. Raises ReshardError if the file is neither."""
     from reshard.diagnosis import diagnose
-    from reshard.diagnosis.launches import run_by_several
+    from reshard.diagnosis.targets.launches import run_by_several
 
     # The doctor cannot know whether several processes will run a script; here they will.
     found = run_by_several(str(path), diagnose(path), Place("reshard train"), 2)

@@ -12,7 +12,7 @@ import yaml
 from reshard.base.shown import shown
 from reshard.diagnosis.ask.expressions import texts
 from reshard.diagnosis.ask.redact import redacted
-from reshard.diagnosis.log import Line, Log
+from reshard.diagnosis.text.log import Line, Log
 
 LINES, LONGEST = 150, 400
 """Lines of all logs together, and characters of each."""

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from reshard.diagnosis.finding import Text
+from reshard.base.text import Text
+from reshard.checks.words import words
 from reshard.diagnosis.history.calls import base_of
 from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.missing import Kind, Missing, checkout_of, is_shadowed
 from reshard.diagnosis.history.releases import Bounds, Presence
 from reshard.diagnosis.history.table import PACKAGES, ROOTS, Table, table, tables
-from reshard.diagnosis.log import Log, Traceback
+from reshard.diagnosis.text.log import Log, Traceback
 from reshard.diagnosis.upstream import package_of
-from reshard.diagnosis.words import words
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from reshard.diagnosis.log import Log, Traceback
+from reshard.diagnosis.text.log import Log, Traceback
 
 
 class Kind(Enum):

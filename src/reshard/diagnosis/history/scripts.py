@@ -7,17 +7,18 @@ import re
 from collections.abc import Iterator
 
 from reshard.base.suggest import closest
+from reshard.checks.finding import Finding
+from reshard.checks.place import Place
+from reshard.checks.rules import told
 from reshard.checks.source import Call, Source
-from reshard.diagnosis.finding import Finding, Place
+from reshard.checks.words import words
+from reshard.diagnosis.causes.api import read_from
 from reshard.diagnosis.history.calls import Refused, parameters, refused
-from reshard.diagnosis.history.findings import read_from
 from reshard.diagnosis.history.having import having
 from reshard.diagnosis.history.known import table_of
 from reshard.diagnosis.history.releases import Bounds
 from reshard.diagnosis.history.table import PACKAGES, Table, tables
 from reshard.diagnosis.history.versions import Versions
-from reshard.diagnosis.rules import told
-from reshard.diagnosis.words import words
 
 Asked = tuple[ast.stmt | ast.expr, str, str]
 """Where a script names something, the module, and the name in it; "" for the module itself."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from reshard.diagnosis.finding import Text
+from reshard.base.text import Text
+from reshard.checks.words import words
 from reshard.diagnosis.history.table import Table
-from reshard.diagnosis.words import words
 
 _INLINE = re.compile(r"^# /// script\s*$(.*?)^# ///\s*$", re.MULTILINE | re.DOTALL)
 """The metadata of a script (PEP 723)."""

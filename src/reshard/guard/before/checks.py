@@ -11,11 +11,12 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError
 from reshard.checks import grpo
 from reshard.checks.environment import Environment
-from reshard.diagnosis.causes import combined
-from reshard.diagnosis.environment import diagnose_environment
-from reshard.diagnosis.finding import Finding, Place
-from reshard.diagnosis.rules import in_words
+from reshard.checks.finding import Finding
+from reshard.checks.place import Place
+from reshard.checks.rules import in_words
+from reshard.checks.together import combined
 from reshard.diagnosis.spelling import Usage, spelled
+from reshard.diagnosis.targets.environment import diagnose_environment
 from reshard.guard.before import outputs, resources
 from reshard.guard.before.asking import Question
 from reshard.guard.command.read import Command
@@ -92,8 +93,8 @@ def _texts(command: Command) -> Iterator[str]:
 
 def _of_files(command: Command, installed: Mapping[str, str], checked: Checked) -> Iterator[Finding]:
     """The doctor's findings about script and configs, for the number of processes that will run them."""
-    from reshard.diagnosis.launches import diagnose_launch, run_by_several
-    from reshard.diagnosis.reading import SHELL
+    from reshard.diagnosis.targets.launches import diagnose_launch, run_by_several
+    from reshard.diagnosis.text.reading import SHELL
 
     count = command.processes * command.nodes
     place = Place("the command", None, " ".join(command.words))
@@ -114,10 +115,10 @@ def _of_files(command: Command, installed: Mapping[str, str], checked: Checked) 
 def _diagnosed(path: Path, installed: Mapping[str, str]) -> list[Finding]:
     """The findings about a script, or about a config, with these packages."""
     if path.suffix in (".yaml", ".yml", ".json"):
-        from reshard.diagnosis.configs import diagnose_config
+        from reshard.diagnosis.targets.configs import diagnose_config
 
         return diagnose_config(str(path), installed)
-    from reshard.diagnosis.scripts import diagnose_source
+    from reshard.diagnosis.targets.scripts import diagnose_source
 
     return diagnose_source(replace(source_of(str(path)), installed=installed))
 

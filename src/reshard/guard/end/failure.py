@@ -17,17 +17,17 @@ from rich.console import Console
 
 from reshard.base.errors import Problem
 from reshard.base.shown import escape, escape_lines
-from reshard.diagnosis.causes import combined
-from reshard.diagnosis.checkpoints import of_recorded
-from reshard.diagnosis.environment import diagnose_environment
-from reshard.diagnosis.failures import EXIT, is_consequence
-from reshard.diagnosis.finding import UNKNOWN, Finding
-from reshard.diagnosis.log import Line, Log, Traceback, read_log
+from reshard.checks.finding import UNKNOWN, Finding
+from reshard.checks.together import combined
+from reshard.checks.words import aside
 from reshard.diagnosis.logs import LARGEST, diagnose_text
-from reshard.diagnosis.root import first_failure
-from reshard.diagnosis.scripts import diagnose_script
 from reshard.diagnosis.spelling import Usage, spelled
-from reshard.diagnosis.words import aside
+from reshard.diagnosis.targets.checkpoints import of_recorded
+from reshard.diagnosis.targets.environment import diagnose_environment
+from reshard.diagnosis.targets.scripts import diagnose_script
+from reshard.diagnosis.text.failures import EXIT, is_consequence
+from reshard.diagnosis.text.log import Line, Log, Traceback, read_log
+from reshard.diagnosis.text.root import first_failure
 from reshard.guard.supervise.passing import signal_name
 from reshard.guard.supervise.relay import without_times
 from reshard.guard.watch.watching import Notice

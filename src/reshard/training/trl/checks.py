@@ -17,9 +17,9 @@ from typing import Any
 
 from reshard.base.arguments import truth
 from reshard.base.errors import Problem, ReshardError, when
+from reshard.base.text import Text
 from reshard.checks.environment import Environment
 from reshard.checks.machine import facts_of, old_gpus
-from reshard.diagnosis.finding import Text
 from reshard.folders.companions import CONFIG
 from reshard.training import rewards
 from reshard.training.findings import in_short, of_fact, version_of
@@ -94,7 +94,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
 
 def model(run: Run) -> Iterator[Problem]:
     """Problems of the model's own code that would fail at the first step. Untrusted code is not run."""
-    from reshard.diagnosis.trainable import remote_code  # with all formats of checkpoints
+    from reshard.diagnosis.targets.trainable import remote_code  # with all formats of checkpoints
 
     options = options_of(run)
     if options["trust_remote_code"] and options["gradient_checkpointing"]:

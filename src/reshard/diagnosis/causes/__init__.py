@@ -1,0 +1,1 @@
+"""Causes that are computed from a failure: shapes, names, memory, ranks, releases, options."""

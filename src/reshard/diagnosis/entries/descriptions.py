@@ -1,0 +1,71 @@
+"""What a person writes about a run, without a line of its log: the entry that it may be, or what to paste."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.checks.finding import Finding
+from reshard.checks.place import Place
+from reshard.checks.rules import told
+from reshard.diagnosis.entries.entries import Entry, catalogue
+from reshard.diagnosis.text.log import Log
+
+DESCRIBED = "description-only"
+MOST, MOST_TITLED = 6, 60
+"""Maximum lines of a description, and of one below a title: longer texts are logs."""
+_TAG = re.compile(r"^\W*(?i:bug|question|issue|help|求助|问题)\b")
+"""How people begin the title of a report."""
+_LOGGED = re.compile(
+    r"\d\d:\d\d:\d\d|Error:(?: |$)|\b(?:INFO|DEBUG|WARNING|ERROR)\b|^[ \t]{0,20}(?:[$#>{\[]|File \"|\*{3} )|\d%"
+    r"|\b(?:loss|rate|accuracy)['\"]?\s*[:=]|\.(?:py|cu|cpp|cc|h):\d",
+    re.MULTILINE,
+)
+"""What programs print: such a text is no description."""
+_PERSON = re.compile(
+    r"\b(?:I|[Mm]y|[Ww]e|[Hh]elp|[Ww]hy|[Hh]ow|[Bb]ug|BUG)\b|[?？]|[\u4e00-\u9fff]{4}"
+    r"|\b(?:seems?|despite|although|however)\b"
+)
+"""What people write, and programs do not."""
+_FAILS = re.compile(
+    r"\b(?i:fail(?:s|ed|ing)?|errors?|crash(?:es|ed)?|wrong|broken|missing|cannot|can['’]?t|won['’]?t|(?:do|does|did)n['’]?t"
+    r"|unable|stuck|hangs?|killed|garbage|gibberish|noise|ignores|drops|dropped|silently)\b"
+    r"|\b(?i:leaves? out|help|why|how (?:do|can|to)|lost|refuse[sd]?)\b"
+    r"|不了|不上|不动|不行|不对|没有|起不来|卡住|卡死|报错|错误|失败|崩溃|丢失|损坏|乱码|混合|怎么|为什么|请问|求助"
+)
+"""What people write of runs that fail."""
+
+
+def of_description(log: Log) -> Finding | None:
+    """The finding for a short text in which a person says that a run fails; None for other texts."""
+    lines = [line for line in log.lines if line.text.strip()]
+    if not lines or not _is_report(lines[0].text, "\n".join(line.text for line in lines), len(lines), log):
+        return None
+    text = "\n".join(line.text for line in lines)
+    place = Place.of(log.name, lines[0].number, lines[0].text)
+    entry = next((each for each in catalogue().values() if _describes(text, each)), None)
+    if entry is None:
+        return told(DESCRIBED, [place], certainty="possible")
+    return Finding(
+        code=entry.id,
+        message=entry.title,
+        rule=entry.cause,
+        remedy=entry.cure,
+        certainty="possible",
+        places=(place,),
+        sources=entry.sources,
+    )
+
+
+def _is_report(title: str, text: str, count: int, log: Log) -> bool:
+    """Whether a person wrote a text: all of it, or a title and what is below it."""
+    has_title = count <= MOST_TITLED and not _LOGGED.search(title)
+    if count <= MOST_TITLED and _TAG.search(title):
+        return bool(_FAILS.search(text))
+    is_short = count <= MOST and not _LOGGED.search(text)
+    asks = title.rstrip().endswith(("?", "？")) or bool(_FAILS.search(title))
+    fails = bool(_FAILS.search(text) and _PERSON.search(text)) and not log.progress
+    return fails and (is_short or (has_title and asks))
+
+
+def _describes(text: str, entry: Entry) -> bool:
+    return any(pattern.search(text) for pattern in entry.described)

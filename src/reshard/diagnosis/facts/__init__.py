@@ -1,0 +1,1 @@
+"""What the files of a run show, each with its line, for programs."""

@@ -1,0 +1,1 @@
+"""What a log says: its streams, tracebacks and other failures, and which of them came first."""
