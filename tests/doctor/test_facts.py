@@ -151,12 +151,20 @@ def test_a_version_that_is_not_the_installed_one_is_left_out(line: str, tmp_path
 
 
 def test_a_command_has_its_flags_with_the_words_behind_them(tmp_path: Path) -> None:
-    typed = "$ torchrun --standalone train.py --bf16 True --max_steps -1 -m a --out=b --verbose lr=1e-5 \\"
+    typed = (
+        "$ torchrun --standalone train.py --bf16 True --data a b --steps -1 -m a --out=b --verbose lr=1e-5 \\"
+    )
     (ran,) = facts_in(log_of(tmp_path, "now", typed, "  --load /ckpt/3 --last 2>&1 | tee --append x"))[
         "commands"
     ]
-    expected = {"standalone": None, "bf16": "True", "max_steps": "-1", "m": "a", "out": "b"}
-    expected |= {"verbose": "lr=1e-5", "lr": "1e-5", "load": "/ckpt/3", "last": None}
+    expected: dict[str, object] = {
+        "standalone": None,
+        "bf16": "True",
+        "data": ["a", "b"],
+        "steps": "-1",
+        "m": "a",
+    }
+    expected |= {"out": "b", "verbose": None, "lr": "1e-5", "load": "/ckpt/3", "last": None}
     assert {each["name"]: each["value"] for each in ran["flags"]} == expected and ran["line"] == 2
 
 
@@ -215,8 +223,8 @@ def test_the_shapes_of_a_log_are_there_though_its_script_is_the_cause() -> None:
 def test_the_history_of_a_name_is_told_from_the_release_in_use_on(tmp_path: Path) -> None:
     log = (HISTORY / "trl-keyword-gone.log").read_text()
     name, kind = facts_in(log_of(tmp_path, log))["history"]
-    assert bare([name], "name", "removed", "moved_to") == [
-        ("SFTConfig(max_seq_length=…)", "0.20.0", "max_length")
+    assert bare([name], "name", "removed", "renamed", "moved_to") == [
+        ("SFTConfig(max_seq_length=…)", None, "0.20.0", "max_length")
     ]
     assert bare([kind], "name", "added") == [("trl.SFTConfig", "0.9.2")] and "there" not in kind
     name, kind = facts_in(log_of(tmp_path, "trl==0.20.0", log))["history"]

@@ -25,7 +25,7 @@ KINDS = {
     "function": ("huggingface-hub", "huggingface_hub.cached_download", None, "0.26.0"),
     "method": ("peft", "PeftModel.save_pretrained", "0.1.0", None),
     "attribute": ("transformers", "Trainer.tokenizer", None, "5.0.0"),
-    "parameter": ("transformers", "TrainingArguments(evaluation_strategy=…)", None, "4.51.0"),
+    "parameter": ("transformers", "TrainingArguments(evaluation_strategy=…)", None, None),
     "model type": ("transformers", "qwen3", "4.51.0", None),
     "architecture": ("vllm", "Qwen3ForCausalLM", "0.8.5.post1", None),
 }
@@ -44,6 +44,7 @@ def test_a_parameter_of_one_release_only_is_told_with_its_new_name() -> None:
     assert "evaluation_strategy" in found["parameters"]["removed"]
     assert found["parameters"]["renamed"]["evaluation_strategy"] == "eval_strategy"
     assert changes("transformers", "TrainingArguments(no_cuda)")["moved_to"] == "use_cpu"
+    assert changes("transformers", "TrainingArguments(evaluation_strategy=…)")["renamed"] == "4.51.0"
     assert changes("transformers", "transformers.Trainer.log(start_time)")["added"] == "4.47.0"
 
 

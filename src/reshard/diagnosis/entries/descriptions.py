@@ -13,6 +13,8 @@ from reshard.diagnosis.text.log import Log
 DESCRIBED = "description-only"
 MOST, MOST_TITLED = 6, 60
 """Maximum lines of a description, and of one below a title: longer texts are logs."""
+_HEADING = re.compile(r"(?:[\w.'’_-]+ ){3,19}[\w'’_-]+")
+"""A title of several words, without the signs that programs print between them."""
 _TAG = re.compile(r"^\W*(?i:bug|question|issue|help|求助|问题)\b")
 """How people begin the title of a report."""
 _LOGGED = re.compile(
@@ -28,9 +30,11 @@ _PERSON = re.compile(
 """What people write, and programs do not."""
 _FAILS = re.compile(
     r"\b(?i:fail(?:s|ed|ing)?|errors?|crash(?:es|ed)?|wrong|broken|missing|cannot|can['’]?t|won['’]?t|(?:do|does|did)n['’]?t"
-    r"|unable|stuck|hangs?|killed|garbage|gibberish|noise|ignores|drops|dropped|silently)\b"
-    r"|\b(?i:leaves? out|help|why|how (?:do|can|to)|lost|refuse[sd]?)\b"
-    r"|不了|不上|不动|不行|不对|没有|起不来|卡住|卡死|报错|错误|失败|崩溃|丢失|损坏|乱码|混合|怎么|为什么|请问|求助"
+    r"|unable|stuck|hangs?|killed|garbage|gibberish|noise|ignores|drops|dropped|silently|unchanged|nan"
+    r"|not (?:loaded|trained|work(?:ing)?|load|there))\b"
+    r"|\b\w+Error\b|\b(?i:leaves? out|help|why|how (?:do|can|to)|lost|refuse[sd]?)\b"
+    r"|不了|不上|不动|不行|不对|没有|起不来|卡住|卡死|报错|出错|错误|为 ?nan"
+    r"|失败|崩溃|丢失|损坏|乱码|混合|怎么|为什么|请问|求助"
 )
 """What people write of runs that fail."""
 
@@ -57,14 +61,16 @@ def of_description(log: Log) -> Finding | None:
 
 
 def _is_report(title: str, text: str, count: int, log: Log) -> bool:
-    """Whether a person wrote a text: all of it, or a title and what is below it."""
-    has_title = count <= MOST_TITLED and not _LOGGED.search(title)
-    if count <= MOST_TITLED and _TAG.search(title):
-        return bool(_FAILS.search(text))
+    """Whether a person wrote a text that tells of a failure: all of it, or a title and what is below it."""
+    if not _FAILS.search(text) or count > MOST_TITLED:
+        return False
+    if _TAG.search(title):
+        return True
+    if log.progress:
+        return False
     is_short = count <= MOST and not _LOGGED.search(text)
-    asks = title.rstrip().endswith(("?", "？")) or bool(_FAILS.search(title))
-    fails = bool(_FAILS.search(text) and _PERSON.search(text)) and not log.progress
-    return fails and (is_short or (has_title and asks))
+    is_titled = not _LOGGED.search(title) and bool(_FAILS.search(title) or title.rstrip()[-1:] in "?？")
+    return (is_short or is_titled) and bool(_PERSON.search(text) or _HEADING.fullmatch(title.strip()))
 
 
 def _describes(text: str, entry: Entry) -> bool:

@@ -148,7 +148,7 @@ def _changed(package: str, name: str, used: Mapping[str, str], is_asked: bool) -
         return {}
     known = found.pop("known")["releases"]
     around = [known[known.index(found["added"]) - 1]] if found["added"] else []
-    around += [found["removed"]] if found["removed"] else []
+    around += [each for each in (found["removed"], found["renamed"]) if each]
     own, module = table(package), name.rpartition(".")[0]
     is_seen = own is not None and not any(own.is_open(module, Version(each)) for each in around)
     if not is_asked and not (around and is_seen):

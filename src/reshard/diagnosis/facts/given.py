@@ -89,21 +89,24 @@ def commands_in(logs: Sequence[Log], texts: Mapping[str, str]) -> Iterator[Fact]
             yield {"text": line.text.strip(), "flags": _flags(line.text), **at(file, line.number)}
 
 
+_NO_VALUE = re.compile(r"-(?!\d)|.*\.py$|\+{0,2}[A-Za-z][\w.]*=")
+"""A flag, the script, or an override: no value of the flag before it."""
 _OPERATOR = re.compile(r"\d?[<>|&;]")
 """Where a shell's command ends."""
 
 
 def _flags(command: str) -> list[Fact]:
-    """The flags of a command, with the word that follows, and its overrides (`name=value`)."""
+    """The flags of a command, with the words that follow, and its overrides (`name=value`)."""
     words: list[str] = []
     with suppress(ValueError):  # an open quote
         words = list(takewhile(lambda word: not _OPERATOR.match(word), shlex.split(command)))
     found: list[Fact] = []
-    for word, after in zip(words, [*words[1:], "-"], strict=True):
+    for at, word in enumerate(words):
         name, equals, value = word.partition("=")
         if re.fullmatch(r"--?[A-Za-z][\w.-]*", name):
-            follows = None if re.match(r"-(?!\d)|.*\.py$", after) else after
-            found.append({"name": name.lstrip("-"), "value": value if equals else follows})
+            follow = list(takewhile(lambda each: not _NO_VALUE.match(each), words[at + 1 :]))
+            several = follow if len(follow) > 1 else next(iter(follow), None)
+            found.append({"name": name.lstrip("-"), "value": value if equals else several})
         elif equals and re.fullmatch(r"\+{0,2}[A-Za-z][\w.]*", name):
             found.append({"name": name, "value": value})
     return found

@@ -55,7 +55,11 @@ def unseen_in(
 def _named(seen: Mapping[str, Sequence[Fact]]) -> Iterator[tuple[str, str]]:
     """Settings with their values, and the other words of commands."""
     for command in seen["commands"]:
-        flags = [(str(each["name"]), str(each["value"])) for each in cast("list[Fact]", command["flags"])]
+        flags = [
+            (str(each["name"]), str(value))
+            for each in cast("list[Fact]", command["flags"])
+            for value in (each["value"] if isinstance(each["value"], list) else [each["value"]])
+        ]
         yield from flags
         yield from (("", word) for word in str(command["text"]).split() if word not in dict(flags).values())
     yield from ((str(each["name"]), str(each["value"])) for each in seen["settings"])

@@ -66,8 +66,9 @@ def changes(package: str, name: str, before: str | None = None, after: str | Non
     dict
         JSON values. `added` is the first release with the name, None if the oldest known release has it already;
         `removed` is the first release without it, None if the newest has it; either is None as well where a module's
-        names cannot be listed, and `there` too; `moved_to` is the module that has the
-        name instead, or a parameter's new name. `there` says whether each of the two releases has it, `parameters`
+        names cannot be listed, and `there` too. `renamed` stands for `removed` of a parameter that has another name
+        since: the old one may still be accepted. `moved_to` is the module that has the name instead, or a parameter's
+        new name. `there` says whether each of the two releases has it, `parameters`
         what changed of the function or constructor. `known` are the releases in the table, and when it was made.
 
     Raises
@@ -78,6 +79,8 @@ def changes(package: str, name: str, before: str | None = None, after: str | Non
     own = _table_of(package)
     named = _named(own, name)
     first, last = min(named.presence.there), max(named.presence.there)
+    without = own.after(last) if last < own.last and named.is_in(own, last + 1) is False else None
+    is_renamed = named.kind == "parameter" and named.moved_to is not None
     one = _place(own, "before", before or own.versions[0])
     two = _place(own, "after", after or own.versions[-1])
     return {
@@ -85,7 +88,8 @@ def changes(package: str, name: str, before: str | None = None, after: str | Non
         "name": name,
         "kind": named.kind,
         "added": own.versions[first] if first > 0 and named.is_in(own, first - 1) is False else None,
-        "removed": own.after(last) if last < own.last and named.is_in(own, last + 1) is False else None,
+        "removed": None if is_renamed else without,
+        "renamed": without if is_renamed else None,
         "moved_to": named.moved_to,
         "before": own.versions[one],
         "after": own.versions[two],

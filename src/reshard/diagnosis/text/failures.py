@@ -76,7 +76,16 @@ def loose_failure(lines: Sequence[Line]) -> Traceback | None:
     after = after_progress(lines)
     searches = (_in_one_line, _cut_off, _exit_status, _joined, _unnamed, last_words)
     found = next((found for search in searches if (found := search(after))), None)
-    return found and _with_frames(found, lines)
+    return found and _with_frames(_below_title(found, after), lines)
+
+
+def _below_title(failure: Traceback, lines: Sequence[Line]) -> Traceback:
+    """The same failure further below, if a text has it with its frames, and first repeats it as its title."""
+    below = [line for line in lines if line.number > failure.end]
+    if failure.frames or not failure.exception or not below or failure.first != lines[0].number:
+        return failure
+    again = _in_one_line(below)
+    return again if again and again.frames and again.said.startswith(failure.said) else failure
 
 
 def _in_one_line(lines: Sequence[Line]) -> Traceback | None:

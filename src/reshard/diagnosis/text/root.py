@@ -34,6 +34,8 @@ def _ends_script(failure: Traceback) -> bool:
 
 _LOGS = re.compile(r"\b(?:WARN(?:ING)?|ERROR|CRITICAL)\b")
 """The level of a line in which a program logs an exception that it has caught."""
+_IGNORED = "Exception ignored in"
+"""What Python prints before the traceback of a destructor, which ends nothing."""
 _CAUGHT = re.compile(r"\b(?i:caught|retry(?:ing)?|skipp(?:ed|ing)|ignor(?:ed|ing))\b")
 _WENT_ON = re.compile(
     r"\b(?i:done|finished|completed?|wrote|saved|accuracy|bye)\b|\b(?i:step|epoch|iter\w*)\W{0,3}\d"
@@ -42,9 +44,11 @@ _WENT_ON = re.compile(
 
 def _is_handled(failure: Traceback, log: Log) -> bool:
     """Whether a program has logged an exception and gone on, by the lines before and after it."""
+    before = [line for line in _own(failure.stream, log) if line.number < failure.first][-1:]
+    if any(_IGNORED in line.text for line in before):
+        return True
     if _ends_script(failure) or not failure.frames or not _went_on(failure.stream, failure.last, log):
         return False
-    before = [line for line in _own(failure.stream, log) if line.number < failure.first][-1:]
     return any(_LOGS.search(line.text) for line in before)
 
 
