@@ -114,3 +114,19 @@ def test_no_modules_import_each_other() -> None:
     while tops := left.keys() - {target for targets in left.values() for target in targets}:
         left = {name: targets for name, targets in left.items() if name not in tops}
     assert {name: sorted(targets & left.keys()) for name, targets in left.items()} == {}
+
+
+DOCTOR = ("text", "history", "causes", "entries", "facts", "targets", "ask")
+"""The packages of the doctor. None imports a later one."""
+
+
+def test_the_packages_of_the_doctor_run_downwards() -> None:
+    upwards = [
+        f"{name_of(path)} imports {module}"
+        for level, package in enumerate(DOCTOR)
+        for path in (SOURCE / "diagnosis" / package).rglob("*.py")
+        for module in imported(path)
+        for other in DOCTOR[level + 1 :]
+        if module.startswith(f"reshard.diagnosis.{other}.")
+    ]
+    assert upwards == []

@@ -27,6 +27,8 @@ def test_a_description_is_answered(question: str) -> None:
 
 
 REPORTS = {
+    "[BUG] Qwen3 MoE 30B-A3B training stuck\nScript to reproduce:\n"
+    "deepspeed --module openrlhf.cli.train_sft --zero_stage 3 \\\n  --bf16\n": "zero3-experts-hang",
     "[Bug] weights are dropped\nA model that was saved twice loads with most weights silently left out. The log says\n"
     "The server is fired up and ready to roll!\n": "description-only",
     "Bug: torch.compile leaves its prefix in keys\n- saved: _orig_mod.layers.0.weight\n"

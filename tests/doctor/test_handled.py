@@ -41,3 +41,26 @@ def test_a_run_that_went_on_has_not_failed(log: str) -> None:
 )
 def test_a_run_that_ended_with_it_has(log: str) -> None:
     assert [found.severity for found in diagnose_text("log", log)][:1] == ["error"]
+
+
+def test_what_python_ignores_in_a_destructor_is_no_failure() -> None:
+    """As DeepSpeed's CPUAdam prints it after its build was refused."""
+    log = """\
+  File "/usr/lib/python3.7/dist-packages/deepspeed/ops/op_builder/builder.py", line 60, in assert_no_cuda_mismatch
+    raise Exception(
+Exception: Installed CUDA version 11.0 does not match the version torch was compiled with 10.1
+Exception ignored in: <function DeepSpeedCPUAdam.__del__ at 0x7f30c6ca0830>
+Traceback (most recent call last):
+  File "/usr/lib/python3.7/dist-packages/deepspeed/ops/adam/cpu_adam.py", line 91, in __del__
+    self.ds_opt_adam.destroy_adam(self.opt_id)
+AttributeError: 'DeepSpeedCPUAdam' object has no attribute 'ds_opt_adam'
+"""
+    (found,) = diagnose_text("log", log)
+    assert found.places[0].line == 3 and "Installed CUDA version 11.0" in found.rule.en
+
+
+def test_a_title_that_repeats_the_message_is_not_the_failure() -> None:
+    failed = "KeyError: 'layers.0.lora_A.weight'"
+    log = f'{failed}\nServing it gives\n  File "/u/serve.py", line 3, in load\n    params[name]\n{failed}\n'
+    (found,) = diagnose_text("log", log)
+    assert found.places[0].line == 5

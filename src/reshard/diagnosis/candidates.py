@@ -91,7 +91,7 @@ def candidates_of(log: Log) -> list[Candidate]:
         root = memory.last_words(log)
     is_told = root is None or not (root.exception or root.frames)
     if is_told and not found and (described := of_description(log)):
-        closeness = Specificity.UNKNOWN if described.code == DESCRIBED else Specificity.KIND
+        closeness = Specificity.UNKNOWN if described.code == DESCRIBED else Specificity.MESSAGE
         place, covers = described.places[0].line or 0, frozenset({UNKNOWN})
         found.append(Candidate(described, Explains.FIRST, closeness, place, covers))
     return [*found, *(_at_first(root, log) if root else ())]

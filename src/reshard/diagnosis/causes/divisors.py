@@ -22,6 +22,7 @@ _CHECKS = (
         rf"(?P<whole>{_SIZE}) (?:(?:should|must|has to|have to|needs? to) be(?: evenly)?|is not|are not|not)"
         rf" (?:divisible(?: by)?|(?:a )?multiple of) (?:the )?(?P<parts>{_SIZE})(?=[^\w ]|$)"
     ),
+    re.compile(r"equal chunk\. Got (?P<whole>size of \w+ \d+) and (?P<parts>chunk \d+)"),
     re.compile(r"assert (?P<whole>[\w.]+) % (?P<parts>[\w.]+(?:\([\w.]*\))?) == 0"),
 )
 _VALUE_IN = re.compile(r"(?:(?:: ?|[ =])\(?|^)(?P<value>\d+)\)?")

@@ -13,7 +13,7 @@ from reshard.diagnosis.text.log import Log
 DESCRIBED = "description-only"
 MOST, MOST_TITLED = 6, 60
 """Maximum lines of a description, and of one below a title: longer texts are logs."""
-_HEADING = re.compile(r"(?:[\w.'’_-]+ ){3,19}[\w'’_-]+")
+_HEADING = re.compile(r"\A(?:[\w.'’_-]+ ){3,19}[\w'’_-]+")
 """A title of several words, without the signs that programs print between them."""
 _TAG = re.compile(r"^\W*(?i:bug|question|issue|help|求助|问题)\b")
 """How people begin the title of a report."""

@@ -20,8 +20,8 @@ from reshard.checks.rules import in_words, told
 from reshard.diagnosis.causes.api import read_from
 from reshard.diagnosis.history.calls import Refused
 from reshard.diagnosis.history.keys import Keys
-from reshard.diagnosis.history.scripts import wording
 from reshard.diagnosis.history.versions import Versions
+from reshard.diagnosis.targets.script_api import wording
 
 RUN = {"learning_rate", "per_device_train_batch_size", "num_train_epochs", "output_dir", "model_name_or_path"}
 """Keys that identify the config of a run."""

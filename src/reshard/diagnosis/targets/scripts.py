@@ -12,7 +12,7 @@ from reshard.checks.place import Place
 from reshard.checks.rules import in_words, told
 from reshard.checks.source import Call, Source, read_source
 from reshard.checks.words import words
-from reshard.diagnosis.history.scripts import history_findings
+from reshard.diagnosis.targets.script_api import history_findings
 from reshard.diagnosis.targets.spread import device_map_findings, export_device_map
 
 SHARDERS = ("fully_shard", "FSDP", "FullyShardedDataParallel", "parallelize_module")

@@ -81,11 +81,11 @@ def loose_failure(lines: Sequence[Line]) -> Traceback | None:
 
 def _below_title(failure: Traceback, lines: Sequence[Line]) -> Traceback:
     """The same failure further below, if a text has it with its frames, and first repeats it as its title."""
-    below = [line for line in lines if line.number > failure.end]
-    if failure.frames or not failure.exception or not below or failure.first != lines[0].number:
+    if failure.frames or not failure.exception or failure.first != lines[0].number:
         return failure
-    again = _in_one_line(below)
-    return again if again and again.frames and again.said.startswith(failure.said) else failure
+    title = failure.said.split("\n")[0]
+    again = _in_one_line([line for line in lines if line.number > failure.last])
+    return again if again and again.frames and again.said.split("\n")[0] == title else failure
 
 
 def _in_one_line(lines: Sequence[Line]) -> Traceback | None:
