@@ -382,3 +382,11 @@ def test_the_skill_is_a_skill_file() -> None:
     assert len(commands) > 6
     for each in commands:
         check_parses(each.split()[1:])
+
+
+def test_tokens_in_logs_are_not_told(tmp_path: Path) -> None:
+    token = "hf_" + "aB3dE5fG7h" * 3 + "jKlM"
+    (tmp_path / "run.log").write_text(f"ValueError: {token} cannot read the repository\n")
+    (tmp_path / "a.yaml").write_text(f"hub_token: {token}\n")
+    (found,) = answers([("facts", {"targets": ["run.log", "a.yaml"]})], tmp_path)
+    assert not found.refused and token not in found.text and "<secret>" in found.text

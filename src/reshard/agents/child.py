@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -42,10 +42,21 @@ def plan(src: str, dst: str, **options: Any) -> dict[str, Any]:
 
 
 def facts(targets: list[str]) -> dict[str, Any]:
+    from reshard.diagnosis.ask.redact import without_keys
     from reshard.diagnosis.diagnosis import examine
 
     seen = examine(*targets)
-    return {"findings": [each.told("en") for each in seen.findings], "facts": seen.facts}
+    told = {"findings": [each.told("en") for each in seen.findings], "facts": seen.facts}
+    return {key: _cleaned(value, without_keys) for key, value in told.items()}
+
+
+def _cleaned(content: Any, clean: Callable[[str], str]) -> Any:
+    """Facts with their texts cleaned: logs and configs may hold tokens."""
+    if isinstance(content, str):
+        return clean(content)
+    if isinstance(content, Mapping):
+        return {key: _cleaned(value, clean) for key, value in content.items()}
+    return [_cleaned(value, clean) for value in content] if isinstance(content, (list, tuple)) else content
 
 
 def api_history(

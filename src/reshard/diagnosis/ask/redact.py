@@ -25,11 +25,7 @@ def redacted(text: str, context: str = "") -> str:
     """A text without secrets, users, machines, addresses and home folders; `context` shows more of their names."""
     given = expressions("private")
     text, context = ("\n".join(map(_begin, each.split("\n"))) for each in (text, context))
-    for pattern in given["secrets"]:
-        text = pattern.sub("<secret>", text)
-    for pattern in given["after"]:
-        text = pattern.sub(r"\1<secret>", text)
-    text = "\n".join(map(without_secrets, text.split("\n")))
+    text = without_keys(text)
     seen = f"{context}\n{text}"
     hosts = {*_named(given["hosts"], seen), socket.gethostname()}
     users = _named([*given["homes"], *given["users"]], seen)
@@ -43,6 +39,16 @@ def redacted(text: str, context: str = "") -> str:
     for sign, names in (("address", _addresses(text)), ("host", hosts), ("user", users)):
         text = _without(text, names, sign)
     return text
+
+
+def without_keys(text: str) -> str:
+    """A text without what opens something: tokens, keys, passwords."""
+    given = expressions("private")
+    for pattern in given["secrets"]:
+        text = pattern.sub("<secret>", text)
+    for pattern in given["after"]:
+        text = pattern.sub(r"\1<secret>", text)
+    return "\n".join(map(without_secrets, text.split("\n")))
 
 
 def _begin(line: str) -> str:
