@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.diagnosis.logs import diagnose_text
 
 FLASH = """\
 Traceback (most recent call last):
@@ -43,3 +44,8 @@ def test_other_lines_are_not(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text("learning_rate: 1.0e-5\nnot_bf16: true\n# bf16\n")
     found, *_ = reshard.doctor(tmp_path / "run.log", tmp_path / "train.yaml")
     assert [Path(place.target).name for place in found.places] == ["run.log"]
+
+
+def test_a_value_behind_a_switch_is_explained() -> None:
+    (found,) = diagnose_text("log", USAGE)
+    assert found.code == "unknown-key" and "`False` is behind a flag that takes no value" in found.rule.en

@@ -54,6 +54,7 @@ def of_arguments(root: Traceback, log: Log) -> Finding | None:
         return told("accelerate-config-newer", [place], config.groupdict(), certainty="likely")
     known = _known(root.said, log) if unknown else set()
     texts = _of_releases(unknown, root, log) or [_near(name, known) for name in unknown[:MOST]]
+    texts += [words("argument-value", name=value) for value in _values(root.said)]
     lacks = None if "Could not override" in log.text else _LACKS.search(root.said)
     if lacks and texts in ([], [words("argument-unknown", name=lacks["key"])]):
         values = {**lacks.groupdict(), "where": place_in_code(root.root)}
@@ -70,6 +71,13 @@ def _unknown(said: str) -> Iterator[str]:
         given = next(each for each in match.groups() if each is not None)
         flags = _FLAG.findall(given)
         yield from flags if flags or match["arguments"] else _NAME.findall(given)
+
+
+def _values(said: str) -> list[str]:
+    """What argparse refuses behind a flag that takes no value: words alone, without a flag that it does not know."""
+    match = _REFUSED.search(said)
+    given = match["arguments"] if match else None
+    return given.split()[:MOST] if given and not _FLAG.search(given) else []
 
 
 # ------------------------------------------------------------------------------------------ what other releases know
