@@ -95,7 +95,8 @@ def test_no_code_is_that_of_a_failure_or_a_rule() -> None:
 
 
 def test_an_id_is_of_one_rule() -> None:
-    files = sorted((SOURCE / "diagnosis" / "rules").glob("*.yaml"))
+    files = sorted((SOURCE / "checks" / "rules").glob("*.yaml"))
+    assert files
     ids = [
         name
         for path in files

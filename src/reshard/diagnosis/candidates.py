@@ -23,6 +23,7 @@ from reshard.diagnosis.causes.kinds import of_kind
 from reshard.diagnosis.causes.options import of_arguments
 from reshard.diagnosis.causes.placeholders import of_placeholder
 from reshard.diagnosis.causes.programs import of_program
+from reshard.diagnosis.causes.records import of_column, of_value
 from reshard.diagnosis.causes.requirements import of_packages, of_requirement, of_resolver
 from reshard.diagnosis.causes.shadows import of_shadow
 from reshard.diagnosis.causes.templates import of_template
@@ -57,7 +58,7 @@ RECOGNISERS: Mapping[Specificity, frozenset[Recogniser]] = {
     Specificity.NUMBERS: frozenset(
         {
             *(shapes.of_shapes, shapes.of_freed, memory.of_memory, devices.of_devices, ranks.of_ranks),
-            *(divisors.of_divisors, divisors.of_batches, of_arguments, of_exit),
+            *(divisors.of_divisors, divisors.of_batches, of_arguments, of_exit, of_value, of_column),
             *(of_program, of_placeholder),
         }
     ),
