@@ -42,7 +42,7 @@ CONTRACT = {
     "train": "",
     "report": "",
     "export": "",
-    "doctor": "--lang --list --explain --json --python",
+    "doctor": "--lang --list --explain --json --python --ask --model --ask-dry-run",
     "mcp": "--time-limit --output-limit --skill --json",
     "support": "--json",
     "install-completion": "--print --json",
