@@ -42,6 +42,8 @@ NOT_HERE = {
         stdin-empty stdin-not-text target-empty target-not-a-regular-file target-not-text""",
     "Python, because the command line refuses such words": "page-needs-two-checkpoints proof-arguments-wrong",
     "a terabyte": "vocabulary-padded-too-far",
+    "a server that is asked (tests/doctor/test_ask.py), or a client of agents (tests/test_mcp.py)": """
+        ask-answer ask-no-answer ask-refused ask-url path-outside-folders tool-without-answer""",
 }
 """What an input needs that a test cannot make here, and the codes of such problems."""
 NO_CASE_YET = """
