@@ -28,6 +28,24 @@ def raise_again() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def ignore_from_now_on() -> None:
+    """Let Ctrl-C change nothing any more: what this process ends with is decided."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Let Ctrl-C change nothing meanwhile."""
+    before = signal.getsignal(signal.SIGINT)
+    ignore_from_now_on()
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+
+
 @contextmanager
 def raising(numbers: Sequence[signal.Signals], error: Callable[[int], BaseException]) -> Iterator[None]:
     """Let signals raise an error, made from their number, and then ignore them: the program is already ending.

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from reshard.base.interrupts import ignore_from_now_on
 from reshard.cli.console import common_options, handles_errors, print_json
 from reshard.cli.options import quiet_option
 from reshard.cli.record import record_options
@@ -43,6 +44,7 @@ def command(words: tuple[str, ...], *, quiet: bool, json_output: bool, **options
 
     stdout, language = 2 if json_output else 1, locale_language()
     report = guarded(words, Options(**options), quiet=quiet, stdout=stdout, language=language)
+    ignore_from_now_on()
     if json_output:
         print_json(report.as_dict(language))
     sys.exit(report.status)

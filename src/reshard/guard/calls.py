@@ -14,6 +14,7 @@ from typing import Any
 from reshard.base.arguments import Arguments
 from reshard.base.boundary import for_users
 from reshard.base.errors import ReshardError
+from reshard.base.interrupts import ignored
 from reshard.base.plain import put
 from reshard.guard.before.checks import Checked, check
 from reshard.guard.before.outputs import of_options
@@ -76,10 +77,11 @@ def guarded(
             raise
         screen.print(f"interrupted; to explain the run: reshard doctor {folder / LOG}")
         report = Report(outcome, folder / LOG, ran.output or ran.folder)
-    with suppress(OSError):  # the disk may be full, and the folder gone
-        put(folder / REPORT, report.as_dict(language))
-    if report.status or not quiet:
-        report.print(screen.console, language)
+    with ignored():
+        with suppress(OSError):  # the disk may be full, and the folder gone
+            put(folder / REPORT, report.as_dict(language))
+        if report.status or not quiet:
+            report.print(screen.console, language)
     return report
 
 
