@@ -12,7 +12,8 @@ import pytest
 
 import reshard
 from reshard.diagnosis import diagnosis
-from reshard.diagnosis.diagnosis import Examination, examine
+from reshard.diagnosis.diagnosis import examine
+from reshard.diagnosis.examination import Examination
 from reshard.diagnosis.facts import facts as module
 from tests.commandline import follows_schema
 from tests.commandline import reshard as command

@@ -13,7 +13,7 @@ import yaml
 
 import reshard
 from reshard.base.errors import Problem
-from reshard.base.translations import translated
+from reshard.base.translations import translated, translations
 from reshard.checks import rules, words
 from reshard.checks.finding import Finding
 from reshard.diagnosis.entries.entries import catalogue
@@ -63,7 +63,7 @@ def test_every_text_of_the_data_is_chinese() -> None:
         for text in _texts(yaml.safe_load(path.read_text(encoding="utf-8")))
         if english_in(text["zh"])
     ]
-    problems = (text for fields in words.translations().values() for text in fields.values())
+    problems = (text for fields in translations().values() for text in fields.values())
     assert wrong + [text for text in problems if english_in(text)] == []
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.base.plain import decoded
 from reshard.checks.rules import rules
 from reshard.diagnosis import diagnosis
 from reshard.diagnosis.entries.entries import catalogue
 from reshard.diagnosis.text.prefixes import START
-from reshard.diagnosis.text.reading import decoded, encoding_of
+from reshard.diagnosis.text.reading import encoding_of
 from tests.commandline import reshard as command
 
 EXCERPT = catalogue()["dtensor-mixed-cat"].excerpt

@@ -7,9 +7,8 @@ from typing import Any
 
 from reshard.base.errors import Problem
 from reshard.base.shown import shown, shown_lines
-from reshard.base.text import LANGUAGES as LANGUAGES
-from reshard.base.text import Text as Text
-from reshard.checks.place import Place as Place
+from reshard.base.text import Text
+from reshard.checks.place import Place
 
 UNKNOWN = "unknown-failure"
 """The code of a failure that nothing explains."""

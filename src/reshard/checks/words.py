@@ -9,9 +9,6 @@ from pathlib import Path
 from reshard.base.data_files import read_data
 from reshard.base.shown import shown
 from reshard.base.text import LANGUAGES, Text
-from reshard.base.text import locale_language as locale_language
-from reshard.base.translations import translated as translated
-from reshard.base.translations import translations as translations
 from reshard.checks.finding import Finding
 
 

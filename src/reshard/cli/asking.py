@@ -18,7 +18,7 @@ from reshard.cli.console import Watch, print_problems, stdout
 
 if TYPE_CHECKING:
     from reshard.diagnosis.ask.answer import Answer
-    from reshard.diagnosis.diagnosis import Examination
+    from reshard.diagnosis.examination import Examination
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from reshard.cli.console import common_options, handles_errors, print_json, prog
 from reshard.cli.options import quiet_option
 from reshard.cli.usage import Command
 from reshard.diagnosis import Finding
-from reshard.diagnosis.diagnosis import Examination, bytes_of_logs, examine
+from reshard.diagnosis.diagnosis import bytes_of_logs, examine
 from reshard.diagnosis.entries.entries import Entry, catalogue, find
+from reshard.diagnosis.examination import Examination
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.targets.environment import Environment, diagnose_environment, look_around
 

@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING
 from reshard.base.arguments import Arguments
 from reshard.base.boundary import for_users
 from reshard.base.errors import Problem, ReshardError
+from reshard.base.plain import decoded
 from reshard.base.shown import shown
 from reshard.base.text import Text
 from reshard.checks.finding import Finding
 from reshard.checks.together import combined
 from reshard.checks.words import words
-from reshard.diagnosis.examination import Examination as Examination
+from reshard.diagnosis.examination import Examination
 from reshard.diagnosis.logs import STDIN, diagnose_log, findings_in, log_of
 from reshard.diagnosis.spelling import Usage, spelled
 from reshard.diagnosis.targets.environment import diagnose_environment
 from reshard.diagnosis.targets.folders import ARGUMENTS, LOGS, MOST, configs_in, logs_in, problems_in
 from reshard.diagnosis.targets.freezes import diagnose_freeze, versions_in
 from reshard.diagnosis.text.log import Log
-from reshard.diagnosis.text.reading import BEGIN, CONFIG, SHELL, decoded, encoding_of
+from reshard.diagnosis.text.reading import BEGIN, CONFIG, SHELL, encoding_of
 from reshard.diagnosis.unknown import WORKER_UNSEEN
 from reshard.stores import as_path, typed_path
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from reshard.base.shown import shown_lines
+from reshard.base.shown import clipped, shown_lines
 from reshard.base.text import Text
 from reshard.checks.finding import UNKNOWN, Finding
 from reshard.checks.place import Place
@@ -15,7 +15,6 @@ from reshard.checks.words import words
 from reshard.diagnosis.entries.entries import Entry, catalogue
 from reshard.diagnosis.text.failures import CUT_OFF, EXIT, is_launchers
 from reshard.diagnosis.text.log import Log, Traceback
-from reshard.diagnosis.text.reading import clipped
 from reshard.diagnosis.text.root import which_is_first
 from reshard.diagnosis.text.sentences import asks
 from reshard.diagnosis.upstream import own_code, search_of

@@ -18,10 +18,9 @@ from urllib.parse import urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.shown import shown
+from reshard.base.shown import clipped, shown
 from reshard.diagnosis.ask.expressions import texts
 from reshard.diagnosis.ask.redact import redacted
-from reshard.diagnosis.text.reading import clipped
 from reshard.version import __version__
 
 KEY, KEY_OF_OPENAI = "RESHARD_ASK_KEY", "OPENAI_API_KEY"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
+from reshard.base.shown import clipped
 from reshard.base.text import Text
 from reshard.checks.finding import Finding
 from reshard.checks.rules import told_at
 from reshard.checks.words import words
 from reshard.diagnosis.text.log import Log, Traceback
-from reshard.diagnosis.text.reading import clipped
 from reshard.diagnosis.text.sentences import asks
 
 _CODE = re.compile(

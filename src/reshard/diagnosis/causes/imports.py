@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 
+from reshard.base.shown import clipped
 from reshard.base.text import Text
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
@@ -14,7 +15,6 @@ from reshard.checks.words import words
 from reshard.diagnosis.causes.installing import installed_for, with_interpreter
 from reshard.diagnosis.history.table import PACKAGES
 from reshard.diagnosis.text.log import Log, Traceback
-from reshard.diagnosis.text.reading import clipped
 from reshard.diagnosis.upstream import INSTALLED, package_of
 
 _MODULE = re.compile(r"No module named ['\"](?P<module>(?P<package>[A-Za-z_]\w*)(?:\.\w+)*)['\"]")

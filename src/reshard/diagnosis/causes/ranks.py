@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from reshard.base.shown import clipped
 from reshard.base.text import Text
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
@@ -13,7 +14,6 @@ from reshard.checks.rules import Told, told, told_at
 from reshard.checks.words import words
 from reshard.diagnosis.text.lastwords import describes_hang
 from reshard.diagnosis.text.log import Log, Traceback
-from reshard.diagnosis.text.reading import clipped
 
 _NAMED = re.compile(r"\bRanks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier")
 _STORED = re.compile(

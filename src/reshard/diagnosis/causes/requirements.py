@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 
+from reshard.base.shown import clipped
 from reshard.base.text import Text
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
@@ -17,7 +18,6 @@ from reshard.diagnosis.causes.installing import imported_from, installed_for
 from reshard.diagnosis.history.table import PACKAGES, ROOTS
 from reshard.diagnosis.text.failures import CUT_OFF, EXIT
 from reshard.diagnosis.text.log import Log, Traceback
-from reshard.diagnosis.text.reading import clipped
 from reshard.diagnosis.upstream import repositories
 
 # --------------------------------------------------------------------- requirements that exclude each other

@@ -11,6 +11,7 @@ from itertools import accumulate
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from reshard.base.shown import clipped
 from reshard.base.text import Text
 from reshard.checks.finding import CERTAINTIES, Finding
 from reshard.checks.place import Place
@@ -20,7 +21,6 @@ from reshard.diagnosis.causes.shapes import contradict
 from reshard.diagnosis.entries.entries import Entry, catalogue
 from reshard.diagnosis.ranking import Candidate, Explains, Specificity
 from reshard.diagnosis.text.log import Line, Log, Traceback
-from reshard.diagnosis.text.reading import clipped
 from reshard.diagnosis.text.root import is_in, live_lines, living, which_is_first
 
 FATAL = ("error", "hang")

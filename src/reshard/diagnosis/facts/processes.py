@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 
+from reshard.base.shown import clipped
 from reshard.checks.finding import Finding
 from reshard.diagnosis.facts.given import Fact, at
 from reshard.diagnosis.text.failures import CUT_OFF, EXIT, is_consequence, is_launchers
 from reshard.diagnosis.text.log import Log, Traceback
-from reshard.diagnosis.text.reading import clipped
 from reshard.diagnosis.text.root import first_sign, living
 from reshard.diagnosis.text.tracebacks import frame_of
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from reshard.base.plain import decoded
+from reshard.base.shown import clipped
 from reshard.checks.configtext import read_config
 from reshard.checks.finding import Finding
 from reshard.checks.machine import more_processes_than_gpus
@@ -15,7 +17,7 @@ from reshard.checks.place import Place
 from reshard.checks.rules import in_words, told
 from reshard.checks.words import words
 from reshard.diagnosis.targets.configs import device_maps
-from reshard.diagnosis.text.reading import CONFIG, SHELL, clipped, decoded
+from reshard.diagnosis.text.reading import CONFIG, SHELL
 
 _LAUNCHER = re.compile(
     r"\b(?:torchrun|accelerate\s+launch|deepspeed|torch\.distributed\.(?:run|launch)|megatron\s+\w+|swift\s+\w+)\b"

@@ -13,11 +13,11 @@ from typing import Any
 
 from reshard.base.errors import ReshardError
 from reshard.base.plain import CODE_MOST
+from reshard.base.shown import clipped
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
 from reshard.checks.rules import told
 from reshard.checks.words import words
-from reshard.diagnosis.text.reading import clipped
 from reshard.folders.companions import CONFIG, TOKENIZER_CONFIG, Companions, find_companions, read_object
 from reshard.formats.checkpoint import Checkpoint
 from reshard.transfer.sources import Sources
