@@ -159,7 +159,7 @@ def _plan(model: Path, flags: list[str]) -> Any:
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     layout = Layout(tp=int(given.get("--tp", 1)))
     return plan_conversion(
-        model, Options(to=given["--to"], layout=layout, dtype=given.get("--dtype"), tokenizer=False)
+        model, Options(to=given["--to"], **layout.as_dict(), dtype=given.get("--dtype"), no_tokenizer=True)
     )
 
 

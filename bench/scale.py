@@ -208,7 +208,7 @@ def planned(name: str, data: Path) -> Plan:
     """The plan of a published model, from headers on sparse files in `data`."""
     config, layout = MODELS[name]
     model = make(data / f"scale-{name}", config, sparse=True)
-    return plan_conversion(model, Options(to="megatron", layout=layout, tokenizer=False))
+    return plan_conversion(model, Options(to="megatron", **layout.as_dict(), no_tokenizer=True))
 
 
 def table(name: str, data: Path) -> Iterator[str]:

@@ -59,12 +59,12 @@ def test_multisets_are_equal_if_their_positions_are(parts: list[tuple[int, list[
 
 
 ROADS = {
-    "qwen2_tied": Options(to="megatron", layout=Layout(tp=2, pp=2, vpp=2)),
-    "qwen3_moe": Options(to="megatron-legacy", layout=Layout(tp=2, pp=2, ep=2)),
-    "deepseek_v3_mtp": Options(to="megatron", layout=Layout(tp=2, pp=3, ep=4, etp=2)),
+    "qwen2_tied": Options(to="megatron", tp=2, pp=2, vpp=2),
+    "qwen3_moe": Options(to="megatron-legacy", tp=2, pp=2, ep=2),
+    "deepseek_v3_mtp": Options(to="megatron", tp=2, pp=3, ep=4, etp=2),
     "gpt_oss": Options(to="dcp"),
     "torch_dist": Options(to="huggingface", max_shard_size=100_000),
-    "legacy moe": Options(to="megatron", layout=Layout(tp=4, etp=2)),
+    "legacy moe": Options(to="megatron", tp=4, etp=2),
 }
 
 

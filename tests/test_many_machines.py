@@ -388,7 +388,7 @@ def test_what_cannot_run_is_refused(
 
 
 def worker(source: Path, **changes: Any) -> Worker:
-    options = Options(to="megatron", tokenizer=False)
+    options = Options(to="megatron", no_tokenizer=True)
     plan = plan_conversion(source, options)
     identity = identity_of(plan, options, checksum=True, inodes=False)._replace(**changes)
     return Worker(source, options, identity, True, 1 << 28, 2)

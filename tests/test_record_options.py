@@ -12,17 +12,27 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import reshard
 from reshard.base.arguments import Arguments
 from reshard.base.errors import ReshardError
-from reshard.base.options import About, options_of, seconds_of, takes, words_for, words_of_seconds
-from reshard.cli.record import record_options
+from reshard.base.options import (
+    About,
+    options_of,
+    seconds_of,
+    takes,
+    words_for,
+    words_of_seconds,
+)
+from reshard.cli.convert import command as convert
+from reshard.cli.record import GroupedOption, record_options
+from reshard.commands.conversion import ConvertOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     check: Annotated[bool, About("Check first.")] = True
     merge: Annotated[bool, About("Merge.")] = False
-    stall: Annotated[float, About("Longest silence.", "DURATION")] = 600.0
+    stall: Annotated[float, About("Longest silence.", "DURATION", unit="seconds")] = 600.0
     on_stall: Annotated[str, About("What to do.", choices=("report", "stop"))] = "report"
     most: Annotated[int, About("Most of them.", "N")] = 1
     output: Annotated[Path | None, About("Where.", "DIR")] = None
@@ -177,3 +187,30 @@ def test_words_ask_for_the_same_options(asked: Asked) -> None:
 def test_durations(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
     assert seconds_of(words_of_seconds(seconds)) == seconds
+
+
+def test_each_option_of_convert_is_declared_in_one_record() -> None:
+    declared = {each.name: each for each in options_of(ConvertOptions)}
+    shown = {str(each.name): each for each in convert.params if isinstance(each, GroupedOption)}
+    assert shown.keys() == {name for name, each in declared.items() if each.is_typed}
+    assert {name: each.group for name, each in shown.items()} == {
+        name: declared[name].about.group for name in shown
+    }
+    assert [*inspect.signature(reshard.convert).parameters] == ["src", "dst", *declared]
+
+
+def test_a_size_has_a_unit_and_numbers_have_commas() -> None:
+    arguments = Arguments("convert")
+    asked = arguments.options(Sized, {"memory": "2GiB", "stages": [3, 4], "marks": ("a.",)})
+    assert asked == {"memory": 2 << 30, "stages": (3, 4), "marks": ("a.",)}
+    with pytest.raises(ReshardError):
+        Arguments("convert").options(Sized, {"memory": "much", "stages": "34", "marks": "a."})
+    with pytest.raises(ReshardError, match="wrong value for stages"):
+        Arguments("convert").options(Sized, {"stages": None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized:
+    memory: Annotated[int | str, About("Limit.", "SIZE", unit="bytes")] = "1GiB"
+    stages: Annotated[tuple[int, ...], About("Layers.", "N,N,…")] = ()
+    marks: Annotated[tuple[str, ...], About("Marks.", "MARK")] = ()

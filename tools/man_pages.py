@@ -13,8 +13,10 @@ from pathlib import Path
 
 import click
 
+from reshard.base.options import COMMON
 from reshard.cli import COMMANDS, cli
 from reshard.cli.helptext import EXAMPLE
+from reshard.cli.usage import sections
 from reshard.version import __version__
 
 FOLDER = Path(__file__).parents[1] / "docs/man"
@@ -45,11 +47,10 @@ def _page(ctx: click.Context, name: str) -> Iterator[str]:
     usage = " ".join(command.collect_usage_pieces(ctx))
     yield from (".SH SYNOPSIS", f".B {_escaped(ctx.command_path)}", _escaped(usage))
     yield from (".SH DESCRIPTION", *_paragraphs(inspect.cleandoc(command.help or "")))
-    options = [each for each in command.params if isinstance(each, click.Option)]
-    if options:
-        yield ".SH OPTIONS"
-    for option, text in filter(None, (each.get_help_record(ctx) for each in options)):
-        yield from (".TP", f"\\fB{_escaped(option)}\\fR", _escaped(text))
+    for heading, rows in sections(command.params, ctx).items():
+        yield ".SH OPTIONS" if heading == COMMON else f".SS {_escaped(heading)}"
+        for option, text in rows:
+            yield from (".TP", f"\\fB{_escaped(option)}\\fR", _escaped(text))
     others = command.list_commands(ctx) if isinstance(command, click.Group) else []
     if others:
         yield ".SH COMMANDS"

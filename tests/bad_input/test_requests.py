@@ -484,7 +484,7 @@ def test_a_config_with_a_byte_order_mark(copy: Copy) -> None:
         (("convert", "a", "b", "--tp", "two"), "'two' is not a whole number"),
         (
             ("convert", "a", "b", "--stages", "1;2"),
-            "'1;2' is not the layers of each stage, such as 10,12,12,10",
+            "'1;2' is not whole numbers with commas between them, such as 10,12,12,10",
         ),
         (
             ("inspect", "a", "--remove-unfinished", "1 day"),

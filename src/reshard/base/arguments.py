@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.options import Option, options_of
+from reshard.base.options import BYTES, Names, Option, options_of
 from reshard.base.suggest import meant
 
 StrPath = str | PathLike[str]
@@ -83,8 +83,9 @@ def _is_finite(value: int | float) -> bool:
 class Arguments:
     """The arguments of one call. Each check records a problem; `settle` raises all of them together."""
 
-    def __init__(self, function: str) -> None:
-        self._function = function
+    def __init__(self, function: str, names: Mapping[str, Names] | None = None) -> None:
+        """`names` are those that options of its record take."""
+        self._function, self._names = function, names or {}
         self.problems: list[Problem] = []
 
     def choice(self, name: str, value: Any, choices: Collection[str]) -> None:
@@ -106,10 +107,10 @@ class Arguments:
         except ReshardError as error:
             self.problems += error.problems
 
-    def count(self, name: str, value: Any, least: int = 1) -> None:
-        """Check for an integer of at least `least`."""
+    def count(self, name: str, value: Any, least: int = 1, words: tuple[str, ...] = ()) -> None:
+        """Check for an integer of at least `least`, where `words` are allowed as well."""
         if not is_whole(value, least):
-            self.wrong(name, value, whole_number(least))
+            self.wrong(name, value, ", or ".join([whole_number(least), *map(repr, words)]))
 
     def counted(self, name: str, value: Any, least: int = 1) -> None:
         """Check for an integer of at least `least`, or None."""
@@ -182,22 +183,29 @@ class Arguments:
 
     def options(self, record: type, given: Mapping[str, Any]) -> dict[str, Any]:
         """Check options of a record, and settle. Returns those that are not None, with paths as Path."""
-        told = [(each, given[each.name]) for each in options_of(record) if given.get(each.name) is not None]
+        told = [(each, given[each.name]) for each in options_of(record) if each.name in given]
+        told = [(each, value) for each, value in told if value is not None or not each.is_optional]
         for each, value in told:
             self._option(each, value)
         self.settle()
-        return {each.name: Path(value) if each.kind is Path else value for each, value in told}
+        return {each.name: _read(each, value) for each, value in told}
 
     def _option(self, option: Option, value: Any) -> None:
         name, kind, about = option.name, option.kind, option.about
-        if about.choices and kind is str:
+        if about.names:
+            self._named(name, value, self._names[about.names])
+        elif about.unit == BYTES:
+            self.size(option.flag, value)
+        elif about.choices and kind is str:
             self.choice(name, value, about.choices)
         elif kind is bool:
             self.switches(**{name: value})
         elif kind is float:
             self.number(name, value, about.least)
         elif kind is int and value not in about.choices:
-            self.count(name, value, about.least)
+            self.count(name, value, int(about.least), about.choices)
+        elif kind is tuple:
+            (self.counts if option.element is int else self.texts)(name, value)
         elif kind in (Path, PathLike):
             self.path(name, value)
         elif kind is Mapping:
@@ -206,6 +214,12 @@ class Arguments:
             self.callbacks(**{name: value})
         elif kind is str:
             self.text(name, value, about.metavar or "")
+
+    def _named(self, name: str, value: Any, names: Names) -> None:
+        if names.known is None:
+            self.choice(name, value, list(names.some()))
+        else:
+            self.known(name, value, names.known)
 
     def wrong(self, name: str, value: Any, expected: str, remedy: str | None = None) -> None:
         """Record that a value is not what is `expected`."""
@@ -223,3 +237,12 @@ class Arguments:
         """Raise ReshardError with all recorded problems, if there are any."""
         if self.problems:
             raise ReshardError(self.problems)
+
+
+def _read(option: Option, value: Any) -> Any:
+    """The value of an option, which has been checked."""
+    if option.about.unit == BYTES:
+        return parse_size(value)
+    if option.kind is tuple:
+        return tuple(value)
+    return Path(value) if option.kind is Path else value

@@ -2,13 +2,14 @@
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
-        stall: Annotated[float, About("Longest time without progress.", "DURATION")] = 600.0
+        stall: Annotated[float, About("Longest time without progress.", "DURATION", unit=SECONDS)] = 600.0
 
 The command line (`cli/record.py`), the signature and documentation of a Python function (`takes`), the checks of its
-arguments (`base/arguments.py`) and tables of the docs come from it.
+arguments (`base/arguments.py`) and tables of the docs come from it. Fields that are not annotated are no options.
 
-A float is a duration in seconds, which on the command line has a unit: 90s, 15m, 2h. A Path is on this machine; what is
-a str or PathLike may also be the name of something elsewhere. A Sequence is an option that may be repeated.
+A Path is on this machine; what is a str or PathLike may also be the name of something elsewhere. A Sequence or a tuple
+of texts is an option that may be repeated, a tuple of integers one with commas. A function is an argument of the Python
+function only.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import inspect
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from pathlib import Path
 from typing import (
+    Annotated,
     Any,
     Concatenate,
     ParamSpec,
@@ -33,12 +35,28 @@ from typing import (
 )
 
 A = TypeVar("A")
+B = TypeVar("B")
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_KINDS = (bool, float, int, Sequence, Path, os.PathLike, Mapping, Callable, str)
+_KINDS = (bool, float, tuple, int, Sequence, Path, os.PathLike, Mapping, Callable, str)
 """Types of options. The first of these that a type contains decides how a value is read."""
+
+
+SECONDS, BYTES = "seconds", "bytes"
+"""Units of numbers, which are typed with others: 90s, 15m, 2h, and 5GB, 512MiB."""
+
+
+COMMON, LAYOUT, ADAPTERS, MACHINES, ADVANCED = GROUPS = (
+    "Options",
+    "Layout of the output",
+    "LoRA adapters",
+    "Stores and machines",
+    "Advanced",
+)
+"""Headings in the help of a command, in their order."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +65,20 @@ class About:
 
     help: str
     metavar: str | None = None
-    least: int = 0
-    """The smallest number, in seconds for a duration."""
+    least: float = 0
+    """The smallest number, in its unit."""
+    unit: str = ""
+    """`SECONDS`, `BYTES`, or none."""
     choices: tuple[str, ...] = ()
     """The words that it takes; of a number, those that it takes as well."""
+    names: str | None = None
+    """Of what it takes the name: a key of the `Names` that the command knows."""
+    group: str = COMMON
+    """The heading under which the help of a command shows it."""
+    flag: str | None = None
+    """The flag, if it is not the name of the field."""
+    typed: bool = True
+    """Whether it is on the command line too."""
     also: str | None = None
     """Another flag."""
     off: str | None = None
@@ -69,7 +97,7 @@ class Option:
     @property
     def flag(self) -> str:
         """Its name on the command line."""
-        return "--" + self.name.replace("_", "-")
+        return self.about.flag or "--" + self.name.replace("_", "-")
 
     @property
     def off(self) -> str | None:
@@ -82,21 +110,53 @@ class Option:
         found = [get_origin(each) or each for each in (self.type, *get_args(self.type))]
         return next(each for each in _KINDS if each in found)
 
+    @property
+    def is_optional(self) -> bool:
+        """Whether None is a value: that nothing is given."""
+        return self.kind is Callable or type(None) in get_args(self.type)
+
+    @property
+    def element(self) -> Any:
+        """The type of each of several values."""
+        return next((each for each in get_args(self.type) if isinstance(each, type)), str)
+
+    @property
+    def is_typed(self) -> bool:
+        """Whether it is on the command line; functions are not."""
+        return self.about.typed and self.kind is not Callable
+
     def documented(self) -> str:
         """Its entry in the documentation of a function."""
-        kind = " or ".join([*map(repr, self.about.choices), *["int"] * (self.kind is int)])
+        sizes = ["int", "str"] if self.about.unit == BYTES else ["int"] * (self.kind is int)
+        kind = " or ".join([*map(repr, self.about.choices), *sizes])
         default = "optional" if self.default is None else f"default {self.default!r}"
         text = re.sub(r"--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", self.about.help)
+        text = re.sub(r"\b(SRC|DST)\b", lambda argument: f"`{argument[1].lower()}`", text)
+        text = re.sub(r" \[default: (.*)\]", r" By default \1.", text)
         indented = textwrap.fill(text, 116, initial_indent="    ", subsequent_indent="    ")
-        return f"{self.name} : {kind or self.kind.__name__}, {default}\n{indented}"
+        return f"{self.name} : {kind or self._named}, {default}\n{indented}"
+
+    @property
+    def _named(self) -> str:
+        """The name of its type in documentation."""
+        plain = {Callable: "callable", Mapping: "dict", os.PathLike: "str or path-like"}
+        several = f"{self.kind.__name__} of {self.element.__name__}" if self.kind is tuple else ""
+        return several or plain.get(self.kind, self.kind.__name__)
 
 
 def options_of(record: type) -> Iterator[Option]:
     """The options that a record declares, in their order."""
     hints = get_type_hints(record, include_extras=True)
     for each in fields(record):
-        kind, about = get_args(hints[each.name])
-        yield Option(each.name, kind, None if each.default is MISSING else each.default, about)
+        if get_origin(hints[each.name]) is Annotated:
+            kind, about = get_args(hints[each.name])
+            is_plain = each.default is not MISSING and not callable(each.default)
+            yield Option(each.name, kind, each.default if is_plain else None, about)
+
+
+def part_of(record: type[T], options: object) -> T:
+    """The fields of one record that a larger one has as well."""
+    return record(**{each.name: getattr(options, each.name) for each in fields(cast(Any, record))})
 
 
 def words_for(record: type, values: Mapping[str, Any]) -> list[str]:
@@ -114,33 +174,48 @@ def words_for(record: type, values: Mapping[str, Any]) -> list[str]:
     return words
 
 
+@dataclass(frozen=True)
+class Names:
+    """Names that an option takes: some of them, and the function that knows one. It raises ReshardError for others."""
+
+    some: Callable[[], Iterable[str]] = tuple
+    known: Callable[[str], object] | None = None
+
+
 def takes(
     record: Callable[P, object],
 ) -> Callable[[Callable[Concatenate[A, ...], R]], Callable[Concatenate[A, P], R]]:
     """Give a function of one argument and of any keywords the signature and documentation of a record's fields."""
+    return lambda function: _with_options(cast(type, record), function)
 
-    def decorate(function: Callable[Concatenate[A, ...], R]) -> Callable[Concatenate[A, P], R]:
-        options = list(options_of(cast(type, record)))
-        own = list(inspect.signature(function).parameters.values())[:-1]
-        more = [
-            inspect.Parameter(
-                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
-            )
-            for each in options
-        ]
-        signature = inspect.signature(function).replace(parameters=[*own, *more])
 
-        @wraps(function)
-        def wrapper(*given: Any, **named: Any) -> R:
-            signature.bind(*given, **named)  # Python's TypeError for unknown names
-            return function(*given, **named)
+def takes_two(
+    record: Callable[P, object],
+) -> Callable[[Callable[Concatenate[A, B, ...], R]], Callable[Concatenate[A, B, P], R]]:
+    """The same for a function of two arguments."""
+    return lambda function: _with_options(cast(type, record), function)
 
-        text, returns, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns\n")
-        wrapper.__doc__ = "\n".join([text, *(each.documented() for each in options)]) + returns + rest
-        wrapper.__signature__ = signature  # type: ignore[attr-defined]
-        return cast("Callable[Concatenate[A, P], R]", wrapper)
 
-    return decorate
+def _with_options(record: type, function: Callable[..., Any]) -> Callable[..., Any]:
+    options = list(options_of(record))
+    own = list(inspect.signature(function).parameters.values())[:-1]
+    more = [
+        inspect.Parameter(
+            each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
+        )
+        for each in options
+    ]
+    signature = inspect.signature(function).replace(parameters=[*own, *more])
+
+    @wraps(function)
+    def wrapper(*given: Any, **named: Any) -> Any:
+        signature.bind(*given, **named)  # Python's TypeError for unknown names
+        return function(*given, **named)
+
+    text, returns, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns\n")
+    wrapper.__doc__ = "\n".join([text, *(each.documented() for each in options)]) + returns + rest
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]
+    return wrapper
 
 
 def seconds_of(text: str) -> float:

@@ -12,6 +12,7 @@ from reshard.api import averaging
 from reshard.cli import convert
 from reshard.cli.console import handles_errors
 from reshard.cli.options import OUTPUT, SOURCE
+from reshard.cli.record import only_typed
 from reshard.cli.usage import Command
 
 
@@ -32,6 +33,7 @@ def _weights(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     help="Weight of each CKPT, divided by the sum of all. [default: all equal]",
 )
 @handles_errors
+@only_typed
 def command(ckpts: tuple[Path, ...], dst: Path, quiet: bool, json_output: bool, **options: Any) -> None:
     """Average the weights of two or more checkpoints of one model into DST, in any format and parallel layout.
 
@@ -49,7 +51,7 @@ def command(ckpts: tuple[Path, ...], dst: Path, quiet: bool, json_output: bool, 
         dst,
         quiet=quiet,
         json_output=json_output,
-        print_plan=convert.print_plan if options["dry_run"] else None,
+        print_plan=convert.print_plan if options.get("dry_run") else None,
     )
 
 

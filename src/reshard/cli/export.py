@@ -23,9 +23,7 @@ from reshard.cli.usage import Command
 @quiet_option()
 @common_options
 @handles_errors
-def command(
-    checkpoint: Path, dst: Path, no_resume: bool, quiet: bool, json_output: bool, **options: Any
-) -> None:
+def command(checkpoint: Path, dst: Path, quiet: bool, json_output: bool, **options: Any) -> None:
     """Make a Hugging Face folder from a CHECKPOINT that `reshard train` saved.
 
     Like `reshard convert`, with all options taken from the record of the run.
@@ -38,7 +36,7 @@ def command(
     from reshard.training.finish import export
 
     shown(
-        lambda **hooks: export(checkpoint, dst, resume=not no_resume, **options, **hooks),
+        lambda **hooks: export(checkpoint, dst, **options, **hooks),
         dst,
         quiet=quiet,
         json_output=json_output,

@@ -20,10 +20,10 @@ class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no
 
     name = "path"
 
-    def __init__(self, read: Callable[[str], Path]) -> None:
+    def __init__(self, read: Callable[[str], str | Path]) -> None:
         self._read = read
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | Path:
         if value == "":  # Path("") would be the current folder
             self.fail("an empty path: is a variable of the shell not set?", param, ctx)
         if "\0" in str(value):
@@ -39,8 +39,9 @@ class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no
         return [CompletionItem(incomplete, type="file")]
 
 
-SOURCE, OUTPUT, LOCAL = PathType(source_path), PathType(typed_path), PathType(at_home)
-"""Paths to read (local, in a store, or on the Hub), paths to write, and paths of this machine."""
+SOURCE, OUTPUT = PathType(source_path), PathType(typed_path)
+LOCAL, TYPED = PathType(at_home), PathType(str)
+"""Paths to read (local, in a store, or on the Hub), paths to write, paths of this machine, and paths as typed."""
 
 
 class AtLeast(click.ParamType):  # type: ignore[type-arg]

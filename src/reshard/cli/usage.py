@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import click
 
 from reshard.base.errors import Problem, ReshardError, given_twice
+from reshard.base.options import COMMON, GROUPS
 from reshard.base.shown import shown
 from reshard.base.suggest import did_you_mean, meant
 from reshard.cli.helptext import Context
@@ -91,6 +92,22 @@ class Command(click.Command):
             if ctx.resilient_parsing or isinstance(error, click.exceptions.NoArgsIsHelpError):
                 raise
             raise WrongUsageError([*_all_wrong(self, ctx, args)] or problems_of_usage(error), ctx) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under the headings of their groups, those without one first."""
+        for heading, rows in sections(self.get_params(ctx), ctx).items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
+def sections(params: Iterable[click.Parameter], ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
+    """The help of options, by the headings of their groups."""
+    found: dict[str, list[tuple[str, str]]] = {heading: [] for heading in GROUPS}
+    for param in params:
+        record = param.get_help_record(ctx)
+        if record and isinstance(param, click.Option):
+            found[getattr(param, "group", COMMON)].append(record)
+    return {heading: rows for heading, rows in found.items() if rows}
 
 
 class Group(click.Group):

@@ -36,7 +36,8 @@ def identity_of(plan: Plan, options: Options, *, checksum: bool, inodes: bool = 
     Without `inodes`, it is the same on all machines: some file systems give a file another inode on each.
     """
     wanted = _at(options, lambda path: path.resolve())
-    told = sha256(f"{wanted!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
+    meant = {**wanted.as_dict(), "max_shard_size": wanted.shard_size, "beside": wanted.beside}
+    told = sha256(f"{meant!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
     for file in (each for each in plan.files if each.path != RECORD):
         told.update(f"\n{file.path!r} {file.size}".encode())
     return Identity(_program(), plan.sources.digest(inodes=inodes), told.hexdigest())
@@ -60,7 +61,7 @@ def absolute(source: Path, options: Options) -> tuple[Path, Options]:
 def _at(options: Options, place: Callable[[Path], Path]) -> Options:
     """The options with other paths of what is read."""
     average = options.average and options.average.at(place)
-    return replace(options, base=options.base and place(options.base), average=average)
+    return replace(options, base=options.base_path and place(options.base_path), average=average)
 
 
 @dataclass(frozen=True)

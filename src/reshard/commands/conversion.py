@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+from reshard.base.arguments import parse_size
 from reshard.base.errors import Problem, ReshardError, size
+from reshard.base.options import ADVANCED, BYTES, MACHINES, About
 from reshard.cluster import executors
 from reshard.cluster.spread import spread
 from reshard.cluster.worker import Worker, absolute, identity_of
 from reshard.folders.companions import RECORD
-from reshard.formats import named_by
+from reshard.formats import named_by, writable, written
+from reshard.hub.push import OnUpload, Push
 from reshard.planning import Options, plan_conversion
 from reshard.records.contents import foreign_among, foreign_in, is_checkpoint, stays
 from reshard.records.record import (
@@ -43,9 +46,6 @@ from reshard.transfer.sources import OnStep
 from reshard.transfer.staging import OnResume, staged
 from reshard.transfer.state import Report
 from reshard.transfer.uploading import Uploads, room, staging_folder, uploading
-
-if TYPE_CHECKING:
-    from reshard.hub.push import OnUpload, Push
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,42 +95,126 @@ class Conversion:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class How:
     """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
 
-    `memory` is in bytes. With `on`, other machines do the work (`cluster/executors.py` lists them), and `workers` and
-    `memory` apply to each part. With `verify`, the output is read back from the disk before it is published.
+    With `on`, other machines do the work (`cluster/executors.py` lists them), and `workers` and `memory` apply to each
+    part. If a run is interrupted, its files are kept, and the next run for the same output continues from there.
 
-    If the run is interrupted, its files are kept unless `resume` is false, and the next run for the same output
-    continues from there. `inspect` shows `command` as the command that does so.
+    Without `sync`, nothing waits for the disk. After a crash of the machine, recent writes may be lost, even those of a
+    complete output; if an interrupted run is continued, these are written again.
 
-    If `sync` is false, nothing waits for the disk. After a crash of the machine, recent writes may be lost, even those
-    of a complete output; if an interrupted run is continued, these are written again.
-
-    With `push`, the output is then uploaded to the Hub. If the upload fails, the same call repeats only the upload.
+    If an upload to the Hub fails, the same call repeats only the upload.
     """
 
-    dry_run: bool = False
-    overwrite: bool = False
-    memory: int = 1 << 30
-    workers: int | None = None
-    on: str | None = None
-    strict: bool = False
-    checksum: bool = True
-    verify: bool = False
-    resume: bool = True
-    sync: bool = True
-    command: str = ""
-    push: Push | None = None
-    on_step: OnStep = lambda step: None
-    on_plan: Callable[[Plan], None] = lambda plan: None
-    on_bytes: Callable[[int], None] = lambda count: None
-    on_resume: OnResume = lambda note, nbytes: None
-    on_upload: OnUpload = lambda address, nbytes: None
+    dry_run: Annotated[
+        bool, About("Print the plan, or why the conversion is refused, and write nothing.")
+    ] = False
+    overwrite: Annotated[bool, About("Replace the checkpoint at DST.")] = False
+    verify: Annotated[
+        bool, About("Read the output back from disk before it is published, and compare checksums.")
+    ] = False
+    memory: Annotated[
+        int | str,
+        About(
+            "Memory limit, not counting Python and its libraries (about 60 MiB).",
+            "SIZE",
+            unit=BYTES,
+            group=MACHINES,
+        ),
+    ] = "1GiB"
+    workers: Annotated[
+        int | None,
+        About(
+            "Threads, or with --on threads per part. [default: two per core]", "N", least=1, group=MACHINES
+        ),
+    ] = None
+    on: Annotated[
+        str | None,
+        About(
+            "Run on other machines: dask://HOST:PORT, ray, slurm:partition=P,nodes=N,time=MIN, or mpi.",
+            "WHERE",
+            group=MACHINES,
+        ),
+    ] = None
+    push_to_hub: Annotated[
+        str | None,
+        About(
+            "Upload DST to this Hugging Face repository afterwards, with a model card, in one commit.",
+            "ORG/NAME",
+            group=MACHINES,
+        ),
+    ] = None
+    private: Annotated[bool, About("Create the repository as private.", group=MACHINES)] = False
+    no_resume: Annotated[
+        bool, About("Start over, and keep nothing if the run is interrupted.", group=MACHINES)
+    ] = False
+    no_sync: Annotated[
+        bool,
+        About(
+            "Do not wait for the disk. If the machine crashes within a minute, DST may be lost or damaged.",
+            group=MACHINES,
+        ),
+    ] = False
+    strict: Annotated[bool, About("Fail if weights contain NaN or Inf.", group=ADVANCED)] = False
+    no_checksum: Annotated[bool, About("Do not check or record CRC32s of the source.", group=ADVANCED)] = (
+        False
+    )
+    command: Annotated[
+        str, About("Command that `inspect` shows to continue this run if it is interrupted.", typed=False)
+    ] = ""
+    on_step: Annotated[
+        OnStep, About("Called with a line of text when a new step of the planning begins.")
+    ] = lambda step: None
+    on_plan: Annotated[
+        Callable[[Plan], None],
+        About(
+            "Called with the `Plan` before any weight is read. In a notebook, on_plan, on_bytes and on_resume draw a "
+            "progress bar by default."
+        ),
+    ] = lambda plan: None
+    on_bytes: Annotated[
+        Callable[[int], None], About("Called with the number of bytes of each window that was written.")
+    ] = lambda count: None
+    on_resume: Annotated[
+        OnResume,
+        About(
+            "Called with a note and the number of bytes already written when an interrupted run is continued."
+        ),
+    ] = lambda note, nbytes: None
+    on_upload: Annotated[
+        OnUpload, About("Called with the address of the repository and the number of bytes to upload.")
+    ] = lambda address, nbytes: None
+
+    @property
+    def limit(self) -> int:
+        """The limit of memory in bytes."""
+        return parse_size(self.memory, "--memory")
+
+    @property
+    def checksum(self) -> bool:
+        """Whether the CRC32s of the source are checked and recorded."""
+        return not self.no_checksum
+
+    @property
+    def sync(self) -> bool:
+        """Whether files are on the disk before the output is published."""
+        return not self.no_sync
+
+    @property
+    def push(self) -> Push | None:
+        """The repository for the output."""
+        return Push(self.push_to_hub, self.private, self.overwrite) if self.push_to_hub else None
 
     def check(self, target: Path) -> None:
         """Raise ReshardError for options that cannot be combined."""
+        if self.private and not self.push_to_hub:
+            raise ReshardError(
+                "private-without-push",
+                "--private is for --push-to-hub",
+                remedy="add --push-to-hub Org/Name, or leave out --private",
+            )
         if not self.sync and (self.verify or self.on is not None):
             other = "--verify" if self.verify else "--on"
             raise ReshardError(
@@ -152,14 +236,20 @@ class How:
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(How, Options):
+    """All options of `reshard convert`."""
+
+
 def convert(source: Path, target: Path, options: Options, how: How | None = None) -> Conversion:
     """Plan, check and convert. `target` appears when it is complete, or stays as it was. Raises ReshardError."""
     how = how or How()
     how.check(target)
+    options = _for_target(options, target)
     given = options
     if how.on is not None:
         source, options = absolute(source, options)
-    meter = Meter(how.memory)
+    meter = Meter(how.limit)
     try:
         plan = plan_conversion(source, options, how.on_step, meter)
     except ReshardError as error:
@@ -167,7 +257,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
     identity = identity_of(plan, options, checksum=how.checksum)
     facts = {
         "command": how.command,
-        "options": given.as_dict(),
+        "options": given.as_dict() | ({} if plan.suffix else {"max_shard_size": given.shard_size}),
         "plan": identity.digest,
         "checksums": how.checksum,
     }
@@ -202,13 +292,29 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
         upload.create()
     if result.report is None:
         kept = {"command": how.command, "folder": _here(), "bytes": plan.nbytes}
-        journal = Journal(identity if how.resume else None, kept, sources=plan.sources, durable=how.sync)
+        journal = Journal(
+            identity if not how.no_resume else None, kept, sources=plan.sources, durable=how.sync
+        )
         work = _Work(plan, target, share, sent // share.threads, journal, facts, how, single)
         result = replace(result, report=work.done_by(source, options))
     if upload:
         upload.send(target, options, how.on_upload)
         result = replace(result, uploaded=upload.url)
     return result
+
+
+def _for_target(options: Options, target: Path) -> Options:
+    """The options with the format that the name of the destination has. Raises ReshardError without its ranks."""
+    format = writable(options.to).name if options.to else named_by(target)
+    if options.dp is None and format is not None and written()[format].ranks:
+        raise ReshardError(
+            "ranks-not-passed",
+            f"the number of ranks that will load the output is missing, and {format} has a file for each of them",
+            rule="the files are loaded by as many ranks as they were written for",
+            expected="--dp N",
+            remedy="pass --dp with the number of ranks (GPUs) of the run that will load the output",
+        )
+    return replace(options, to=format)
 
 
 def _single(plan: Plan, target: Path, how: How) -> str | None:
@@ -264,7 +370,7 @@ class _Work:
             return self._carried_out(execute)
         with executors.opened(how.on) as executor:
             same = identity_of(self.plan, options, checksum=how.checksum, inodes=False)
-            worker = Worker(source, options, same, how.checksum, how.memory, how.workers or executor.threads)
+            worker = Worker(source, options, same, how.checksum, how.limit, how.workers or executor.threads)
             return self._carried_out(partial(spread, executor=executor, perform=worker))
 
     def _carried_out(self, write: Callable[..., Report]) -> Report:

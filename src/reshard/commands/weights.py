@@ -72,7 +72,7 @@ class Weights(Mapping[str, LazyTensor]):
         Relative paths are those of the current folder, wherever the process goes later.
         """
         folder = "" if path.is_absolute() else str(Path.cwd())
-        base = options.base and options.base.absolute()
+        base = options.base_path and options.base_path.absolute()
         with as_typed(folder):
             checkpoint = open_checkpoint(path.absolute(), options.iteration, options.strip)
         return cls(checkpoint, replace(options, base=base), path, folder)

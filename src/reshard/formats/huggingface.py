@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -261,7 +260,7 @@ def lay_out(request: Request) -> list[OutputFile]:
 def laid_out(request: Request, metadata: Mapping[str, str], *, indexed: bool = False) -> list[OutputFile]:
     """The same, with these metadata in the weight files; if it is `indexed`, one file gets an index, too."""
     shards: list[list[Planned]] = [[]]
-    size, most = 0, request.options.max_shard_size or math.inf
+    size, most = 0, request.options.shard_size
     for tensor in request.tensors:
         if shards[-1] and size + tensor.nbytes > most:
             shards.append([])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from reshard.base.options import About
+from reshard.base.options import SECONDS, About
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +15,12 @@ class Options:
 
     check: Annotated[bool, About("Check the command, its files and this machine before the start.")] = True
     startup: Annotated[
-        float, About("Longest time without any progress before the first step.", "DURATION", least=1)
+        float,
+        About("Longest time without any progress before the first step.", "DURATION", least=1, unit=SECONDS),
     ] = 900.0
     stall: Annotated[
-        float, About("Longest time without any progress after the first step.", "DURATION", least=1)
+        float,
+        About("Longest time without any progress after the first step.", "DURATION", least=1, unit=SECONDS),
     ] = 600.0
     on_stall: Annotated[
         str, About("What to do about a run that stands still.", choices=("report", "stop"))

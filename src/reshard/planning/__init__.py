@@ -52,7 +52,7 @@ def plan_conversion(
     Reads headers and metadata only, and the lora_A of projections that may share one, within the limit of `meter`.
     """
     others = options.average.paths[:-1] if options.average else ()
-    sources = Sources(source, *others, *([options.base] if options.base else []), meter=meter)
+    sources = Sources(source, *others, *([options.base_path] if options.base_path else []), meter=meter)
     with sources.counted(on_step):
         checkpoint = open_checkpoint(source, options.iteration, options.strip, sources)
     on_step("planning")
@@ -67,7 +67,7 @@ def planned_tensors(checkpoint: Checkpoint, options: Options) -> Tensors:
     """
     is_model = options.merge or kind_of(checkpoint) is Kind.MODEL
     to = huggingface.NAME if is_model else peft.NAME
-    merged = _merged(checkpoint.path, checkpoint, replace(options, to=to, tokenizer=False))
+    merged = _merged(checkpoint.path, checkpoint, replace(options, to=to, no_tokenizer=True))
     prepared = _prepared(*merged)
     content = _content(*prepared)
     return Tensors(prepared.source, content.request, content.replicas, content.need, content.dropped)
@@ -155,7 +155,7 @@ def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) 
 
 def _changes_anything(options: Options) -> bool:
     """Whether the options ask for another output than a copy of the source; how it is read changes nothing."""
-    read = ("iteration", "family", "trust", "tokenizer", "beside")
+    read = ("iteration", "family", "trust", "no_tokenizer", "beside")
     plain = {name: getattr(Options(), name) for name in read}
     return replace(options, **plain) != Options()
 
@@ -275,7 +275,7 @@ def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpo
     `resolve` then checks that its config belongs to these weights.
     """
     there = companions.find_companions(checkpoint.sources, *checkpoint.folders)
-    if options.base or (there.config and (there.has_tokenizer or not options.tokenizer)):
+    if options.base_path or (there.config and (there.has_tokenizer or options.no_tokenizer)):
         return checkpoint, options
     for hint in find_hints([checkpoint.path, checkpoint.root], checkpoint.sources, checkpoint.args):
         if hint.kind == BASE:
@@ -287,7 +287,7 @@ def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpo
 
 def _resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolved:
     """The model of a checkpoint. If names are not converted, its family need not be declared."""
-    described = describe(checkpoint, options.base, options.family)
+    described = describe(checkpoint, options.base_path, options.family)
     if not target.keeps_names:
         refuse_other_head(described)
         return resolve(described, options.trust, computes=target.judges_model)

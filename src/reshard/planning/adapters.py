@@ -50,7 +50,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolv
             found="--with-optimizer",
             remedy="leave out --with-optimizer",
         )
-    if options.base is None:
+    if options.base_path is None:
         raise ReshardError(
             "adapter-base-not-named",
             "the source is an adapter, and no base was passed",
@@ -60,7 +60,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolv
             remedy="add --merge --base DIR to have both in one model, or only --base DIR to convert the adapter "
             "by itself",
         )
-    base = open_checkpoint(options.base, strip=options.strip, sources=checkpoint.sources)
+    base = open_checkpoint(options.base_path, strip=options.strip, sources=checkpoint.sources)
     if base.problems:
         raise ReshardError(base.problems)
     return replace(resolve(describe(base, family=options.family)), checkpoint=checkpoint)
@@ -81,7 +81,7 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
             Planned(name, types.of(name, tensor.dtype), tensor.shape, partial(_view, tensor))
             for name, tensor in _as_peft(adapter, with_base=written)
         ]
-        settings = adapter_config(adapter, name_of(options.base) if options.base else None)
+        settings = adapter_config(adapter, name_of(options.base_path) if options.base_path else None)
         if written:
             del base[BASE_WEIGHTS]
         return replace(request, tensors=tensors, adapter=settings), base, []

@@ -141,12 +141,12 @@ def _opened(last: Checkpoint, average: Average, options: Options) -> list[Checkp
 def _alone(checkpoint: Checkpoint, options: Options, home: Path | None) -> Options:
     """The options for reading one of the checkpoints: without a config of its own, it has that at `home`."""
     return Options(
-        base=options.base or (None if config_of(checkpoint) else home),
+        base=options.base_path or (None if config_of(checkpoint) else home),
         family=options.family,
         trust=options.trust,
         dtype=options.dtype,
         strip=options.strip,
-        tokenizer=False,
+        no_tokenizer=True,
     )
 
 

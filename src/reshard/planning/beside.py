@@ -32,25 +32,29 @@ def find_companions(checkpoint: Checkpoint, request: Request) -> companions.Comp
 def _companions(checkpoint: Checkpoint, options: Options, *, is_adapter: bool) -> companions.Companions:
     if is_adapter:
         return companions.find_companions(
-            checkpoint.sources, *([checkpoint.root] if options.tokenizer else [])
+            checkpoint.sources, *([] if options.no_tokenizer else [checkpoint.root])
         )
-    base = [options.base] if options.base else []
+    base = [options.base_path] if options.base_path else []
     return companions.find_companions(checkpoint.sources, *checkpoint.beside, *base, checkpoint.root)
 
 
 def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Problem]:
     """A problem if the output needs a tokenizer and none is found, unless users opt out. An adapter needs none."""
-    if kind is not Kind.MODEL or not options.tokenizer or (options.base and not options.base.is_dir()):
+    if (
+        kind is not Kind.MODEL
+        or options.no_tokenizer
+        or (options.base_path and not options.base_path.is_dir())
+    ):
         return []  # a base that is no folder is reported as such
     found = _companions(checkpoint, options, is_adapter=False)
     if found.has_tokenizer:
         return []
-    if options.base:
+    if options.base_path:
         return [
             Problem(
                 "tokenizer-not-in-base",
                 "neither the checkpoint nor its base has a tokenizer",
-                file=str(options.base),
+                file=str(options.base_path),
                 rule="the output must load without any other folder",
                 expected="tokenizer.json, tokenizer.model or vocab.json",
                 found="; ".join(found.notes) or None,
@@ -76,12 +80,12 @@ CARD_MOST = 1 << 20
 
 def embedding(checkpoint: Checkpoint, request: Request, found: companions.Companions) -> Request:
     """The request with the contents of config.json, tokenizer and model card, for a format that stores them itself."""
-    folder = request.options.base or checkpoint.root
+    folder = request.options.base_path or checkpoint.root
     contents = {name: checkpoint.sources.read(file) for name, file in found.files.items()}
     card = folder / CARD
     if card.is_file() and belongs(card, folder, checkpoint.sources) and card.stat().st_size < CARD_MOST:
         contents[CARD] = checkpoint.sources.read(card)
-    if not request.options.tokenizer:
+    if request.options.no_tokenizer:
         contents = {name: content for name, content in contents.items() if name in (GENERATION, CARD)}
     contents[companions.CONFIG] = _config(checkpoint, request)
     return replace(request, companions=contents, name=folder.absolute().name)

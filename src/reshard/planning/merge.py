@@ -81,17 +81,17 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
             replicas=[*checkpoint.replicas, *replicas],
             notes=[*checkpoint.notes, *told, *(base.notes if base else []), *notes],
         ),
-        replace(options, base=None if base else options.base),
+        replace(options, base=None if base else options.base_path),
     )
 
 
 def hub_adapter(checkpoint: Checkpoint, options: Options) -> Checkpoint:
     """An adapter of Megatron-Core under Hub names, by the config of its base, which may be a Megatron checkpoint."""
-    if options.base is None:
+    if options.base_path is None:
         return megatron.under_hub_names(checkpoint, config_of(checkpoint))
-    config: Mapping[str, Any] | None = read_config(options.base, checkpoint.sources)
+    config: Mapping[str, Any] | None = read_config(options.base_path, checkpoint.sources)
     if not config:
-        base = open_checkpoint(options.base, sources=checkpoint.sources)
+        base = open_checkpoint(options.base_path, sources=checkpoint.sources)
         config = resolve(describe(base, family=options.family)).config
     return megatron.under_hub_names(checkpoint, config)
 
@@ -106,10 +106,12 @@ def base_folder(
     if adapter.has_base:
         return None, []
     hint = adapter.settings.base
-    if options.base:
-        if hint and PurePosixPath(hint).name.lower() not in str(realpath(options.base)).lower():
-            return options.base, [f"the adapter was trained on {hint}, as {adapter.settings.source} says"]
-        return options.base, []
+    if options.base_path:
+        if hint and PurePosixPath(hint).name.lower() not in str(realpath(options.base_path)).lower():
+            return options.base_path, [
+                f"the adapter was trained on {hint}, as {adapter.settings.source} says"
+            ]
+        return options.base_path, []
     if hint and adapter.settings.base_is_here:
         return Path(hint), [f"the base is {hint}, as {adapter.settings.source} says"]
     raise ReshardError(

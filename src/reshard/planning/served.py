@@ -100,7 +100,9 @@ def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str,
     dropped = {OTHER_ADAPTERS: adapter.others, BASE_WEIGHTS: 0}
     if not others:
         dropped[BASE_WEIGHTS] = sum(tensor.nbytes for tensor in adapter.base.values())
-    settings = written.settings(adapter, name_of(options.base) if options.base else adapter.settings.base)
+    settings = written.settings(
+        adapter, name_of(options.base_path) if options.base_path else adapter.settings.base
+    )
     notes = [*base.notes, *_how(engine, written)]
     return replace(request, tensors=tensors, adapter=settings), dropped, notes
 

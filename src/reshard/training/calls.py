@@ -142,7 +142,7 @@ def export(
         merge=merge,
         dtype=dtype,
         overwrite=overwrite,
-        resume=not no_resume,
+        no_resume=no_resume,
         on_bytes=on_bytes,
     )
 

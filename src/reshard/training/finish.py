@@ -119,7 +119,7 @@ def export(
     options = replace(
         options,
         dtype=dtype or final_dtype(run),
-        tokenizer=True,
+        no_tokenizer=False,
         beside={**options.beside, RECORD: checkpoint / RECORD},
     )
     return convert(checkpoint, destination, options, How(**how))

@@ -309,7 +309,7 @@ def _switch(option: Option, value: Any) -> bool:
 
 def _number(option: Option, value: Any) -> int:
     """A number of a flag or of a config file, which may be a quoted word."""
-    least = option.about.least
+    least = int(option.about.least)
     number = int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,18}", value.strip()) else value
     if is_whole(number, least):
         return int(number)

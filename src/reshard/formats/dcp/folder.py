@@ -13,7 +13,6 @@ Sources: torch 2.4 to 2.13, accelerate 1.15, torchtitan 0.3.0, OLMo-core 3.0.0; 
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -367,7 +366,7 @@ NEST = "model"
 def lay_out(request: Request) -> list[OutputFile]:
     """The files of a folder that `dcp.load({"model": state_dict}, checkpoint_id=folder)` loads at any layout."""
     tensors = request.tensors
-    writer = _Writer(request.options.max_shard_size or sys.maxsize)
+    writer = _Writer(request.options.shard_size)
     for tensor in tensors:
         writer.name((NEST, tensor.name), writer.add(tensor))
     stored = writer.metadata.tensors

@@ -246,7 +246,8 @@ def lay_out(request: Request) -> list[OutputFile]:
     """One file, or several of at most the size that users ask for, as `GGUFWriter` divides them."""
     inside: Inside = request.inside
     parts: list[dict[str, Stored]] = [{}]
-    size, most = 0, request.options.max_shard_size or math.inf
+    options = request.options
+    size, most = 0, options.shard_size if options.max_shard_size else math.inf
     for name, stored in inside.tensors.items():
         nbytes = stored.kind.size(stored.shape)
         if parts[-1] and size + nbytes > most:

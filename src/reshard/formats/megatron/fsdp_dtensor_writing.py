@@ -12,7 +12,6 @@ Groups have what torch's Adam, Apex's and Transformer Engine's ask for.
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -144,7 +143,7 @@ class _Writer:
     """Names tensors and objects, and adds them to the folder."""
 
     def __init__(self, request: Request, args: Mapping[str, Any]) -> None:
-        self.folder = ChunkFolder(request.options.max_shard_size or sys.maxsize)
+        self.folder = ChunkFolder(request.options.shard_size)
         self._swiglu = bool(args.get("swiglu"))
         self._keys: dict[str, list[str]] = defaultdict(list)
         for transformer_engine in (True, False):

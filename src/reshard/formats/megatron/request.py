@@ -197,7 +197,7 @@ def run_config(request: Request, settings: Mapping[str, Any]) -> OutputFile:
             "pipeline_model_parallel_size": layout.pp,
             "virtual_pipeline_model_parallel_size": layout.virtual,
             "expert_model_parallel_size": layout.ep,
-            "hf_model_id": str(request.options.base),
+            "hf_model_id": str(request.options.base_path),
         },
         "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False},
         "peft": {"_target_": LORA, **settings},

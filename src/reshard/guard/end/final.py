@@ -182,7 +182,7 @@ def options_for(checkpoint: Checkpoint, base: Path | None, *, merge: bool, is_ad
         to="peft" if is_adapter and not merge else "huggingface",
         base=None if is_whole else base,
         merge=merge,
-        tokenizer=own.has_tokenizer or theirs.has_tokenizer,
+        no_tokenizer=not (own.has_tokenizer or theirs.has_tokenizer),
         beside={name: file for name, file in beside.items() if file.suffix != ".py" and name != GENERATION}
         if is_adapter and not merge
         else {},

@@ -1,0 +1,19 @@
+"""Names that options take: of formats, families, dtypes, quantizations and libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reshard.adapters.engines import ENGINES
+from reshard.base.options import Names
+from reshard.formats import quantizations, quantized_as, writable, written
+from reshard.model.recognition import named
+from reshard.planning.naming import Types
+
+NAMES: Mapping[str, Names] = {
+    "format": Names(written, lambda name: writable(name).name),
+    "family": Names(known=named),
+    "dtype": Names(known=Types),
+    "quantization": Names(quantizations, quantized_as),
+    "library": Names(lambda: ENGINES),
+}
