@@ -20,7 +20,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import (
     Annotated,
@@ -144,8 +144,13 @@ class Option:
         return several or plain.get(self.kind, self.kind.__name__)
 
 
-def options_of(record: type) -> Iterator[Option]:
-    """The options that a record declares, in their order."""
+@cache
+def options_of(record: type) -> tuple[Option, ...]:
+    """The options that a record declares, in their order. Evaluating annotations runs code: once is enough."""
+    return tuple(_declared(record))
+
+
+def _declared(record: type) -> Iterator[Option]:
     hints = get_type_hints(record, include_extras=True)
     for each in fields(record):
         if get_origin(hints[each.name]) is Annotated:
