@@ -36,8 +36,7 @@ def identity_of(plan: Plan, options: Options, *, checksum: bool, inodes: bool = 
     Without `inodes`, it is the same on all machines: some file systems give a file another inode on each.
     """
     wanted = _at(options, lambda path: path.resolve())
-    meant = {**wanted.as_dict(), "max_shard_size": wanted.shard_size, "beside": wanted.beside}
-    told = sha256(f"{meant!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
+    told = sha256(f"{wanted.meant!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
     for file in (each for each in plan.files if each.path != RECORD):
         told.update(f"\n{file.path!r} {file.size}".encode())
     return Identity(_program(), plan.sources.digest(inodes=inodes), told.hexdigest())

@@ -246,6 +246,11 @@ class Options(Opening, Output):
         found = {name: told[name] if name in told else getattr(self, name) for name in OPTIONS_0_2_0}
         return {**found, "beside": sorted(self.beside)}
 
+    @property
+    def meant(self) -> dict[str, Any]:
+        """What they ask for: the same for a value that is left out as for its default."""
+        return {**self.as_dict(), "max_shard_size": self.shard_size, "beside": dict(self.beside)}
+
     @staticmethod
     def of_dict(told: Mapping[str, Any]) -> Options:
         """The options in a record, without `beside`. Raises TypeError or ValueError if it has unknown ones.

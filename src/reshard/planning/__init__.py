@@ -157,7 +157,7 @@ def _changes_anything(options: Options) -> bool:
     """Whether the options ask for another output than a copy of the source; how it is read changes nothing."""
     read = ("iteration", "family", "trust", "no_tokenizer", "beside")
     plain = {name: getattr(Options(), name) for name in read}
-    return replace(options, **plain) != Options()
+    return replace(options, **plain).meant != Options().meant
 
 
 def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options) -> Target:
