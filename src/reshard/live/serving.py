@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import reshard
+from reshard.api.weights import open as open_weights
 from reshard.base.errors import Problem, ReshardError, size
 from reshard.base.suggest import meant
 from reshard.commands.weights import Weights
@@ -22,7 +22,7 @@ from reshard.model.configs import config_of
 from reshard.stores import source_path
 
 NAME = "reshard"
-OPTIONS = ("source", *[each for each in inspect.signature(reshard.open).parameters if each != "path"])
+OPTIONS = ("source", *[each for each in inspect.signature(open_weights).parameters if each != "path"])
 """Keys of `--model-loader-extra-config`: where the weights are, if not in the engine's model folder, and the arguments
 of `reshard.open`."""
 FROM_CONFIG = ("input_scale_ub",)
@@ -148,7 +148,7 @@ def opened(engine: Engine, place: Place, options: Mapping[str, Any]) -> Weights:
     source = options.get("source")
     base = options.get("base") or place.config or (place.folder if source else None)
     path = source or place.folder
-    weights = reshard.open(path, **{key: options[key] for key in options if key != "source"} | {"base": base})
+    weights = open_weights(path, **{key: options[key] for key in options if key != "source"} | {"base": base})
     _refuse_adapter(weights, path)
     _refuse_quantized(engine, weights, place, options)
     if base and not options.get("merge"):

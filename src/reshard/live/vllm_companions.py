@@ -16,7 +16,7 @@ from vllm.tokenizers.hf import CachedHfTokenizer
 from vllm.tokenizers.registry import TokenizerRegistry
 from vllm.transformers_utils.config import HFConfigParser, register_config_parser
 
-import reshard
+from reshard.api.weights import open as open_weights
 from reshard.base.errors import ReshardError
 from reshard.folders.companions import find_companions
 from reshard.transfer.sources import Sources
@@ -59,5 +59,5 @@ class Tokenizer:
 def _written(checkpoint: str) -> TemporaryDirectory[str]:
     """A folder with the files beside the weights, which is deleted when the process ends."""
     folder = TemporaryDirectory(prefix="reshard-")
-    reshard.open(checkpoint).write_companions(Path(folder.name))
+    open_weights(checkpoint).write_companions(Path(folder.name))
     return folder
