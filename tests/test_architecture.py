@@ -78,6 +78,11 @@ def test_imports_run_downwards(part: str) -> None:
     assert upwards == []
 
 
+def test_only_the_top_imports_the_public_package() -> None:
+    found = {part_of(name_of(path)) for path in MODULES if "reshard" in imported(path)}
+    assert found <= {"agents", "cli", *FREE}  # the package imports the others, on first use
+
+
 def test_the_architecture_page_tells_the_same_order() -> None:
     text = " ".join((DOCS / "architecture.md").read_text(encoding="utf-8").split())
     order = " → ".join(", ".join(parts) for parts in reversed(ORDER))
