@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 Named = Callable[[Any], Iterable[str]]
@@ -40,5 +41,6 @@ def declare(names: Callable[[], FileNames]) -> None:
 
 def declared() -> FileNames:
     """The names that formats have declared, which they do when `reshard.formats` is imported."""
-    assert _declarations, "import reshard.formats before paths in stores are read"
+    if not _declarations:
+        import_module("reshard.formats")  # by name: stores are below formats
     return _declarations[0]()
