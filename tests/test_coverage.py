@@ -210,22 +210,23 @@ def test_a_record_holds_when_a_default_changes(
     originals: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of this version, which records all options, and of 0.2.0, which left out its defaults."""
-    source, output = originals("torch_dist"), tmp_path / "hf"
+    source, output, before = originals("torch_dist"), tmp_path / "hf", tmp_path / "before"
     converted(source, output)
-    record = json.loads((output / "reshard.json").read_text())
-    told = record["options"]
+    converted(source, before, "--max-shard-size", "5GB")  # the default of 0.2.0
+    told = json.loads((output / "reshard.json").read_text())["options"]
     assert told.keys() == {*OPTIONS_0_2_0, "beside"}
     of_layout = {"tp", "pp", "vpp", "ep", "etp", "dp", "stages", "no_tokenizer"}
     assert told.keys() - {"layout", "tokenizer"} == {each.name for each in fields(Options)} - of_layout
     assert OPTIONS_0_2_0["layout"].keys() == {each.name for each in fields(Layout)}
     first = {"to": told["to"]} if told["to"] else {}
-    for options in (told, first):
-        assert Options.of_dict(options).meant == Options().meant
-        sign(output / "reshard.json", {**record, "options": options})
+    for folder, options, size in ((output, told, target.SHARD_SIZE), (before, first, 5_000_000_000)):
+        assert Options.of_dict(options).meant == {**Options().meant, "max_shard_size": size}
+        record = json.loads((folder / "reshard.json").read_text())
+        sign(folder / "reshard.json", {**record, "options": options})
         with monkeypatch.context() as patch:
             patch.setattr(target, "SHARD_SIZE", 50_000)
             assert Options().shard_size == 50_000
-            result = reshard("verify", source, output, "--proof")
+            result = reshard("verify", source, folder, "--proof")
         assert result.code == 0 and "balanced: the recorded plan" in result.out, result
 
 

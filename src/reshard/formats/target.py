@@ -188,7 +188,11 @@ class Output:
     ] = None
     max_shard_size: Annotated[
         int | str | None,
-        About("Maximum size of a weights file. [default: 5GB; GGUF: one file]", "SIZE", unit=BYTES),
+        About(
+            f"Maximum size of a weights file. [default: {SHARD_SIZE // 10**9}GB; GGUF: one file]",
+            "SIZE",
+            unit=BYTES,
+        ),
     ] = None
     adapter_for: Annotated[
         str | None,

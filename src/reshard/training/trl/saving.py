@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from reshard.base.plain import put
 from reshard.folders.companions import CONFIG, find_companions, read_object
+from reshard.formats.target import SHARD_SIZE
 from reshard.guard.end.complete import RECORD, note_files
 from reshard.stores.hub import name_of
 from reshard.training.run import Run, read_record
@@ -28,8 +29,6 @@ from reshard.training.trl.devices import rank
 from reshard.training.trl.methods import WAYS
 from reshard.transfer.sources import Sources
 
-SHARD = 5 << 30
-"""Maximum bytes of a weight file, and therefore of what is buffered before writing."""
 OPTIMIZER = "optimizer_0"
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
@@ -42,7 +41,7 @@ def write(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
         for stale in (*folder.glob("*.safetensors*"), folder / RECORD):
             stale.unlink(missing_ok=True)
     is_adapter = weights.is_adapter(model)
-    _save(weights.tensors_of(model), folder, *((ADAPTER, math.inf) if is_adapter else (MODEL, SHARD)))
+    _save(weights.tensors_of(model), folder, *((ADAPTER, math.inf) if is_adapter else (MODEL, SHARD_SIZE)))
     if rank() == 0:
         _beside(run, model, tokenizer, folder)
 
