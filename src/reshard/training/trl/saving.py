@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map, tree_map_only
 
-from reshard.base.plain import put
+from reshard.base.plain_json import put
 from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.guard.end.complete import RECORD, note_files
 from reshard.stores.hub import name_of
@@ -26,7 +26,7 @@ from reshard.training.run import Run, read_record
 from reshard.training.trl import weights
 from reshard.training.trl.devices import rank
 from reshard.training.trl.methods import WAYS
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 SHARD = 5 << 30
 """Maximum bytes of a weight file, and therefore of what is buffered before writing."""
