@@ -24,7 +24,7 @@ from bench.sync import DIRECT
 from reshard.algebra.layout import Layout
 from reshard.cluster import executors
 from reshard.cluster.executors import GIB
-from reshard.planning import Options, plan_conversion
+from reshard.planning import ConversionOptions, plan_conversion
 from reshard.transfer import sink
 
 LAYERS = (1, 5)
@@ -159,7 +159,10 @@ def _plan(model: Path, flags: list[str]) -> Any:
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     layout = Layout(tp=int(given.get("--tp", 1)))
     return plan_conversion(
-        model, Options(to=given["--to"], **layout.as_dict(), dtype=given.get("--dtype"), no_tokenizer=True)
+        model,
+        ConversionOptions(
+            to=given["--to"], **layout.as_dict(), dtype=given.get("--dtype"), no_tokenizer=True
+        ),
     )
 
 
@@ -197,7 +200,7 @@ class _Here:
 
 def _parts(folder: Path, rounds: int) -> tuple[float, float]:
     """Seconds per part: of the worker, and of the coordinator."""
-    executors.EXECUTORS["here"], sink.CACHED = _Here, 1 << 62
+    executors.EXECUTORS["here"], sink.CACHED_DIVISOR = _Here, 1 << 62
     model, out = make(folder / "model", {**DENSE, "num_hidden_layers": LAYERS[1]}), folder / "out"
     there: dict[int, list[float]] = {most: [] for most in PARTS}
     here: dict[int, list[float]] = {most: [] for most in PARTS}

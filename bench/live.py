@@ -165,7 +165,7 @@ import sys, time
 import torch, transformers, reshard
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2 import modeling_qwen2
-from reshard.transfer.memory import resident
+from reshard.transfer.memory_budget import resident
 before, began = resident()[1], time.perf_counter()
 if sys.argv[2] == "live":
     model = reshard.from_pretrained(sys.argv[1], verify=True)

@@ -22,9 +22,9 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells
 from reshard.algebra.views import Piece
 from reshard.transfer import gather
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
+from reshard.transfer.thread_files import OpenFiles
 
 TP = 8
 RUNS = (2, 4, 7, 13, 32)
@@ -101,15 +101,15 @@ def reshard(gap: int) -> Way:
     """reshard's gatherer with its checksums, which reads across gaps of up to `gap` bytes."""
 
     def read(weight: Weight, out: np.ndarray[Any, Any]) -> None:
-        files, size = Files(), weight.run // 2
+        files, size = OpenFiles(), weight.run // 2
         cells = Cells(Storage(str(weight.path), 0, SIZE), BY_NAME["bfloat16"])
         axes = ((weight.count, size * TP, size), (size, 1, 1))
-        before, gather.GAP = gather.GAP, gap
+        before, gather.MAX_GAP_BYTES = gather.MAX_GAP_BYTES, gap
         try:
             gatherer = Gatherer(files, Ledger(every=True))
             gatherer.fill((Piece(cells, 3 * size, 0, axes),), cells.dtype, out.reshape(-1).view(np.uint16))
         finally:
-            gather.GAP = before
+            gather.MAX_GAP_BYTES = before
             files.close()
 
     return read
@@ -122,7 +122,7 @@ WAYS: dict[str, Way] = {
     "mapped": mapped,
     "reshard, a read a row": reshard(0),
     "reshard, across gaps": reshard(1 << 30),
-    "**reshard**": reshard(gather.GAP),
+    "**reshard**": reshard(gather.MAX_GAP_BYTES),
 }
 
 

@@ -17,17 +17,17 @@ from bench.models import DEEPSEEK_V3, FP8_BLOCKS, KIMI_K2, LLAMA_3_1_405B, make
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Cells, Computed
 from reshard.algebra.views import Piece
+from reshard.cluster.distribute import parts_for
 from reshard.cluster.executors import GIB
-from reshard.cluster.parts import Part
-from reshard.cluster.spread import parts_for
-from reshard.planning import Options, plan_conversion
+from reshard.cluster.plan_parts import PlanPart
+from reshard.planning import ConversionOptions, plan_conversion
 from reshard.transfer.batch import batches
-from reshard.transfer.gather import GAP, RUN, _packed, _run
-from reshard.transfer.job import continued
+from reshard.transfer.file_job import continued
+from reshard.transfer.gather import MAX_GAP_BYTES, MIN_DIRECT_BYTES, _packed, _run
 from reshard.transfer.journal import Journal
-from reshard.transfer.memory import shared
+from reshard.transfer.memory_budget import shared
 from reshard.transfer.plan import Block, Plan
-from reshard.transfer.state import State
+from reshard.transfer.run_state import RunState
 
 NODES = (1, 4, 16, 64)
 STORAGE = (2, 10, 100)
@@ -127,9 +127,9 @@ def work_of(block: Block, costs: Costs) -> Work:
 
 def _read(piece: Piece, itemsize: int) -> int:
     """Bytes read for a piece, including small gaps between its runs, as `gather` does."""
-    if _run(piece) * itemsize >= RUN:
+    if _run(piece) * itemsize >= MIN_DIRECT_BYTES:
         return piece.numel * itemsize
-    _, length, repeats = _packed(piece, GAP // itemsize)
+    _, length, repeats = _packed(piece, MAX_GAP_BYTES // itemsize)
     return length * prod(count for count, *_ in repeats) * itemsize
 
 
@@ -147,7 +147,7 @@ class Simulation:
 
     def parts(self, nodes: int) -> list[Work]:
         """The work of each part, in the order of distribution."""
-        state = State(self._plan, Path(), shared(2, GIB), None, Journal(), lambda count: None)
+        state = RunState(self._plan, Path(), shared(2, GIB), None, Journal(), lambda count: None)
         left = sum(file.size for file in self._files)
         cluster: Any = Cluster(nodes * CORES)
         return [
@@ -155,7 +155,7 @@ class Simulation:
             for part in parts_for(cluster, (continued(state, file) for file in self._files), left)
         ]
 
-    def _work(self, part: Part) -> Work:
+    def _work(self, part: PlanPart) -> Work:
         fixed = self._costs.begun + self._costs.file * len(part.batches)
         wanted = (self._batches[path][number] for path, numbers in part.batches.items() for number in numbers)
         return Work(seconds=fixed).plus(_total(wanted))
@@ -208,7 +208,7 @@ def planned(name: str, data: Path) -> Plan:
     """The plan of a published model, from headers on sparse files in `data`."""
     config, layout = MODELS[name]
     model = make(data / f"scale-{name}", config, sparse=True)
-    return plan_conversion(model, Options(to="megatron", **layout.as_dict(), no_tokenizer=True))
+    return plan_conversion(model, ConversionOptions(to="megatron", **layout.as_dict(), no_tokenizer=True))
 
 
 def table(name: str, data: Path) -> Iterator[str]:

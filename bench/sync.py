@@ -25,8 +25,8 @@ HEADER = [
 RESHARD = [sys.executable, "-c"]
 MAIN = "from reshard.cli import main; main()"
 SINK = "import reshard.transfer.sink as sink; "
-DIRECT = f"{SINK}sink.CACHED = 1 << 62; {MAIN}"
-BUFFERED = f"{SINK}sink.CACHED = 0; {MAIN}"
+DIRECT = f"{SINK}sink.CACHED_DIVISOR = 1 << 62; {MAIN}"
+BUFFERED = f"{SINK}sink.CACHED_DIVISOR = 0; {MAIN}"
 LOAD = """
 import sys, time
 from pathlib import Path

@@ -18,12 +18,12 @@ from threading import Event, Thread
 from typing import Any
 
 import reshard
-from reshard.cluster import spread
+from reshard.cluster import distribute
 
 
 def small_parts(shares: int = 12, least: int = 1 << 20) -> None:
     """Split even small models into parts for all workers."""
-    spread.SHARES, spread.LEAST = shares, least
+    distribute.PARTS_PER_WORKER, distribute.MIN_PART_BYTES = shares, least
 
 
 def at_work(dst: Path) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard as api
-from reshard.model.averaged import Averaged, _fused
+from reshard.model.averaged_tensor import AveragedTensor, _fused
 from tests.bad_input.damage import edit_config, flip
 from tests.commandline import reshard
 
@@ -149,13 +149,13 @@ def test_each_element_is_computed_once(
 ) -> None:
     """Also where ranks have columns of a weight, of which each needs short runs."""
     counted: list[int] = []
-    summed = Averaged._summed
+    summed = AveragedTensor._summed
 
-    def counting(self: Averaged, inputs: Any, begin: int, end: int, read: Any) -> Any:
+    def counting(self: AveragedTensor, inputs: Any, begin: int, end: int, read: Any) -> Any:
         counted.append(end - begin)
         return summed(self, inputs, begin, end, read)
 
-    monkeypatch.setattr(Averaged, "_summed", counting)
+    monkeypatch.setattr(AveragedTensor, "_summed", counting)
     api.average(three, tmp_path / "out", to="megatron", tp=4)
     assert sum(counted) == api.inspect(three[0]).checkpoint.parameters
 

@@ -12,16 +12,18 @@ import pytest
 
 from reshard.base.errors import ReshardError
 from reshard.transfer import journal as journal_module
-from reshard.transfer.journal import ROOM, Identity, Journal
+from reshard.transfer.journal import RESERVED_BYTES, Journal, OutputIdentity
 from reshard.transfer.leftovers import recover, remove_unfinished, unfinished
 from reshard.transfer.sink import allocate
 from reshard.transfer.staging import staged
 from tests.staging import LEFT, names, write
 
-ONE, OTHER = Identity("1", "a", "x"), Identity("1", "a", "y")
+ONE, OTHER = OutputIdentity("1", "a", "x"), OutputIdentity("1", "a", "y")
 
 
-def interrupted(target: Path, identity: Identity, error: BaseException, overwrite: bool = False) -> None:
+def interrupted(
+    target: Path, identity: OutputIdentity, error: BaseException, overwrite: bool = False
+) -> None:
     """A run that is interrupted after writing one of two files."""
     journal = Journal(identity, {"command": "reshard convert", "folder": str(Path.cwd()), "bytes": 8})
     with (
@@ -35,7 +37,7 @@ def interrupted(target: Path, identity: Identity, error: BaseException, overwrit
         raise error
 
 
-def continued(target: Path, identity: Identity | None = None) -> tuple[set[str], list[str]]:
+def continued(target: Path, identity: OutputIdentity | None = None) -> tuple[set[str], list[str]]:
     """The files and the messages of a later run."""
     journal, heard = Journal(identity), list[str]()
     stage = staged(
@@ -86,13 +88,13 @@ def test_what_was_written_is_removed_where_the_same_command_cannot_succeed(tmp_p
     ("identity", "why"),
     [
         (OTHER, "it has other options"),
-        (Identity("1", "b", "y"), "the source has changed since"),
-        (Identity("2", "b", "y"), "another version of reshard wrote it"),
+        (OutputIdentity("1", "b", "y"), "the source has changed since"),
+        (OutputIdentity("2", "b", "y"), "another version of reshard wrote it"),
         (None, "--no-resume is given"),
     ],
 )
 def test_what_belongs_to_another_output_is_removed_in_one_line(
-    tmp_path: Path, identity: Identity | None, why: str
+    tmp_path: Path, identity: OutputIdentity | None, why: str
 ) -> None:
     interrupted(tmp_path / "dst", ONE, KeyboardInterrupt())
     there, heard = continued(tmp_path / "dst", identity)
@@ -164,15 +166,15 @@ def refuse(patch: pytest.MonkeyPatch, owner: object, name: str, path: str, numbe
 
 def test_the_journal_has_room_on_a_disk_that_fills_up(tmp_path: Path) -> None:
     with open(tmp_path / "probe", "wb") as probe:
-        allocate(probe.fileno(), 0, ROOM)
-        if os.fstat(probe.fileno()).st_blocks * 512 < ROOM:
+        allocate(probe.fileno(), 0, RESERVED_BYTES)
+        if os.fstat(probe.fileno()).st_blocks * 512 < RESERVED_BYTES:
             pytest.skip("this file system cannot allocate")
     journal = Journal(ONE)
     journal.open(tmp_path / "journal", tmp_path, {}, {})
-    for number in range(3 * ROOM // 1000):
+    for number in range(3 * RESERVED_BYTES // 1000):
         journal.add({"replicas": "x" * 1000})
         status = (tmp_path / "journal").stat()
-        assert number % 100 or status.st_blocks * 512 >= status.st_size + ROOM // 2
+        assert number % 100 or status.st_blocks * 512 >= status.st_size + RESERVED_BYTES // 2
     journal.close()
 
 

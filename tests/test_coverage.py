@@ -22,9 +22,9 @@ from reshard.algebra.multisets import Multiset, total
 from reshard.algebra.views import Piece, View
 from reshard.commands import coverage
 from reshard.commands.coverage import prove
-from reshard.formats import open_checkpoint, target
-from reshard.formats.target import OPTIONS_0_2_0
-from reshard.planning import Options, plan_conversion
+from reshard.formats import contract, open_checkpoint
+from reshard.formats.contract import OPTIONS_0_2_0
+from reshard.planning import ConversionOptions, plan_conversion
 from reshard.transfer.plan import OutputFile, Plan, Planned
 from tests.bad_input.conftest import originals as originals
 from tests.bad_input.damage import converted, find, flip
@@ -59,12 +59,12 @@ def test_multisets_are_equal_if_their_positions_are(parts: list[tuple[int, list[
 
 
 ROADS = {
-    "qwen2_tied": Options(to="megatron", tp=2, pp=2, vpp=2),
-    "qwen3_moe": Options(to="megatron-legacy", tp=2, pp=2, ep=2),
-    "deepseek_v3_mtp": Options(to="megatron", tp=2, pp=3, ep=4, etp=2),
-    "gpt_oss": Options(to="dcp"),
-    "torch_dist": Options(to="huggingface", max_shard_size=100_000),
-    "legacy moe": Options(to="megatron", tp=4, etp=2),
+    "qwen2_tied": ConversionOptions(to="megatron", tp=2, pp=2, vpp=2),
+    "qwen3_moe": ConversionOptions(to="megatron-legacy", tp=2, pp=2, ep=2),
+    "deepseek_v3_mtp": ConversionOptions(to="megatron", tp=2, pp=3, ep=4, etp=2),
+    "gpt_oss": ConversionOptions(to="dcp"),
+    "torch_dist": ConversionOptions(to="huggingface", max_shard_size=100_000),
+    "legacy moe": ConversionOptions(to="megatron", tp=4, etp=2),
 }
 
 
@@ -129,7 +129,7 @@ def test_an_element_that_is_lost_or_taken_twice_is_found(
     originals: Callable[[str], Path], tensor: str, change: Callable[[Piece], Piece], told: list[str]
 ) -> None:
     source = originals("qwen3")
-    plan = plan_conversion(source, Options(to="dcp"))
+    plan = plan_conversion(source, ConversionOptions(to="dcp"))
     assert prove(plan, open_checkpoint(source))
     found = prove(broken(plan, tensor, change), open_checkpoint(source))
     assert not found and {fault.tensor for fault in found.faults} == {tensor}, found.faults
@@ -216,16 +216,21 @@ def test_a_record_holds_when_a_default_changes(
     told = json.loads((output / "reshard.json").read_text())["options"]
     assert told.keys() == {*OPTIONS_0_2_0, "beside"}
     of_layout = {"tp", "pp", "vpp", "ep", "etp", "dp", "stages", "no_tokenizer"}
-    assert told.keys() - {"layout", "tokenizer"} == {each.name for each in fields(Options)} - of_layout
+    assert (
+        told.keys() - {"layout", "tokenizer"} == {each.name for each in fields(ConversionOptions)} - of_layout
+    )
     assert OPTIONS_0_2_0["layout"].keys() == {each.name for each in fields(Layout)}
     first = {"to": told["to"]} if told["to"] else {}
-    for folder, options, size in ((output, told, target.SHARD_SIZE), (before, first, 5_000_000_000)):
-        assert Options.of_dict(options).meant == {**Options().meant, "max_shard_size": size}
+    for folder, options, size in ((output, told, contract.SHARD_SIZE), (before, first, 5_000_000_000)):
+        assert ConversionOptions.of_dict(options).meant == {
+            **ConversionOptions().meant,
+            "max_shard_size": size,
+        }
         record = json.loads((folder / "reshard.json").read_text())
         sign(folder / "reshard.json", {**record, "options": options})
         with monkeypatch.context() as patch:
-            patch.setattr(target, "SHARD_SIZE", 50_000)
-            assert Options().shard_size == 50_000
+            patch.setattr(contract, "SHARD_SIZE", 50_000)
+            assert ConversionOptions().shard_size == 50_000
             result = reshard("verify", source, folder, "--proof")
         assert result.code == 0 and "balanced: the recorded plan" in result.out, result
 

@@ -27,8 +27,8 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.oracle.transformers import transformers_logits
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
 from tests.genuine import make_dcp
 from tests.genuine.live import live_and_hub
@@ -60,7 +60,7 @@ def saved(hf_model: Maker, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 def values(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The elements of a tensor in float32."""
-    files = Files()
+    files = OpenFiles()
     read = Gatherer(files, None).read(tensor, 0, tensor.view.numel)
     files.close()
     return read.view(np.float32).reshape(tensor.shape)
@@ -255,7 +255,7 @@ def test_it_is_written_from_any_format(hf_model: Maker, tmp_path: Path) -> None:
 def test_large_tensors_are_cut_so_that_ranks_read_their_own(
     hf_model: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.containers.dcp_chunks.CHUNK", 4096)
+    monkeypatch.setattr("reshard.containers.dcp_chunks.MAX_CHUNK_BYTES", 4096)
     reshard.convert(hf_model("qwen3_moe"), tmp_path / "dcp", to="dcp")
     tables = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
     chunks = tables["model.model.layers.0.mlp.experts.gate_up_proj"].chunks

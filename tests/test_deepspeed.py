@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats.deepspeed import files
+from reshard.formats.deepspeed import step_files
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import make_deepspeed
@@ -321,7 +321,7 @@ def test_the_file_of_another_step_is_noticed(name: str, kind: str, copy: Any) ->
     (problem,) = problems_of(run)
     assert problem.message == "a rank's file belongs to another run or iteration"
     assert (problem.file, problem.found) == (str(files[1]), "step 3")
-    assert problem.expected == f"step 2, as in {files[0].name}"
+    assert problem.expected == f"step 2, as in {step_files[0].name}"
 
 
 def test_masters_of_another_step_than_the_module_are_noticed(copy: Any, tmp_path: Path) -> None:
@@ -537,6 +537,6 @@ def test_the_real_deepspeed_loads_what_is_written(
 
 
 def test_names_of_files_are_told_apart() -> None:
-    assert files.OPTIMIZER.fullmatch("bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt")
-    assert files.OPTIMIZER.fullmatch("zero_pp_rank_1_mp_rank_00optim_states.pt")
-    assert files.MODEL.fullmatch("layer_0_expert_1_mp_rank_00_model_states.pt") is None
+    assert step_files.OPTIMIZER.fullmatch("bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt")
+    assert step_files.OPTIMIZER.fullmatch("zero_pp_rank_1_mp_rank_00optim_states.pt")
+    assert step_files.MODEL.fullmatch("layer_0_expert_1_mp_rank_00_model_states.pt") is None

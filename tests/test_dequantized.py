@@ -18,7 +18,7 @@ import reshard
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
 from reshard.model.dequantization import _POWERS
-from reshard.model.kinds import _FP8
+from reshard.model.weight_kinds import _FP8
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.genuine import quantized
@@ -196,8 +196,8 @@ def test_blocks_of_any_size_and_scales_of_any_type(
 
 def test_any_range_of_elements(hf_model: Models, tmp_path: Path) -> None:
     from reshard.model.dequantization import dequantized
-    from reshard.transfer.files import Files
     from reshard.transfer.gather import Gatherer
+    from reshard.transfer.thread_files import OpenFiles
 
     plain = hf_model("qwen3", dtype="bfloat16")
     source = with_blocks(plain, tmp_path / "source", (40, 24), torch.float32)
@@ -205,7 +205,7 @@ def test_any_range_of_elements(hf_model: Models, tmp_path: Path) -> None:
     expected = (
         published(source, (40, 24))["model.layers.0.mlp.up_proj.weight"].view(torch.uint16).flatten().numpy()
     )
-    gatherer, random = Gatherer(Files(), None), np.random.default_rng(0)
+    gatherer, random = Gatherer(OpenFiles(), None), np.random.default_rng(0)
     for begin, end in np.sort(random.integers(0, tensor.view.numel, (200, 2))):
         np.testing.assert_array_equal(gatherer.read(tensor, int(begin), int(end)), expected[begin:end])
     matrix = expected.reshape(tensor.shape)
@@ -218,8 +218,8 @@ def test_any_range_of_elements(hf_model: Models, tmp_path: Path) -> None:
 
 def test_a_rank_computes_its_own_columns_alone(hf_model: Models, tmp_path: Path) -> None:
     from reshard.model import dequantization
-    from reshard.transfer.files import Files
     from reshard.transfer.gather import Gatherer
+    from reshard.transfer.thread_files import OpenFiles
 
     source = with_blocks(hf_model("qwen3", dtype="bfloat16"), tmp_path / "source", (16, 16), torch.float32)
     tensor = dequantization.dequantized(reshard.open(source).checkpoint).tensors[
@@ -227,7 +227,7 @@ def test_a_rank_computes_its_own_columns_alone(hf_model: Models, tmp_path: Path)
     ]
     (piece,) = tensor.view.pieces
     computed = piece.source
-    assert isinstance(computed, dequantization.Dequantized)
+    assert isinstance(computed, dequantization.DequantizedWeight)
     rows, columns = tensor.shape
     asked: list[int] = []
 
@@ -236,7 +236,7 @@ def test_a_rank_computes_its_own_columns_alone(hf_model: Models, tmp_path: Path)
             asked.append(end - begin)
             return self.read(part, begin, end)
 
-    computed.runs(columns // 4, rows, columns, columns // 4, Asked(Files(), None))
+    computed.runs(columns // 4, rows, columns, columns // 4, Asked(OpenFiles(), None))
     assert asked[0] <= rows * (columns // 4 + 16)
 
 

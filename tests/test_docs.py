@@ -21,7 +21,7 @@ from demo.__main__ import stations
 from reshard import families
 from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
-from reshard.formats.target import Format, Target
+from reshard.formats.contract import Format, Target
 from reshard.training.engines import MODULES, engine_named
 from reshard.training.names import renamed as renamed_words
 from reshard.training.request import words as engine_words

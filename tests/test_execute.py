@@ -26,15 +26,15 @@ from reshard.transfer import batch as batch_module
 from reshard.transfer import execute as execute_module
 from reshard.transfer import gather as gather_module
 from reshard.transfer import sink as sink_module
-from reshard.transfer.elements import RAW, cast, has_nonfinite
+from reshard.transfer.elements import RAW_DTYPES, cast, has_nonfinite
 from reshard.transfer.execute import execute
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.memory import shared
+from reshard.transfer.memory_budget import shared
 from reshard.transfer.overflow import Overflows
 from reshard.transfer.plan import ZERO, Block, OutputFile, Plan
-from reshard.transfer.sink import Buffer, Sink, stays_cached
+from reshard.transfer.sink import PageBuffer, Sink, stays_cached
+from reshard.transfer.thread_files import OpenFiles
 
 U16 = dtype("bfloat16")
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -60,11 +60,11 @@ def test_any_view_is_gathered_as_numpy_sees_it(tmp_path_factory: pytest.TempPath
     order = data.draw(st.permutations(range(len(shape))))
     box = tuple(slice(data.draw(st.integers(0, n - 1)), None) for n in shape)
     view, expected = View.of(cells, *shape)[box].permute(*order), values[box].transpose(order)
-    files, ledger = Files(), data.draw(st.sampled_from([None, Ledger()]))
+    files, ledger = OpenFiles(), data.draw(st.sampled_from([None, Ledger()]))
     out = np.zeros(view.numel, np.uint16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather_module, "RUN", data.draw(st.sampled_from([16, 32 << 10])))
-        patch.setattr(gather_module, "GAP", data.draw(st.sampled_from([0, 16, 300, 32 << 10])))
+        patch.setattr(gather_module, "MIN_DIRECT_BYTES", data.draw(st.sampled_from([16, 32 << 10])))
+        patch.setattr(gather_module, "MAX_GAP_BYTES", data.draw(st.sampled_from([0, 16, 300, 32 << 10])))
         limit = data.draw(st.sampled_from([64, 4096, 1 << 16]))
         Gatherer(files, ledger, limit=limit).fill(view.pieces, U16, out)
     assert np.array_equal(out.reshape(view.shape), expected)
@@ -85,7 +85,7 @@ def test_checksums_add_up_from_any_ranges(tmp_path_factory, reads, damaged) -> N
     ledger = Ledger()
     for begin, count in reads:
         ledger.record(cells.storage, [(begin, memoryview(content[begin : begin + count]))])
-    files = Files()
+    files = OpenFiles()
     assert ledger.settle(files) == ([cells.storage] if damaged and reads else [])
     files.close()
 
@@ -99,7 +99,7 @@ def test_casts_round_as_torch_does(source: str, target: str) -> None:
     special = torch.tensor([0.0, -0.0, 1e-45, 65504.0, 65520.0, 1e38, float("inf"), float("-inf")])
     values = torch.cat([torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float(), special])
     values = values[~values.isnan()].to(getattr(torch, source))
-    raw = values.view(torch.uint8).numpy().view(RAW[dtype(source).itemsize])
+    raw = values.view(torch.uint8).numpy().view(RAW_DTYPES[dtype(source).itemsize])
     ours = cast(raw, dtype(source), dtype(target), Overflows())
     expected = values.to(getattr(torch, target)).view(torch.uint8).numpy().view(ours.dtype)
     if source == "float64" and target == "bfloat16":
@@ -181,7 +181,7 @@ import numpy as np
 from reshard.algebra.tensors import Cells
 from reshard.algebra.dtypes import dtype
 from reshard.base.errors import ReshardError
-from reshard.transfer.files import Files
+from reshard.transfer.thread_files import OpenFiles
 from reshard.transfer.gather import Gatherer
 from reshard.algebra.storage import Storage
 from reshard.algebra.views import View
@@ -195,7 +195,7 @@ def shrink():
 shrinking = threading.Thread(target=shrink)
 shrinking.start()
 view = View.of(Cells(Storage(path, 0, size), dtype("uint8")), 1 << 10, 1 << 12).permute(1, 0)
-out, seen, files = np.empty(size, np.uint8), set(), Files()
+out, seen, files = np.empty(size, np.uint8), set(), OpenFiles()
 while shrinking.is_alive():
     try:
         Gatherer(files, None).fill(view.pieces, dtype("uint8"), out)
@@ -218,7 +218,7 @@ def test_a_read_that_the_system_refuses_names_the_file() -> None:
     """Bytes that the system cannot read (EIO): here, the first bytes of the process's own memory."""
     view = View.of(Cells(Storage("/proc/self/mem", 0, 4096), U16), 2048)
     with pytest.raises(ReshardError) as caught:
-        Gatherer(Files(), None).fill(view.pieces, U16, np.empty(2048, np.uint16))
+        Gatherer(OpenFiles(), None).fill(view.pieces, U16, np.empty(2048, np.uint16))
     (problem,) = caught.value.problems
     assert (problem.message, problem.found) == ("a file cannot be read", "Input/output error")
     assert problem.file == "/proc/self/mem"
@@ -267,8 +267,8 @@ def test_any_file_of_literals_and_blocks_is_put_together(tmp_path_factory, data)
     target.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         for module in (batch_module, execute_module):
-            patch.setattr(module, "WINDOW", 1 << 17)
-        patch.setattr(sink_module, "CACHED", data.draw(st.sampled_from([0, 1 << 62])))
+            patch.setattr(module, "WINDOW_BYTES", 1 << 17)
+        patch.setattr(sink_module, "CACHED_DIVISOR", data.draw(st.sampled_from([0, 1 << 62])))
         execute(
             plan([OutputFile("f", len(expected), blocks, lambda: iter(literals))]),
             target,
@@ -285,7 +285,7 @@ def test_an_output_goes_through_the_page_cache_where_it_can_stay_there(
     opened = list[Path]()
     monkeypatch.setattr(sink_module, "_open_direct", opened.append)
     for cached in (0, 1 << 62):
-        monkeypatch.setattr(sink_module, "CACHED", cached)
+        monkeypatch.setattr(sink_module, "CACHED_DIVISOR", cached)
         target = tmp_path / f"{cached}"
         target.mkdir()
         blocks = [Block("a", U16, (len(values),), lambda: whole, 0)]
@@ -299,7 +299,7 @@ def test_a_sink_writes_what_it_is_given_where_it_is_told(tmp_path: Path, where: 
     """Complete pages bypass the page cache if the file system can (tmpfs may not), and edges go through it."""
     folder = tmp_path if where == "disk" else Path(tempfile.mkdtemp(dir="/dev/shm"))
     content = np.random.default_rng(6).integers(0, 256, 3_000_000, dtype=np.uint8)
-    sink, buffer = Sink(folder / "f", len(content)), Buffer(1000)
+    sink, buffer = Sink(folder / "f", len(content)), PageBuffer(1000)
     cuts = [0, 5, 4096, 70_000, 200_001, 1_200_001, 1_204_096, len(content)]
     spans = list(pairwise(cuts))
     for begin, end in spans[::-2] + spans[-2::-2]:

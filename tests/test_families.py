@@ -28,8 +28,8 @@ import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
-from reshard.families.config import EXPERTS
-from reshard.families.entries import Key
+from reshard.families.config_entries import Key
+from reshard.families.config_map import EXPERTS
 from reshard.oracle.transformers import Logits, load_model, transformers_logits
 from tests.genuine.huggingface import VARIANTS
 from tests.judges import (

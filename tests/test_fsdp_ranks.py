@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
-from reshard.transfer.elements import RAW
-from reshard.transfer.files import Files
+from reshard.transfer.elements import RAW_DTYPES
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import make_fsdp_ranks as makers
@@ -86,8 +86,8 @@ def broken(made: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 def values(tensor: reshard.formats.checkpoint.Tensor) -> torch.Tensor:
     """The elements of a tensor, as reshard gathers them."""
-    files = Files()
-    out = np.empty(tensor.view.numel, RAW[tensor.dtype.itemsize])
+    files = OpenFiles()
+    out = np.empty(tensor.view.numel, RAW_DTYPES[tensor.dtype.itemsize])
     Gatherer(files, None, 1 << 20).fill(tensor.view.window(0, tensor.view.numel), tensor.dtype, out)
     files.close()
     dtype = getattr(torch, tensor.dtype.name)

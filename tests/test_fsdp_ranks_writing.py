@@ -17,7 +17,7 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.pickles import Opaque
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.oracle.transformers import transformers_logits
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import fsdp_runs as runs

@@ -23,12 +23,12 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from safetensors.torch import load_file
 
 import reshard
-from reshard.formats.gguf.values import QUANTIZED, READ
+from reshard.formats.gguf.value_types import QUANTIZED, READABLE_TYPES
 from reshard.formats.gguf.write import _frequencies
 from reshard.formats.huggingface import QUANTIZED as OF_THE_HUB
 from reshard.model.quantizer import STORAGES
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
 from tests.genuine.huggingface import VARIANTS
 from tests.genuine.peft import make_adapter
@@ -258,7 +258,7 @@ def test_without_dtype_norms_stay_in_float32(model: Model, tmp_path: Path) -> No
     assert any("--dtype bfloat16" in note for note in result.plan.notes)
 
 
-@pytest.mark.parametrize("kind", [kind.name for kind in READ if not kind.is_plain])
+@pytest.mark.parametrize("kind", [kind.name for kind in READABLE_TYPES if not kind.is_plain])
 def test_blocks_are_read_as_the_package_reads_them(kind: str, tmp_path: Path) -> None:
     """Blocks of random bytes: a scale may be NaN, or infinite."""
     number, columns = GGMLQuantizationType[kind], 512
@@ -268,7 +268,7 @@ def test_blocks_are_read_as_the_package_reads_them(kind: str, tmp_path: Path) ->
     writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=number)
     finished(writer)
     tensor = reshard.open(tmp_path / "blocks.gguf").checkpoint.tensors["blk.0.ffn_up.weight"]
-    with closing(Files()) as files:
+    with closing(OpenFiles()) as files:
         found = Gatherer(files, None).read(tensor, 0, 48 * columns).view(np.float32).reshape(tensor.shape)
     with np.errstate(all="ignore"):
         wanted = gguf.quants.dequantize(blocks, number)
@@ -403,9 +403,9 @@ def test_a_folder_with_the_name_of_a_file_stays_a_folder(model: Model, tmp_path:
 def test_a_run_that_was_interrupted_goes_on(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reshard.formats.gguf import blocks
+    from reshard.formats.gguf import block_types
 
-    file, call, calls = tmp_path / "model.gguf", blocks._call, [0]
+    file, call, calls = tmp_path / "model.gguf", block_types._call, [0]
 
     def tired(*words: Any) -> Any:
         calls[0] += 1
@@ -413,7 +413,7 @@ def test_a_run_that_was_interrupted_goes_on(
             raise KeyboardInterrupt
         return call(*words)
 
-    monkeypatch.setattr(blocks, "_call", tired)
+    monkeypatch.setattr(block_types, "_call", tired)
     with pytest.raises(KeyboardInterrupt):
         reshard.convert(model("llama"), file, quantize="q8_0", workers=1)
     assert not file.exists()
@@ -514,10 +514,10 @@ def test_several_files_in_a_folder_are_listed(tmp_path: Path) -> None:
 def test_without_the_package_blocks_are_refused(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reshard.formats.gguf import blocks
+    from reshard.formats.gguf import block_types
 
     reshard.convert(model("llama"), tmp_path / "q8_0.gguf", quantize="q8_0")
-    blocks._package.cache_clear()
+    block_types._package.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     try:
         (problem,) = problems("convert", model("llama"), tmp_path / "out.gguf", "--quantize", "q8_0")
@@ -525,7 +525,7 @@ def test_without_the_package_blocks_are_refused(
         assert problems("inspect", tmp_path / "q8_0.gguf")[0]["code"] == "gguf-package-missing"
         assert command("convert", model("llama"), tmp_path / "out.gguf").code == 0
     finally:
-        blocks._package.cache_clear()
+        block_types._package.cache_clear()
 
 
 def test_nan_is_no_number_in_blocks(model: Model, tmp_path: Path) -> None:

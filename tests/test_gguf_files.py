@@ -18,8 +18,8 @@ from gguf import GGUFReader
 from safetensors.torch import load_file
 
 import reshard
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 from tests.genuine.gguf_models import FAMILIES
 from tests.genuine.llama_cpp import run, source
 from tests.test_gguf_peer import Peer, assert_same_logits, peer
@@ -159,7 +159,7 @@ def test_k_quants_are_read(kind: str, others: Path, tmp_path: Path) -> None:
     file = others / f"wide-{kind}.gguf"
     tensors = reshard.open(file).checkpoint.tensors
     read_blocks = 0
-    with closing(Files()) as files:
+    with closing(OpenFiles()) as files:
         for each in GGUFReader(file).tensors:
             if each.name not in tensors:
                 continue  # rotary frequencies

@@ -17,13 +17,13 @@ import pytest
 from transformers import AutoConfig
 
 from reshard.base.errors import ReshardError
-from reshard.formats.gguf.general import card_of, named, size_label, titled
+from reshard.formats.gguf.config_of_metadata import config_of
+from reshard.formats.gguf.general_metadata import card_of, named, size_label, titled
 from reshard.formats.gguf.hyperparameters import ARCHITECTURES, hyperparameters, model_type
-from reshard.formats.gguf.keys import Keys
-from reshard.formats.gguf.metadata import Facts, Metadata, metadata
+from reshard.formats.gguf.metadata import Metadata, ModelFacts, metadata
 from reshard.formats.gguf.pretokenizers import named_by_splits
-from reshard.formats.gguf.readback import config_of
-from reshard.formats.gguf.values import Type, Value
+from reshard.formats.gguf.typed_metadata import TypedMetadata
+from reshard.formats.gguf.value_types import Value, ValueType
 from reshard.formats.gguf.write import _frequencies
 
 DATA = Path(__file__).parent / "data" / "gguf"
@@ -46,20 +46,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def of(folder: Path, facts: Facts, **changed: Any) -> Metadata:
+def of(folder: Path, facts: ModelFacts, **changed: Any) -> Metadata:
     config = {**read_config(folder), **changed}
     return metadata(config, files_of(folder), ARCHITECTURES[model_type(config)], facts)
 
 
-def facts_of(family: str, parameters: tuple[int, int, int, int] = (1, 1, 0, 0)) -> Facts:
-    return Facts(f"Tiny-{family}-1M-Instruct", parameters, ROWS)
+def facts_of(family: str, parameters: tuple[int, int, int, int] = (1, 1, 0, 0)) -> ModelFacts:
+    return ModelFacts(f"Tiny-{family}-1M-Instruct", parameters, ROWS)
 
 
 def plain(values: Mapping[str, Value]) -> dict[str, Any]:
     """Types and values as the scripts of the peer write them."""
 
-    def one(kind: Type, value: Any) -> Any:
-        if kind is Type.FLOAT32:
+    def one(kind: ValueType, value: Any) -> Any:
+        if kind is ValueType.FLOAT32:
             return float(np.float32(value))
         return value.decode() if isinstance(value, bytes) else value
 
@@ -119,7 +119,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(family: str, spel
     """llama.cpp's converter reads the config that transformers completes."""
     stated = {"model_type": family, **SIZES, **(OLD.get(family, {}) if spelled == "old" else {})}
     whole = AutoConfig.for_model(**stated).to_dict()
-    found, expected = Keys(), Keys()
+    found, expected = TypedMetadata(), TypedMetadata()
     hyperparameters(stated, ARCHITECTURES[family], found)
     hyperparameters(whole, ARCHITECTURES[family], expected)
     assert plain(found.values) == plain(expected.values)
@@ -329,7 +329,7 @@ def test_a_config_that_is_read_back_describes_the_same_model(family: str) -> Non
     config |= {"rope_scaling": None} if family == "llama" else {}
     found = read_back(family, config)
     assert found is not None and found["model_type"] == {"mistral": "llama"}.get(family, config["model_type"])
-    ours, expected = Keys(), Keys()
+    ours, expected = TypedMetadata(), TypedMetadata()
     arch = ARCHITECTURES[model_type(config)]
     hyperparameters(found, arch, ours)
     hyperparameters(config, arch, expected)

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reshard
 from reshard.formats.gguf import container
-from reshard.formats.gguf.general import named, size_label, titled
+from reshard.formats.gguf.general_metadata import named, size_label, titled
 from reshard.formats.gguf.hyperparameters import ARCHITECTURES, model_type
-from reshard.formats.gguf.metadata import Facts, metadata
-from reshard.formats.gguf.values import Type, Value
-from reshard.transfer.sources import Sources
+from reshard.formats.gguf.metadata import ModelFacts, metadata
+from reshard.formats.gguf.value_types import Value, ValueType
+from reshard.transfer.source_files import Sources
 from tests.environments import python
 from tests.genuine.gguf_models import FAMILIES, POSITIONS, ROWS, TOKENS
 from tests.genuine.huggingface import CORPUS
@@ -79,7 +79,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
 def test_the_converter_writes_the_same_metadata(family: str, peer: Peer) -> None:
     folder, theirs = peer.model(family), peer.metadata(family)
     arch = ARCHITECTURES[model_type(read_config(folder))]
-    facts = Facts(folder.name, tuple(theirs["parameters"]), ROWS)
+    facts = ModelFacts(folder.name, tuple(theirs["parameters"]), ROWS)
     ours = plain(metadata(read_config(folder), files_of(folder), arch, facts).values)
     expected = {key: value for key, value in theirs["metadata"].items() if key not in OF_TENSORS}
     assert expected.keys() == ours.keys()
@@ -160,15 +160,15 @@ TEXTS = [
     "1.5e10 == 0x7f;",
 ]
 SIZES = {
-    Type.UINT32: "<I",
-    Type.INT32: "<i",
-    Type.FLOAT32: "<f",
-    Type.BOOL: "<?",
+    ValueType.UINT32: "<I",
+    ValueType.INT32: "<i",
+    ValueType.FLOAT32: "<f",
+    ValueType.BOOL: "<?",
 }
 
 
-def _stored(kind: Type, value: Any) -> bytes:
-    if kind is Type.STRING:
+def _stored(kind: ValueType, value: Any) -> bytes:
+    if kind is ValueType.STRING:
         text = value if isinstance(value, bytes) else value.encode()
         return struct.pack("<Q", len(text)) + text
     return struct.pack(SIZES[kind], value)
@@ -185,9 +185,9 @@ def with_metadata_alone(folder: Path, file: Path) -> Path:
     """A GGUF file without tensors, from which llama.cpp loads the vocabulary."""
     arch = ARCHITECTURES[model_type(read_config(folder))]
     values = metadata(
-        read_config(folder), files_of(folder), arch, Facts(folder.name, (1, 1, 0, 0), ROWS)
+        read_config(folder), files_of(folder), arch, ModelFacts(folder.name, (1, 1, 0, 0), ROWS)
     ).values
-    content = b"".join(_stored(Type.STRING, key) + _written(value) for key, value in values.items())
+    content = b"".join(_stored(ValueType.STRING, key) + _written(value) for key, value in values.items())
     file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + content)
     return file
 
@@ -240,7 +240,7 @@ def test_the_converter_writes_scores_that_lose_the_order_of_merges(peer: Peer, t
         ["metadata", source(), file, tmp_path / "theirs.json"],
     )
     theirs = json.loads((tmp_path / "theirs.json").read_text())
-    expected, facts = theirs["metadata"], Facts(folder.name, tuple(theirs["parameters"]), ROWS)
+    expected, facts = theirs["metadata"], ModelFacts(folder.name, tuple(theirs["parameters"]), ROWS)
     ours = plain(metadata(read_config(folder), files_of(folder), "llama", facts).values)
     differing = {key for key in expected.keys() | ours.keys() if ours.get(key) != expected.get(key)}
     of_tokens = {f"tokenizer.ggml.{key}" for key in ("scores", "token_type", "tokens")}

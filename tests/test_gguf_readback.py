@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.formats.gguf.readback import config_of
-from reshard.formats.gguf.values import Type, Value
+from reshard.formats.gguf.config_of_metadata import config_of
+from reshard.formats.gguf.value_types import Value, ValueType
 from tests.genuine.huggingface import COMMON, _random_model, make_model
 from tests.genuine.tiny_configs import GEMMA
 
@@ -92,8 +92,8 @@ def test_a_rope_that_the_file_does_not_determine_needs_the_base(tmp_path: Path) 
 
 def _values(**changed: Any) -> dict[str, Value]:
     stated = {"block_count": 2, "embedding_length": 64, "attention.head_count": 4, "rope.dimension_count": 16}
-    values = {f"llama.{key}": Value(Type.UINT32, value) for key, value in stated.items()}
-    return {**values, "general.architecture": Value(Type.STRING, "llama"), **changed}
+    values = {f"llama.{key}": Value(ValueType.UINT32, value) for key, value in stated.items()}
+    return {**values, "general.architecture": Value(ValueType.STRING, "llama"), **changed}
 
 
 SHAPES = {"token_embd.weight": (32, 64), "blk.1.attn_norm.weight": (64,)}
@@ -103,12 +103,14 @@ SHAPES = {"token_embd.weight": (32, 64), "blk.1.attn_norm.weight": (64,)}
     "change",
     [
         lambda values: values.pop("llama.embedding_length"),
-        lambda values: values.update({"llama.block_count": Value(Type.UINT32, 4_000_000_000)}),
-        lambda values: values.update({"llama.attention.head_count": Value(Type.UINT32, 0)}),
-        lambda values: values.update({"llama.attention.head_count": Value(Type.STRING, "4")}),
-        lambda values: values.update({"llama.embedding_length": Value(Type.ARRAY, [64], Type.UINT32)}),
-        lambda values: values.update({"general.architecture": Value(Type.STRING, "falcon")}),
-        lambda values: values.update({"llama.rope.scaling.type": Value(Type.STRING, "longrope")}),
+        lambda values: values.update({"llama.block_count": Value(ValueType.UINT32, 4_000_000_000)}),
+        lambda values: values.update({"llama.attention.head_count": Value(ValueType.UINT32, 0)}),
+        lambda values: values.update({"llama.attention.head_count": Value(ValueType.STRING, "4")}),
+        lambda values: values.update(
+            {"llama.embedding_length": Value(ValueType.ARRAY, [64], ValueType.UINT32)}
+        ),
+        lambda values: values.update({"general.architecture": Value(ValueType.STRING, "falcon")}),
+        lambda values: values.update({"llama.rope.scaling.type": Value(ValueType.STRING, "longrope")}),
     ],
 )
 def test_metadata_that_do_not_describe_a_model_imply_no_config(

@@ -11,7 +11,7 @@ from pathlib import Path
 import packaging.requirements  # noqa: F401 - while it is installed: the fixture hides all other packages
 import pytest
 
-from reshard.base.installing import install_command, remedy
+from reshard.base.missing_packages import install_command, remedy
 
 REQUIRES = """\
 Requires-Dist: numpy>=1.26
@@ -115,7 +115,7 @@ def test_the_command_is_of_the_python_that_runs(installed: Path, monkeypatch: py
 def test_every_package_that_is_asked_for_has_an_extra() -> None:
     """Compared with the metadata of this reshard."""
     from reshard.cluster.executors import EXECUTORS
-    from reshard.stores.registry import KINDS
+    from reshard.stores.registry import STORES
 
-    packages = {*(each.kind.package for each in KINDS), *(kind.package for kind in EXECUTORS.values())}
+    packages = {*(each.kind.package for each in STORES), *(kind.package for kind in EXECUTORS.values())}
     assert [name for name in packages - {""} if "[" not in install_command(name)] == []

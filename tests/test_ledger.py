@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 import reshard as api
 from reshard.algebra.storage import Storage
-from reshard.transfer import ledger, memory
-from reshard.transfer.files import Files
-from reshard.transfer.journal import Identity, Journal
-from reshard.transfer.ledger import EACH, Ledger, Ranges, join
+from reshard.transfer import ledger, memory_budget
+from reshard.transfer.journal import Journal, OutputIdentity
+from reshard.transfer.ledger import BYTES_PER_RANGE, ByteRanges, Ledger, join
+from reshard.transfer.thread_files import OpenFiles
 
 DATA = random.Random(0).randbytes(400)
-IDENTITY = Identity("this version", "these sources", "these options")
+IDENTITY = OutputIdentity("this version", "these sources", "these options")
 
 
 def as_range(begin: int, end: int) -> tuple[int, int, int]:
@@ -33,7 +33,7 @@ def as_range(begin: int, end: int) -> tuple[int, int, int]:
 @given(st.lists(st.tuples(st.integers(0, 399), st.integers(1, 60)), max_size=40))
 def test_ranges_come_in_any_order(spans: list[tuple[int, int]]) -> None:
     """Compared with a set of all bytes: adjacent ranges merge, with the right CRC32, and no byte is in two ranges."""
-    ranges, there = Ranges(), set[int]()
+    ranges, there = ByteRanges(), set[int]()
     for begin, length in spans:
         end = min(begin + length, len(DATA))
         gaps = [at for first, last in ranges.missing(begin, end) for at in range(first, last)]
@@ -48,7 +48,7 @@ def test_ranges_come_in_any_order(spans: list[tuple[int, int]]) -> None:
     for begin, end in runs:
         assert ranges.checksum_of(begin, end) == crc32(DATA[begin:end])
         assert ranges.checksum_of(begin, end + 1) is None
-    assert pickle.loads(pickle.dumps(ranges)) == ranges == Ranges(ranges.as_list())
+    assert pickle.loads(pickle.dumps(ranges)) == ranges == ByteRanges(ranges.as_list())
 
 
 def rows(count: int, length: int = 4, step: int = 16) -> Iterator[tuple[int, memoryview]]:
@@ -65,7 +65,7 @@ def test_a_million_ranges_take_little() -> None:
         found.record(storage, [(begin, data)])
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert len(found.passed["weights"]) == count and taken < 1.3 * count * EACH + 10_000
+    assert len(found.passed["weights"]) == count and taken < 1.3 * count * BYTES_PER_RANGE + 10_000
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_of_too_many_those_of_one_file_are_lost(source: Storage, damaged: bool) 
         join(told, found.record(source, [(begin, memoryview(content)[begin : begin + 10])]))
     assert {path: ranges.lost for path, ranges in found.passed.items()} == {source.path: True, "other": False}
     assert told == found.passed
-    files = Files()
+    files = OpenFiles()
     assert found.settle(files) == ([source] if damaged else [])
     found.complete(files, {source.path: 404})
     files.close()
@@ -98,11 +98,11 @@ def test_of_too_many_those_of_one_file_are_lost(source: Storage, damaged: bool) 
 
 
 def test_gaps_are_read_in_batches(source: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "SPAN", 32)
+    monkeypatch.setattr(ledger, "READ_BYTES", 32)
     found = Ledger()
     for begin in range(0, 400, 20):
         found.record(source, [(begin, memoryview(DATA)[begin : begin + 7])])
-    files = Files()
+    files = OpenFiles()
     assert found.settle(files) == [] and found.is_right(source)
     files.close()
 
@@ -114,7 +114,7 @@ def test_what_a_worker_lost_is_lost(source: Storage, lost_by: str) -> None:
     whole.record(source, [(100, memoryview(DATA)[100:110])])
     for begin in (0, 40, 80):
         part.record(source, [(begin, memoryview(DATA)[begin : begin + 10])])
-    files = Files()
+    files = OpenFiles()
     new = whole.merge(files, pickle.loads(pickle.dumps(part.passed)))
     files.close()
     assert new[source.path].lost and whole.passed[source.path].lost
@@ -127,9 +127,9 @@ def test_a_journal_keeps_what_is_lost_and_holds_no_second_copy(tmp_path: Path) -
         return found
 
     first = opened()
-    first.add({"passed": {"a": Ranges([as_range(0, 10)]), "b": Ranges([as_range(0, 10)])}})
-    first.add({"passed": {"a": Ranges(None)}})
-    first.add({"passed": {"a": Ranges([as_range(20, 30)])}})  # of a thread that was slower
+    first.add({"passed": {"a": ByteRanges([as_range(0, 10)]), "b": ByteRanges([as_range(0, 10)])}})
+    first.add({"passed": {"a": ByteRanges(None)}})
+    first.add({"passed": {"a": ByteRanges([as_range(20, 30)])}})  # of a thread that was slower
     assert not first.progress.passed
     first.close()
     again = opened()
@@ -149,8 +149,8 @@ def test_the_record_says_nothing_of_a_file_whose_ranges_are_lost(
         return found
 
     kept = made("kept")
-    monkeypatch.setattr(memory, "LEDGER", 6 * EACH)
-    monkeypatch.setattr(memory, "LEAST_LEDGER", 6 * EACH)
+    monkeypatch.setattr(memory_budget, "LEDGER_BYTES", 6 * BYTES_PER_RANGE)
+    monkeypatch.setattr(memory_budget, "LEAST_LEDGER", 6 * BYTES_PER_RANGE)
     lost = made("lost")
     assert kept["files"] == lost["files"]
     kept, lost = ({each["path"]: each for each in record["sources"]} for record in (kept, lost))

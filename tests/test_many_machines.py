@@ -26,16 +26,16 @@ from safetensors.torch import load_file, save_file
 import reshard
 from bench.models import QWEN2_5_3B, make
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.installing import install_command
-from reshard.cluster import spread
-from reshard.cluster.parts import Part
-from reshard.cluster.worker import Worker, identity_of
-from reshard.planning import Options, plan_conversion
-from reshard.transfer import claims
-from reshard.transfer.digests import CELL, Digest
-from reshard.transfer.files import Files
+from reshard.base.missing_packages import install_command
+from reshard.cluster import distribute
+from reshard.cluster.part_worker import PartWorker, identity_of
+from reshard.cluster.plan_parts import PlanPart
+from reshard.planning import ConversionOptions, plan_conversion
+from reshard.transfer import part_claims
+from reshard.transfer.digests import CELL_BYTES, FileDigest
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.leftovers import unfinished
+from reshard.transfer.thread_files import OpenFiles
 from tests import environments, spreading
 from tests.bad_input.damage import find, flip
 from tests.commandline import reshard as command
@@ -107,8 +107,8 @@ def cluster(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "SHARES", 12)
-    monkeypatch.setattr(spread, "LEAST", 1 << 20)
+    monkeypatch.setattr(distribute, "PARTS_PER_WORKER", 12)
+    monkeypatch.setattr(distribute, "MIN_PART_BYTES", 1 << 20)
 
 
 def leftovers(dst: Path) -> list[Path]:
@@ -302,7 +302,7 @@ def test_what_a_worker_cannot_read_is_told_as_it_is(
 @pytest.mark.slow
 def test_submitit_writes_what_threads_write(sources: dict[str, Path], tmp_path: Path) -> None:
     """With a job that is killed."""
-    spread.SHARES = 1
+    distribute.PARTS_PER_WORKER = 1
     source, options = ROADS["to torch_dist"]
     reshard.convert(sources[source], tmp_path / "threads", **options)
     on = "slurm:cluster=local,nodes=2,time=10"
@@ -375,7 +375,7 @@ WRONG = {
 def test_what_cannot_run_is_refused(
     sources: dict[str, Path], tmp_path: Path, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.cluster.executors.CONNECT", 1)
+    monkeypatch.setattr("reshard.cluster.executors.CONNECT_SECONDS", 1)
     monkeypatch.setattr(
         "reshard.cluster.executors.find_spec", lambda name: None if name in ("ray", "mpi4py") else name
     )
@@ -387,15 +387,15 @@ def test_what_cannot_run_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def worker(source: Path, **changes: Any) -> Worker:
-    options = Options(to="megatron", no_tokenizer=True)
+def worker(source: Path, **changes: Any) -> PartWorker:
+    options = ConversionOptions(to="megatron", no_tokenizer=True)
     plan = plan_conversion(source, options)
     identity = identity_of(plan, options, checksum=True, inodes=False)._replace(**changes)
-    return Worker(source, options, identity, True, 1 << 28, 2)
+    return PartWorker(source, options, identity, True, 1 << 28, 2)
 
 
-def order(folder: Path) -> spread.Order:
-    return spread.Order(folder / "output", folder / "1.claim", "token", Part(1))
+def order(folder: Path) -> distribute.PartOrder:
+    return distribute.PartOrder(folder / "output", folder / "1.claim", "token", PlanPart(1))
 
 
 def test_a_worker_that_sees_another_folder_says_so(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -411,10 +411,12 @@ def test_a_worker_that_sees_another_folder_says_so(sources: dict[str, Path], tmp
 def test_a_worker_that_would_write_something_else_writes_nothing(
     sources: dict[str, Path], tmp_path: Path, part: str, words: str
 ) -> None:
-    claims.stake(tmp_path / "1.claim", "token")
+    part_claims.stake(tmp_path / "1.claim", "token")
     error = worker(sources["model"], **{part: "0"})(order(tmp_path)).error
     assert isinstance(error, ReshardError) and words in str(error)
-    gone = Worker(tmp_path / "gone", Options(to="megatron"), worker(sources["model"]).identity, True, 1, 1)
+    gone = PartWorker(
+        tmp_path / "gone", ConversionOptions(to="megatron"), worker(sources["model"]).identity, True, 1, 1
+    )
     error = gone(order(tmp_path)).error
     assert isinstance(error, ReshardError) and "sees a different source" in str(error)
 
@@ -422,7 +424,7 @@ def test_a_worker_that_would_write_something_else_writes_nothing(
 HOLD = """
 import sys, time
 from pathlib import Path
-from reshard.transfer import claims
+from reshard.transfer import part_claims as claims
 with claims.held(Path(sys.argv[1]), "token") as is_stopped:
     print("held", flush=True)
     while not is_stopped():
@@ -441,12 +443,12 @@ def holder(claim: Path) -> subprocess.Popen[str]:
 
 def test_a_part_is_not_begun_before_its_worker_has_ended(tmp_path: Path) -> None:
     claim = tmp_path / "1.claim"
-    claims.stake(claim, "token")
+    part_claims.stake(claim, "token")
     first = holder(claim)
     entered: list[bool] = []
 
     def enter() -> None:
-        with claims.held(claim, "token") as is_stopped:
+        with part_claims.held(claim, "token") as is_stopped:
             entered.append(is_stopped())
 
     thread = Thread(target=enter)
@@ -463,16 +465,16 @@ def test_workers_of_an_earlier_run_are_stopped_before_another_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = tmp_path / "1.claim"
-    claims.stake(claim, "token")
+    part_claims.stake(claim, "token")
     first = holder(claim)
-    claims.withdraw(tmp_path)
+    part_claims.withdraw(tmp_path)
     assert first.wait(20) == 0 and not claim.exists()
-    claims.stake(claim, "token")
+    part_claims.stake(claim, "token")
     second = holder(claim)
     second.send_signal(signal.SIGSTOP)  # it does not hear
-    monkeypatch.setattr(claims, "PATIENCE", 0.5)
+    monkeypatch.setattr(part_claims, "CLAIM_TIMEOUT_SECONDS", 0.5)
     with pytest.raises(ReshardError, match="still writing") as error:
-        claims.withdraw(tmp_path)
+        part_claims.withdraw(tmp_path)
     assert isinstance(error.value.__cause__, OSError)  # so that what is written is kept
     second.kill()
     second.wait()
@@ -500,10 +502,10 @@ def scattered(seed: int, size: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_digest_is_the_same_whoever_saw_the_bytes(seed: int) -> None:
-    data = random.Random(seed).randbytes(5 * CELL + 77)
-    whole, shared = Digest(len(data)), Digest(len(data))
+    data = random.Random(seed).randbytes(5 * CELL_BYTES + 77)
+    whole, shared = FileDigest(len(data)), FileDigest(len(data))
     whole.add(memoryview(data), 0)
-    workers = [Digest(len(data)) for _ in range(3)]
+    workers = [FileDigest(len(data)) for _ in range(3)]
     for at, (begin, end) in enumerate(scattered(seed, len(data))):
         workers[at % 3].add(memoryview(data)[begin:end], begin)
     for each in workers:
@@ -522,13 +524,13 @@ def test_a_ledger_is_the_same_whoever_read_the_bytes(tmp_path: Path, seed: int) 
     path.write_bytes(data)
     storage = Storage(str(path), 0, size, crc32(data))
     alone, shared = Ledger(every=True), Ledger(every=True)
-    workers = [Ledger(every=True, apart=CELL) for _ in range(3)]
+    workers = [Ledger(every=True, apart=CELL_BYTES) for _ in range(3)]
     for _ in range(12):
         begin = rng.randrange(size)
         part = memoryview(data)[begin : begin + rng.randrange(1 << 19)]
         alone.record(storage, [(begin, part)])
         rng.choice(workers).record(storage, [(begin, part)])
-    files = Files()
+    files = OpenFiles()
     for each in workers:
         shared.merge(files, each.passed)
     assert shared.passed == alone.passed

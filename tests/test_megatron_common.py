@@ -23,7 +23,7 @@ from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpChunk, read_metadata, write_metadata
 from reshard.engines.megatron import megatron_logits
 from reshard.oracle.transformers import transformers_logits
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests import commandline
 from tests.bad_input.test_damaged_files import Trap
 from tests.genuine import torch_dcp

@@ -37,7 +37,7 @@ from reshard.engines.megatron.checkpoint import SaveOptions, load_weights
 from reshard.engines.megatron.model import build_model
 from reshard.engines.megatron.session import run_ranks
 from reshard.oracle.transformers import transformers_logits
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests import commandline
 from tests.bad_input.damage import cut, refusal
 from tests.environments import python

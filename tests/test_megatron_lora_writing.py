@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import read_metadata
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests.environments import python
 from tests.genuine import make_megatron_lora as genuine
 from tests.genuine.huggingface import make_model

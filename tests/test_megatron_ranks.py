@@ -22,7 +22,7 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.formats.megatron.rank_files import coordinates
-from reshard.formats.megatron.seeds import _owners
+from reshard.formats.megatron.rank_seeds import _owners
 from tests.genuine.megatron import QWEN2, VARIANTS, Genuine, tokens
 from tests.genuine.train_megatron import train_and_save
 

@@ -20,13 +20,13 @@ import reshard
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
 from reshard.containers.safetensors import read_tensors
-from reshard.families import mlx
-from reshard.formats.mlx.modes import BITS, GROUPS, Settings, packed, unpacked
-from reshard.formats.mlx.weights import Parts, affine, dequantized
+from reshard.families.dialects import mlx
+from reshard.formats.mlx.quantization_modes import BITS, GROUPS, ModeSettings, packed, unpacked
+from reshard.formats.mlx.quantized_weights import WeightParts, affine, dequantized
 from reshard.formats.mlx.write import METHODS
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
+from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import huggingface, model_types, quantized
@@ -266,16 +266,16 @@ def test_vision_towers_of_mlx_vlm_are_read(tmp_path: Path) -> None:
 
 def stored(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The raw elements of a tensor."""
-    with closing(Files()) as files:
+    with closing(OpenFiles()) as files:
         return Gatherer(files, None).read(tensor, 0, tensor.view.numel).reshape(tensor.shape)
 
 
 @pytest.mark.slow
 def test_arithmetic_is_that_of_mlx(tmp_path: Path) -> None:
-    settings = [Settings(group, bits) for bits in BITS for group in GROUPS]
+    settings = [ModeSettings(group, bits) for bits in BITS for group in GROUPS]
     cases = [(each, kind) for each in settings for kind in ("bfloat16", "float16", "float32")]
     cases += [
-        (Settings(group, bits, mode), "bfloat16")
+        (ModeSettings(group, bits, mode), "bfloat16")
         for mode, group, bits in (("mxfp4", 32, 4), ("nvfp4", 16, 4), ("mxfp8", 32, 8))
     ]
     files = {case: tmp_path / f"{number}.safetensors" for number, case in enumerate(cases)}
@@ -293,7 +293,7 @@ def test_arithmetic_is_that_of_mlx(tmp_path: Path) -> None:
     run(tmp_path, jobs)
     for (how, _), file in files.items():
         found = read_tensors(file, Sources(file))
-        parts = Parts(found["weight"], found["scales"], found.get("biases"))
+        parts = WeightParts(found["weight"], found["scales"], found.get("biases"))
         plain = dequantized(parts, how)
         assert (plain.dtype, plain.shape) == (found["plain"].dtype, found["plain"].shape), how
         assert np.array_equal(stored(plain), stored(found["plain"])), how

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import reshard
 from reshard.containers.safetensors import header_bytes, read_tensors
 from reshard.folders.companions import find_companions
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests.genuine.huggingface import VOCAB_SIZE, make_model
 
 

@@ -25,7 +25,7 @@ import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
-from reshard.families.flags import flags_not_restored
+from reshard.families.megatron_flags import flags_not_restored
 from reshard.families.rules import indexed_layers
 from reshard.families.undeclared import BEYOND_MEGATRON
 from reshard.oracle.transformers import transformers_logits

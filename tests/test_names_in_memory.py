@@ -24,8 +24,8 @@ from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES, in_memory
 from reshard.families.renaming import saved
-from reshard.formats.operations import OPERATIONS
-from reshard.formats.renamed import applied, to_hub
+from reshard.formats.apply_renamings import applied, to_hub
+from reshard.formats.weight_operations import OPERATIONS
 from reshard.transfer.plan import Planned
 from tests.environments import python
 from tests.genuine.every_type import CLASSES, NOT_SMALL, build

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.formats.told import Settings, _compiled
+from reshard.formats.module_quantization import QuantizationSettings, _compiled
 from tests.environments import python
 from tests.genuine import quantized
 
@@ -251,16 +251,16 @@ def test_settings_of_modules() -> None:
         "weights": {"num_bits": 8, "type": "float"},
     }
     told = {**COMPRESSED, "config_groups": {"a": {"targets": ["Linear"], "weights": FP4_WEIGHTS}, "b": fp8}}
-    settings = Settings({**told, "ignore": ["lm_head", "re:.*gate$"]})
+    settings = QuantizationSettings({**told, "ignore": ["lm_head", "re:.*gate$"]})
     assert "NVFP4" in settings.of("model.layers.0.mlp.up_proj").schemes
     assert "FP8" in settings.of("model.layers.1.mlp.up_proj").schemes
     assert "FP8" in settings.of("model.layers.1.self_attn.q_proj").schemes
     assert settings.of("model.layers.0.mlp.gate").schemes == settings.of("lm_head").schemes == {"plain"}
     layers = {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}}
-    settings = Settings({"quant_method": "modelopt", "quantized_layers": layers})
+    settings = QuantizationSettings({"quant_method": "modelopt", "quantized_layers": layers})
     assert settings.of("model.layers.0.mlp.experts.7.up_proj").schemes == {"NVFP4"}
     assert not settings.of("model.layers.1.mlp.experts.7.up_proj").schemes
-    assert not Settings({"quant_method": "fp8"}).of("lm_head").schemes
+    assert not QuantizationSettings({"quant_method": "fp8"}).of("lm_head").schemes
 
 
 def test_slow_expressions_are_not_run() -> None:
@@ -286,7 +286,7 @@ def test_settings_of_other_kinds_say_nothing(odd: object) -> None:
                 "extra_config",
             )
             told = {"quant_method": method, "config_groups": groups, **dict.fromkeys(keys, odd)}
-            settings = Settings(told)
+            settings = QuantizationSettings(told)
             settings.of("model.layers.0.mlp.up_proj")
             assert settings.bits_of("model.layers.0.mlp.up_proj") in (None, 3)
             assert settings.named <= {"a"}

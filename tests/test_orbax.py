@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
-from reshard.stores.orbax import Container
+from reshard.stores.orbax import ArrayFolder
 from tests.commandline import reshard as command
 from tests.environments import python
 
@@ -64,7 +64,7 @@ def keys_of(items: Path) -> list[list[str]]:
 
 def arrays_of(items: Path) -> Arrays:
     """The arrays of the model in a container, by their names in Linen's tree."""
-    container, found = Container(items), {}
+    container, found = ArrayFolder(items), {}
     for keys in keys_of(items):
         inner = [key for key in keys if key not in ("params", "base", "value")]
         if inner[0] in ("decoder", "token_embedder"):

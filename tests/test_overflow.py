@@ -16,7 +16,7 @@ import reshard
 from reshard.algebra.dtypes import dtype
 from reshard.base.errors import Problem, ReshardError
 from reshard.transfer.elements import cast
-from reshard.transfer.overflow import LARGEST, Overflows
+from reshard.transfer.overflow import LARGEST_FINITE, Overflows
 from tests.commandline import reshard as command
 from tests.genuine import quantized
 from tests.test_resume import Death, content, dying
@@ -116,7 +116,7 @@ def test_every_dtype_refuses(
     found = refused(source, tmp_path / "out", to="huggingface", dtype=wanted)[UP]
     assert str(found.remedy).startswith(remedy) and str(found.expected).endswith(f"the largest {wanted}")
     assert found.found == f"2 values in the output, the largest of magnitude {abs(value):g}"
-    below = with_values(hf_model("qwen3", dtype=stored), tmp_path / "below", {UP: [LARGEST[wanted]]})
+    below = with_values(hf_model("qwen3", dtype=stored), tmp_path / "below", {UP: [LARGEST_FINITE[wanted]]})
     assert reshard.convert(below, tmp_path / "fits", to="huggingface", dtype=wanted).report
 
 
@@ -178,7 +178,7 @@ EDGES = [1.0, 65504.0, 65519.0, 65520.0, 3.3895e38, 3.3961e38, 3.3962e38, 3.4e38
 EDGES += [-edge for edge in EDGES] + [float("nan"), float("inf"), float("-inf")]
 
 
-@pytest.mark.parametrize(("stored", "wanted"), product(LARGEST, LARGEST))
+@pytest.mark.parametrize(("stored", "wanted"), product(LARGEST_FINITE, LARGEST_FINITE))
 def test_casts_lose_what_torch_loses(stored: str, wanted: str) -> None:
     values = torch.tensor(EDGES, dtype=torch.float64).to(getattr(torch, stored))
     lost = values[values.isfinite() & values.to(getattr(torch, wanted)).isinf()].double().abs()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.folders.provenance import RUN_CONFIG
+from reshard.folders.base_hints import RUN_CONFIG
 from tests import commandline
 from tests.environments import python
 from tests.genuine import make_bridge, make_swift

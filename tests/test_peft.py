@@ -19,8 +19,8 @@ import reshard
 from reshard.adapters import find, merged
 from reshard.base.errors import ReshardError
 from reshard.formats import open_checkpoint
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 from tests import commandline
 from tests.genuine import peft as genuine
 from tests.judges import assert_merged, products_agree, tensors_of
@@ -187,7 +187,7 @@ def test_any_window_of_a_merged_weight_has_the_same_elements(llama: Path, tmp_pa
     settings = {"r": 4, "lora_alpha": 6, "target_modules": ["embed_tokens", "q_proj"], "use_dora": True}
     adapter = find(open_checkpoint(genuine.make_adapter(llama, tmp_path / "adapter", **settings)))
     weights = merged(adapter, open_checkpoint(llama).tensors, lambda name, stored: stored)
-    files = Files()
+    files = OpenFiles()
     gatherer = Gatherer(files, None)
     random = np.random.default_rng(0)
     for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"):

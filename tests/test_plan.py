@@ -16,7 +16,7 @@ from reshard.algebra.views import Piece, View, covered, overlaps
 from reshard.base.errors import ReshardError
 from reshard.commands.coverage import prove
 from reshard.formats import open_checkpoint
-from reshard.planning import Options, plan_conversion
+from reshard.planning import ConversionOptions, plan_conversion
 from reshard.transfer.plan import ZERO, Block, OutputFile, Plan, Planned
 from tests.genuine.huggingface import make_model
 
@@ -37,7 +37,9 @@ def test_every_element_is_read_once_and_written_once(tmp_path: Path, name: str, 
         reshard.convert(source, tmp_path / "mc", to="megatron", tp=2, pp=2, ep=1)
         source = tmp_path / "mc"
     layout = Layout() if back else LAYOUTS[name]
-    plan = plan_conversion(source, Options(to="huggingface" if back else "megatron", **layout.as_dict()))
+    plan = plan_conversion(
+        source, ConversionOptions(to="huggingface" if back else "megatron", **layout.as_dict())
+    )
     used: dict[Cells, list[Piece]] = defaultdict(list)
     for file in plan.files:
         for block in file.blocks:
@@ -67,7 +69,7 @@ def test_a_model_of_671_billion_parameters_is_planned_from_headers(tmp_path: Pat
     on_disk = sum(path.stat().st_blocks * 512 for path in model.iterdir())
     assert on_disk < 100e6, "the files are sparse: nothing but headers can have been read"
     layout = Layout(tp=8, pp=16, ep=64, etp=1)
-    plan = plan_conversion(model, Options(to="megatron", **layout.as_dict(), no_tokenizer=True))
+    plan = plan_conversion(model, ConversionOptions(to="megatron", **layout.as_dict(), no_tokenizer=True))
     assert plan.parameters > 671e9
     assert plan.nbytes > 1.34e12
     ranks = [file for file in plan.files if file.path.endswith(".distcp")]
@@ -124,8 +126,8 @@ def test_virtual_stages_interleave() -> None:
 def test_no_garbage_is_looked_for_while_planning(tmp_path: Path) -> None:
     source = make_model("llama", tmp_path / "hf")
     seen: list[bool] = []
-    plan_conversion(source, Options(to="megatron"), lambda step: seen.append(gc.isenabled()))
+    plan_conversion(source, ConversionOptions(to="megatron"), lambda step: seen.append(gc.isenabled()))
     assert seen and not any(seen) and gc.isenabled()
     with pytest.raises(ReshardError):
-        plan_conversion(source, Options(to="megatron", tp=3))
+        plan_conversion(source, ConversionOptions(to="megatron", tp=3))
     assert gc.isenabled()

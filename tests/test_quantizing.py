@@ -23,8 +23,8 @@ import reshard
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
 from reshard.model.quantizer import STORAGES
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import peft, quantized
@@ -226,7 +226,7 @@ NAN = np.array(np.nan, np.float32).view(np.int32)
 
 
 def read(tensor: Tensor, begin: int, end: int) -> np.ndarray[Any, Any]:
-    with closing(Files()) as files:
+    with closing(OpenFiles()) as files:
         return Gatherer(files, None).read(tensor, begin, end)
 
 

@@ -18,12 +18,12 @@ import reshard
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
-from reshard.formats.told import Settings
+from reshard.formats.module_quantization import QuantizationSettings
 from reshard.model.nvfp4 import settings_of
 from reshard.model.quantizer import STORAGES, _inner
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.plan import Planned
+from reshard.transfer.thread_files import OpenFiles
 from tests.environments import python
 from tests.genuine import quantized
 from tests.judges import assert_same_tensors, tensors_of
@@ -114,7 +114,7 @@ def test_odd_weights_as_compressed_tensors_compresses_them(hf_model: Models, tmp
     make = [python("llm-compressor"), "-m", "tests.genuine.make_nvfp4", "compress"]
     subprocess.run([*make, folder / "model.safetensors", tmp_path / "expected.safetensors"], check=True)
     expected = load_file(tmp_path / "expected.safetensors")
-    with closing(Files()) as files:
+    with closing(OpenFiles()) as files:
         gatherer = Gatherer(files, None)
         for name, tensor in reshard.open(folder).checkpoint.tensors.items():
             for part, role in zip(STORAGES["nvfp4"].parts(name, tensor), PARTS, strict=True):
@@ -200,7 +200,7 @@ def test_towers_are_ignored_whatever_is_before_their_names() -> None:
     others = [Planned(name=f"{name}.weight", **matrix) for name in kept]
     ignored = settings_of(others, chosen, _inner)["ignore"]
     assert ignored == ["lm_head", r"re:.*visual\..*", r"re:.*\.mlp\.gate$", r"re:.*mtp\.fc$"]
-    settings = Settings({"quant_method": "compressed-tensors", "ignore": ignored})
+    settings = QuantizationSettings({"quant_method": "compressed-tensors", "ignore": ignored})
     for name in (*kept, "model.visual.blocks.0.attn.qkv", "model.language_model.layers.0.mlp.gate"):
         assert settings.of(name).schemes == {"plain"}, name
     for name in chosen:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import reshard as api
 from reshard.transfer import digests, ledger
-from reshard.transfer.digests import Digest, digest_of
+from reshard.transfer.digests import FileDigest, digest_of
 from tests.bad_input.damage import converted, cut, find, flip
 from tests.commandline import listing, reshard
 
@@ -39,9 +39,9 @@ def test_bytes_may_pass_in_any_order_and_some_change_at_the_end(tmp_path_factory
     cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=12))})
     spans = data.draw(st.permutations(list(pairwise(cuts))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digests, "CELL", 100)
-        patch.setattr(digests, "SPAN", 300)
-        digest = Digest(size)
+        patch.setattr(digests, "CELL_BYTES", 100)
+        patch.setattr(digests, "READ_BYTES", 300)
+        digest = FileDigest(size)
         for begin, end in spans:
             digest.add(memoryview(content)[begin:end], begin)
         at = data.draw(st.integers(0, size - 4)) if size > 10 else None
@@ -56,7 +56,7 @@ def test_no_digest_is_made_of_what_the_disk_returns(tmp_path: Path) -> None:
     """Only of what was written: otherwise a damaged file would match its own record."""
     path, content = tmp_path / "file", b"w" * 300
     path.write_bytes(content)
-    digest = Digest(300)
+    digest = FileDigest(300)
     digest.add(memoryview(content)[:200], 0)
     with pytest.raises(RuntimeError, match="not added to its digest"):
         digest.finish()
@@ -94,8 +94,8 @@ def test_each_source_has_the_crc32_of_the_whole_file(hf_model: Callable[..., Pat
 def test_a_source_that_was_read_in_part_says_so(
     hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "LITTLE", 0)
-    monkeypatch.setattr(ledger, "SHARE", 1 << 40)
+    monkeypatch.setattr(ledger, "MAX_UNREAD_BYTES", 0)
+    monkeypatch.setattr(ledger, "MAX_UNREAD_DIVISOR", 1 << 40)
     src = hf_model("qwen3")
     converted(src, tmp_path / "mc", "--to", "megatron", "--tp", 4)
     converted(tmp_path / "mc", tmp_path / "hf")

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import reshard
-from reshard.base.arguments import Arguments
+from reshard.base.argument_checks import Arguments
 from reshard.base.errors import ReshardError
 from reshard.base.options import (
     About,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import reshard as api
-from reshard.transfer import batch, digests, execute, journal, kept, ledger, state
+from reshard.transfer import batch, digests, execute, journal, ledger, resumed_output, run_state
 from reshard.transfer.leftovers import unfinished
 from tests.bad_input.conftest import originals as originals
 from tests.bad_input.damage import edit_tensors, find, flip
@@ -106,9 +106,9 @@ def content(folder: Path) -> dict[str, bytes]:
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split files into many windows, each recorded in the journal."""
     for module in (batch, execute):
-        monkeypatch.setattr(module, "WINDOW", 1 << 14)
-    for module in (state, journal):
-        monkeypatch.setattr(module, "EVERY", 1 << 14)
+        monkeypatch.setattr(module, "WINDOW_BYTES", 1 << 14)
+    for module in (run_state, journal):
+        monkeypatch.setattr(module, "FLUSH_BYTES", 1 << 14)
 
 
 def killed_everywhere(src: Path, dst: Path, options: dict[str, Any], points: Callable[[int], range]) -> None:
@@ -182,8 +182,8 @@ def test_the_record_tells_what_both_runs_have_read(
     originals: Callable[[str], Path], memory: Path, monkeypatch: pytest.MonkeyPatch, road: str
 ) -> None:
     """Nothing is read again for the checksums of the sources: the journal has the reads of the first run."""
-    monkeypatch.setattr(ledger, "LITTLE", 0)
-    monkeypatch.setattr(ledger, "SHARE", 1 << 40)
+    monkeypatch.setattr(ledger, "MAX_UNREAD_BYTES", 0)
+    monkeypatch.setattr(ledger, "MAX_UNREAD_DIVISOR", 1 << 40)
     src, dst = memory / "src", memory / "dst"
     shutil.copytree(originals(ROADS[road][0]), src)
     options = {**ROADS[road][1], "workers": 1}
@@ -289,8 +289,8 @@ def test_what_changed_between_two_runs_is_written_again(
 @pytest.fixture
 def small_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells smaller than windows, as they are outside of tests."""
-    for module in (digests, kept):
-        monkeypatch.setattr(module, "CELL", 1 << 12)
+    for module in (digests, resumed_output):
+        monkeypatch.setattr(module, "CELL_BYTES", 1 << 12)
 
 
 class Counted:
@@ -328,8 +328,8 @@ def test_a_resumed_run_does_only_what_is_left(
 
     Reads for the plan and of unused bytes, which are most of those of a tiny model, do not count.
     """
-    monkeypatch.setattr(ledger, "LITTLE", 0)
-    monkeypatch.setattr(ledger, "SHARE", 1 << 40)
+    monkeypatch.setattr(ledger, "MAX_UNREAD_BYTES", 0)
+    monkeypatch.setattr(ledger, "MAX_UNREAD_DIVISOR", 1 << 40)
     source, options = ROADS[road]
     src, dst = originals(source), memory / "dst"
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,7 @@ import pytest
 
 from bench import scale
 from bench.models import FP8_BLOCKS, QWEN2_5_3B, make
-from reshard.planning import Options, plan_conversion
+from reshard.planning import ConversionOptions, plan_conversion
 
 PAGE = Path(__file__).parents[1] / "docs/scale.md"
 SMALL = {**QWEN2_5_3B, "num_hidden_layers": 4, "num_key_value_heads": 8, "vocab_size": 65536}
@@ -31,7 +31,7 @@ def test_the_page_has_the_times_that_are_simulated(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("quantized", [False, True])
 def test_what_bounds_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantized: bool) -> None:
     model = make(tmp_path / "model", {**SMALL, **(FP8_BLOCKS if quantized else {})}, sparse=True)
-    options = Options(to="megatron", tp=2, no_tokenizer=True)
+    options = ConversionOptions(to="megatron", tp=2, no_tokenizer=True)
     plan = plan_conversion(model, options)
     monkeypatch.setattr(scale, "STORAGE", (0.001, 1e6))
     slow, fast = scale.Simulation(plan, COSTS, scale.Planning(0, 0)).cells(1)

@@ -11,8 +11,8 @@ import pytest
 
 import reshard as api
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.shown import without_secrets
-from reshard.stores import errors
+from reshard.base.foreign_text import without_secrets
+from reshard.stores import store_errors
 from reshard.stores.registry import SCHEMES
 from tests.commandline import reshard, within
 
@@ -105,7 +105,7 @@ def folder(hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "tiny").symlink_to(hf_model("qwen3"))
     (tmp_path / "d.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(errors, "TRIES", 1)
+    monkeypatch.setattr(store_errors, "MAX_TRIES", 1)
     for name in ("AWS_ENDPOINT_URL", "HF_ENDPOINT"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     return tmp_path

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard as api
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.shown import escape, shown, shown_json, shown_lines
+from reshard.base.foreign_text import escape, shown, shown_json, shown_lines
 from tests.commandline import apart, in_terminal, reshard
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\n\x9b31merror: forged\r\n\u202eerror: forged\u2028error: forged"

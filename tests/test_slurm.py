@@ -14,7 +14,7 @@ import pytest
 import reshard
 from bench.models import make
 from reshard.base.errors import ReshardError
-from reshard.cluster import slurm, spread
+from reshard.cluster import distribute, slurm_executor
 from reshard.cluster.executors import opened
 from reshard.transfer.leftovers import unfinished
 from tests import slurm_cluster, spreading
@@ -34,10 +34,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts, and short pauses."""
-    monkeypatch.setattr(spread, "SHARES", 4)
-    monkeypatch.setattr(spread, "LEAST", 1 << 20)
-    monkeypatch.setattr(slurm, "POLL", 0.3)
-    monkeypatch.setattr(slurm, "GRACE", 2.0)
+    monkeypatch.setattr(distribute, "PARTS_PER_WORKER", 4)
+    monkeypatch.setattr(distribute, "MIN_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(slurm_executor, "POLL_SECONDS", 0.3)
+    monkeypatch.setattr(slurm_executor, "GRACE_SECONDS", 2.0)
 
 
 Commands = Callable[..., Path]
@@ -118,8 +118,8 @@ def test_long_arrays_are_split_and_share_the_nodes(commands: Commands, tmp_path:
 def test_jobs_that_are_gone_do_not_hang_the_run(
     commands: Commands, model: Path, tmp_path: Path, squeue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "SILENCE", 1.0)
-    monkeypatch.setattr(slurm, "GRACE", 0.5)
+    monkeypatch.setattr(slurm_executor, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(slurm_executor, "GRACE_SECONDS", 0.5)
     commands(sbatch=ACCEPTS, squeue=squeue, scontrol=LIMIT)
     with within(100), pytest.raises(ReshardError, match="workers died") as error:
         convert(model, tmp_path / "dst")
@@ -173,7 +173,7 @@ def test_what_jobs_wrote_is_kept_if_slurm_refuses_more(
     def close(count: int) -> None:
         monkeypatch.setenv("SLURM_CONF", "/nonexistent")
 
-    monkeypatch.setattr(slurm, "SILENCE", 1.0)
+    monkeypatch.setattr(slurm_executor, "SILENCE_SECONDS", 1.0)
     with spreading.killer(dst), pytest.raises(ReshardError, match=r"refused the job|workers died"):
         convert(model, dst, on_bytes=close)
     assert unfinished(dst)[0].nbytes and not dst.exists()

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import reshard as api
 from reshard.algebra.tensors import cells_of
 from reshard.base.errors import ReshardError
-from reshard.cluster import worker
+from reshard.cluster import part_worker
 from reshard.formats import open_checkpoint
 from tests.bad_input.damage import flip
 from tests.commandline import reshard
@@ -198,14 +198,14 @@ def test_another_table_of_names_is_another_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A run that was killed before an upgrade is not continued after it."""
-    package = Path(worker.__file__).parents[1]
+    package = Path(part_worker.__file__).parents[1]
     shutil.copytree(package, tmp_path / "reshard")
-    before = worker._program()
-    monkeypatch.setattr(worker, "__file__", str(tmp_path / "reshard" / "cluster" / "worker.py"))
-    assert worker._program() == before
+    before = part_worker._program()
+    monkeypatch.setattr(part_worker, "__file__", str(tmp_path / "reshard" / "cluster" / "worker.py"))
+    assert part_worker._program() == before
     with (tmp_path / "reshard" / name).open("a") as file:
         file.write("\n")
-    assert worker._program() != before
+    assert part_worker._program() != before
 
 
 def test_a_change_between_plan_and_conversion(model: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from reshard.base.errors import Problem, ReshardError
 from reshard.transfer import locks
-from reshard.transfer.beside import put_aside
 from reshard.transfer.leftovers import recover, set_aside
+from reshard.transfer.run_files import put_aside
 from reshard.transfer.staging import staged
 from tests.commandline import reshard as command
 from tests.staging import LEFT, names, write

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import reshard
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import read_metadata
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests import commandline
 from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import TYPES, make_model_type

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from reshard.diagnosis import Finding, diagnose
     from reshard.formats.checkpoint import Checkpoint
     from reshard.live.calls import from_pretrained, load_into
-    from reshard.records.record import Integrity
+    from reshard.records.reshard_json import Integrity
     from reshard.training.calls import export, report, train
     from reshard.training.start import Outcome
     from reshard.transfer.plan import Plan
@@ -95,7 +95,7 @@ _HOMES = {
     "reshard.base.errors": ("Problem", "ReshardError"),
     "reshard.formats.checkpoint": ("Checkpoint",),
     "reshard.live.calls": ("from_pretrained", "load_into"),
-    "reshard.records.record": ("Integrity",),
+    "reshard.records.reshard_json": ("Integrity",),
     "reshard.commands.inspection": ("Inspection",),
     "reshard.training.calls": ("export", "report", "train"),
     "reshard.training.start": ("Outcome",),

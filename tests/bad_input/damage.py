@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from reshard.containers.dcp_metadata import DcpMetadata, read_metadata, write_metadata
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests.commandline import Result, listing, reshard
 
 MEGATRON = ("--to", "megatron")

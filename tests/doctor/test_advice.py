@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.base.text import LANGUAGES
+from reshard.base.languages import LANGUAGES
 from reshard.checks.finding import UNKNOWN
 from reshard.checks.words import aside
 from reshard.diagnosis.logs import diagnose_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.base.text import LANGUAGES
+from reshard.base.languages import LANGUAGES
 from reshard.checks.finding import UNKNOWN
 from reshard.diagnosis.logs import diagnose_text
 from tests.doctor.test_classes import SITE, assert_class, raised

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reshard.base.text import LANGUAGES
+from reshard.base.languages import LANGUAGES
 from reshard.checks.precision import has_bfloat16
 from reshard.diagnosis.logs import diagnose_text
 

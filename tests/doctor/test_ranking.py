@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.finding import Finding
 from reshard.diagnosis.candidates import candidates_of
 from reshard.diagnosis.entries import entries

@@ -7,7 +7,7 @@ import traceback
 import pytest
 import torch
 
-from reshard.base.text import LANGUAGES
+from reshard.base.languages import LANGUAGES
 from reshard.checks.rules import told
 from reshard.diagnosis.causes.shapes import computed, pairs
 from reshard.diagnosis.logs import diagnose_text

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.base.plain import decoded
+from reshard.base.plain_json import decoded
 from reshard.checks.rules import rules
 from reshard.diagnosis import diagnosis
 from reshard.diagnosis.entries.entries import catalogue

@@ -21,10 +21,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
-from reshard.families.config import portable_config
+from reshard.families.config_map import portable_config
 from reshard.families.disagreements import agreed, differences, foreign
-from reshard.families.flags import flags_not_restored
 from reshard.families.mechanisms import REARRANGED
+from reshard.families.megatron_flags import flags_not_restored
 from reshard.families.rope import rope_parameters
 from reshard.oracle.transformers import load_model, transformers_logits
 from tests.genuine.huggingface import PAD, VARIANTS, VOCAB_SIZE, make_model

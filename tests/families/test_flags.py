@@ -18,7 +18,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 import reshard
 from reshard.engines.megatron.arguments import DEFAULTS, complete, config_fields, yarn_attributes
 from reshard.families import FAMILIES
-from reshard.families.flags import NOT_RESTORED, flags_not_restored
+from reshard.families.megatron_flags import NOT_RESTORED, flags_not_restored
 from tests.genuine.huggingface import VARIANTS
 from tests.genuine.megatron import Genuine
 

@@ -25,7 +25,7 @@ from tests.faults.calls import KILLED, Call, Calls, Fault
 
 PATIENCE = 120
 """Seconds after which a run counts as hung."""
-SMALL = {"WINDOW": 1 << 14, "WIDE_WINDOW": 1 << 15, "EVERY": 1 << 14}
+SMALL = {"WINDOW_BYTES": 1 << 14, "WIDE_WINDOW_BYTES": 1 << 15, "FLUSH_BYTES": 1 << 14}
 """Sizes in `reshard.transfer` that split small files into many windows, each recorded in the journal."""
 Content = dict[str, bytes]
 
@@ -47,7 +47,7 @@ def small_windows() -> Iterator[None]:
     places = [
         (module, name, size) for module in modules for name, size in SMALL.items() if hasattr(module, name)
     ]
-    assert {name for _, name, _ in places} >= {"WINDOW", "EVERY"}
+    assert {name for _, name, _ in places} >= {"WINDOW_BYTES", "FLUSH_BYTES"}
     patches = [mock.patch.object(module, name, size) for module, name, size in places]
     for patch in patches:
         patch.start()

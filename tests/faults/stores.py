@@ -24,7 +24,7 @@ from unittest import mock
 
 import s3fs  # noqa: F401  what a child has, it need not import
 
-from reshard.stores import errors
+from reshard.stores import store_errors
 from tests.faults.calls import KILLED, Fault
 from tests.faults.roads import MISTRAL, SWIFT, Make, converted, copied
 from tests.faults.run import Content, Ended, content, run, said
@@ -58,7 +58,10 @@ def server() -> Iterator[Server]:
     process.start()
     try:
         found = Server(ours)
-        with mock.patch.dict(os.environ, found.environment), mock.patch.object(errors, "WAIT", 0.01):
+        with (
+            mock.patch.dict(os.environ, found.environment),
+            mock.patch.object(store_errors, "FIRST_WAIT_SECONDS", 0.01),
+        ):
             yield found
     finally:
         ours.close()

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, dynamic_module_utils
 from reshard.base.errors import ReshardError
 from reshard.folders import companions
 from reshard.folders.companions import Companions, check, find_companions, output_file
-from reshard.transfer import sources
-from reshard.transfer.sources import Sources
+from reshard.transfer import source_files
+from reshard.transfer.source_files import Sources
 from tests.genuine.huggingface import make_model
 
 
@@ -273,7 +273,7 @@ def test_large_json_is_looked_through(
 ) -> None:
     """JSON that is too large to parse is read in windows: it is text from brace to brace, or damaged."""
     monkeypatch.setattr(Sources, "fits", lambda self, nbytes: nbytes < 10 * companions.JSON_WEIGHT)
-    monkeypatch.setattr(sources, "WINDOW", 3)
+    monkeypatch.setattr(source_files, "WINDOW_BYTES", 3)
     write(tmp_path, tokenizer__json=' {"a": "\u20ac\u20ac"}\n ', vocab__json="{}")
     found = check(find_companions(Sources(), tmp_path))
     assert found.unparsed == ("tokenizer.json",) and "tokenizer.json" in found.notes[0]

@@ -26,7 +26,7 @@ from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
 from reshard.containers.torchfiles.read import ChunkReader, read_torch_file
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests.judges import of_type
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import ReshardError
-from reshard.folders.descent import descend, find_root
+from reshard.folders.find_weights import descend, find_root
 from reshard.formats import open_checkpoint
 
 

@@ -95,7 +95,7 @@ def edited(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def alpha_of(path: Path) -> Any:
-    from reshard.adapters.settings import find_settings
+    from reshard.adapters.adapter_settings import find_settings
 
     return find_settings(reshard.open(path).checkpoint).alpha("")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from reshard.families import FAMILIES
-from reshard.folders import provenance
-from reshard.folders.provenance import find_hints, read_run_config
+from reshard.folders import base_hints
+from reshard.folders.base_hints import find_hints, read_run_config
 from reshard.formats.megatron.writers import args_of_run_config
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 # Some lines of what Megatron-Bridge 0.3.1 wrote for a small Qwen3-MoE.
 RUN_CONFIG = """\
@@ -77,11 +77,11 @@ def test_ms_swift(tmp_path: Path) -> None:
     (tmp_path / "args.json").write_text(json.dumps(args))
     found = find_hints([tmp_path / "iter_0000002", tmp_path], Sources())
     assert [(hint.kind, hint.key, hint.value, hint.exists) for hint in found] == [
-        (provenance.BASE, "model_dir", str(base), True),
-        (provenance.BASE, "model", "Qwen/Qwen3-8B", False),
-        (provenance.MODEL_TYPE, "model_type", "qwen3", False),
-        (provenance.DTYPE, "torch_dtype", "bfloat16", False),
-        (provenance.TUNER, "tuner_type", "full", False),
+        (base_hints.BASE, "model_dir", str(base), True),
+        (base_hints.BASE, "model", "Qwen/Qwen3-8B", False),
+        (base_hints.MODEL_TYPE, "model_type", "qwen3", False),
+        (base_hints.DTYPE, "torch_dtype", "bfloat16", False),
+        (base_hints.TUNER, "tuner_type", "full", False),
     ]
     assert all(hint.source == str(tmp_path / "args.json") for hint in found)
 
@@ -93,15 +93,15 @@ def test_a_path_that_is_gone_is_told(tmp_path: Path) -> None:
     assert str(base) == (
         f"{tmp_path / 'args.json'} (model) names the base model /mnt/lost/Qwen2.5-32B, which is not on this machine"
     )
-    assert (tuner.kind, tuner.value) == (provenance.TUNER, "lora") and "machine" not in str(tuner)
+    assert (tuner.kind, tuner.value) == (base_hints.TUNER, "lora") and "machine" not in str(tuner)
 
 
 def test_megatron_bridge(tmp_path: Path) -> None:
     (tmp_path / "run_config.yaml").write_text(RUN_CONFIG)
     found = [(hint.kind, hint.key, hint.value) for hint in find_hints([tmp_path], Sources())]
     assert found == [
-        (provenance.BASE, "model.hf_model_id", "/data/models/Qwen3-MoE"),
-        (provenance.TOKENIZER, "tokenizer.tokenizer_model", "/data/models/Qwen3-MoE"),
+        (base_hints.BASE, "model.hf_model_id", "/data/models/Qwen3-MoE"),
+        (base_hints.TOKENIZER, "tokenizer.tokenizer_model", "/data/models/Qwen3-MoE"),
     ]
 
 
@@ -115,7 +115,7 @@ def test_megatron_bridge_with_a_model_builder(tmp_path: Path) -> None:
 def test_the_args_of_the_checkpoint(tmp_path: Path) -> None:
     args = {"tokenizer_model": str(tmp_path), "pretrained_checkpoint": None, "num_layers": 4}
     [hint] = find_hints([], Sources(), args)
-    assert (hint.source, hint.kind, hint.exists) == (provenance.ARGS, provenance.TOKENIZER, True)
+    assert (hint.source, hint.kind, hint.exists) == (base_hints.ARGS, base_hints.TOKENIZER, True)
     [hint] = find_hints([], Sources(), {"tokenizer_model": "Qwen/Qwen3-8B"})
     assert not hint.exists
 
@@ -172,7 +172,7 @@ def test_yaml_tags_are_read_as_data_and_run_nothing(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_told(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     [hint] = find_hints([tmp_path], Sources())
-    assert (hint.kind, hint.source) == (provenance.UNREADABLE, str(tmp_path / name))
+    assert (hint.kind, hint.source) == (base_hints.UNREADABLE, str(tmp_path / name))
 
 
 def test_no_files_no_hints(tmp_path: Path) -> None:

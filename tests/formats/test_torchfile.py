@@ -24,7 +24,7 @@ from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import ReshardError
 from reshard.containers.torchfiles import pickles
 from reshard.containers.torchfiles.read import ChunkReader, read_torch_file
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests.judges import of_type
 
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

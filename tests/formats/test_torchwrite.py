@@ -23,12 +23,12 @@ from reshard.algebra import dtypes
 from reshard.containers.torchfiles import write
 from reshard.containers.torchfiles.pickles import Global, Opaque, Reduce, dumps, loads
 from reshard.containers.torchfiles.read import read_torch_file
-from reshard.containers.torchfiles.write import Image, NewTensor, image_bytes, layout_torch_file
-from reshard.transfer.sources import Sources
+from reshard.containers.torchfiles.write import FileImage, NewTensor, image_bytes, layout_torch_file
+from reshard.transfer.source_files import Sources
 from tests.judges import of_type
 
 
-def filled(image: Image, content: Mapping[Any, bytes]) -> bytes:
+def filled(image: FileImage, content: Mapping[Any, bytes]) -> bytes:
     """The file of an image with its slots written and its checksums patched."""
     file = bytearray(image.size)
     written = 0

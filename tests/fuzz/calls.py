@@ -28,8 +28,8 @@ from reshard.training.megatron.rows import Counts, pieces_of
 from reshard.training.request import check, run_of
 from reshard.training.run import Run
 from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished
-from reshard.transfer.marker import parsed_marker
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
+from reshard.transfer.unfinished_marker import parsed_marker
 from tests.fuzz.seeds import DATA, copied
 
 Take = Callable[[bytes], None]

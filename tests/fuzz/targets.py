@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import reshard
-from reshard.base.arguments import parse_size
+from reshard.base.argument_checks import parse_size
 from reshard.base.errors import ReshardError
-from reshard.base.plain import json_of
+from reshard.base.plain_json import json_of
 from reshard.base.plain_yaml import yaml_of
 from reshard.containers.torchfiles.pickles import loads
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.formats.gguf.sentencepiece import pieces
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests.fuzz import calls, mutate, seeds
 from tests.fuzz.calls import alone, directly, file_of, in_copy, pickled
 from tests.fuzz.seeds import encoded, files, pickles

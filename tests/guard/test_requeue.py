@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from reshard.base.errors import Problem
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.finding import Finding
 from reshard.guard.command.read import Started
 from reshard.guard.end.failure import Failure

@@ -12,7 +12,7 @@ import torch
 import reshard
 from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests.judges import assert_same_tensors, tensors_of
 
 DATA = Path(__file__).parents[1] / "data" / "internlm"
@@ -37,7 +37,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def config_with(folder: Path, **keys: Any) -> None:
     """Rewrite `model_config.pt` with other keys; None removes a key."""
     config = {
-        **reshard.formats.internlm.config.read_model_config(folder, Sources()),
+        **reshard.formats.internlm.model_config.read_model_config(folder, Sources()),
         "dtype": torch.bfloat16,
         **keys,
     }

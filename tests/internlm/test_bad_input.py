@@ -11,7 +11,7 @@ import torch
 
 import reshard
 from reshard.base.errors import ReshardError
-from reshard.formats.internlm.shards import Rank, Shards
+from reshard.formats.internlm.join_shards import InternEvoRank, ShardCollector
 from tests.internlm.checkpoints import Copies, config_with, edit, problems_of
 
 # ------------------------------------------------------------------------------------------- bad input
@@ -129,13 +129,13 @@ def test_files_of_fsdp_are_refused_with_the_way_out(copy_of: Copies, tmp_path: P
 
 
 def test_experts_of_two_stages_in_one_file_are_noticed() -> None:
-    shards = Shards()
+    shards = ShardCollector()
     for stage, layers in enumerate((1, 2, 2)):
         state = {
             f"model.blocks.{i}.norm1.weight": reshard.formats.checkpoint.Tensor(None, _ones())
             for i in range(layers)
         }
-        shards.count(Rank(0, None, stage), state)
+        shards.count(InternEvoRank(0, None, stage), state)
     with pytest.raises(ReshardError, match="saved under one name"):
         shards.stage_of_experts(2, Path("model_moe_layer2_expert0_tp0.pt"))
 

@@ -15,8 +15,8 @@ import torch
 import reshard
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron import megatron_logits
-from reshard.formats.internlm.internevo import is_old_order
-from reshard.transfer.sources import Sources
+from reshard.formats.internlm.tensor_names import is_old_order
+from reshard.transfer.source_files import Sources
 from tests.commandline import reshard as run
 from tests.genuine.internlm_reference import hub_logits
 from tests.internlm.checkpoints import DATA, NAMES, Copies, config_with, edit, problems_of, same_as_before
@@ -236,7 +236,7 @@ def test_without_a_model_config_nothing_is_assumed(
 ) -> None:
     """No config on the Hub contains the order of rows. The remedy tells the user how to set it."""
     folder = copy_of(name)
-    config = reshard.formats.internlm.config.read_model_config(folder, Sources())
+    config = reshard.formats.internlm.model_config.read_model_config(folder, Sources())
     (folder / "model_config.pt").unlink()
     for base in (None, hub(name)):
         found = problems_of(folder, tmp_path / "refused", base=base)

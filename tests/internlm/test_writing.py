@@ -18,7 +18,7 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.formats import internlm
 from reshard.formats.internlm.write import stages
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests.commandline import reshard as run
 from tests.environments import python
 from tests.genuine.internlm_reference import hub_logits
@@ -50,7 +50,7 @@ def test_what_is_written_is_what_internevo_wrote(
         )
         assert_same_tensors(ours, theirs)
     ours = torch.load(tmp_path / "out" / "model_config.pt", weights_only=True)
-    theirs = reshard.formats.internlm.config.read_model_config(DATA / name, Sources())
+    theirs = reshard.formats.internlm.model_config.read_model_config(DATA / name, Sources())
     choices = {"dtype", "use_flash_attn", "parallel_output", "multiple_of", "mlp_layer_fusion", "adapt_hf"}
     assert {key: ours[key] for key in theirs.keys() - choices} == {
         key: theirs[key] for key in theirs.keys() - choices
@@ -87,7 +87,9 @@ def test_a_width_that_is_no_neat_ratio_is_built_as_it_is() -> None:
             "num_attention_heads": 1,
             "num_hidden_layers": 1,
         }
-        made = reshard.formats.internlm.config.engine_config("llama", config | {"vocab_size": 8}, 1, None)
+        made = reshard.formats.internlm.model_config.engine_config(
+            "llama", config | {"vocab_size": 8}, 1, None
+        )
         multiple = made["multiple_of"]
         assert -(-int(hidden * made["mlp_ratio"]) // multiple) * multiple == ffn
 

@@ -175,7 +175,7 @@ def test_no_second_copy_is_in_memory(hf_model: Models, tmp_path: Path) -> None:
     code = (
         "import sys, torch, transformers, reshard\n"
         "from transformers.models.qwen3 import modeling_qwen3\n"
-        "from reshard.transfer.memory import resident\n"
+        "from reshard.transfer.memory_budget import resident\n"
         "weights = reshard.open(sys.argv[1]); len(weights)\n"
         "before = resident()[1]\n"
         "model = reshard.from_pretrained(weights, memory='32MiB', workers=2)\n"

@@ -72,7 +72,7 @@ def _warm() -> int:
             import_module(module.name)
     import reshard.cli.convert
     import reshard.cli.verify
-    from reshard.adapters.computed import multiplied
+    from reshard.adapters.merged_weights import multiplied
 
     found: list[int] = []
     barrier = Barrier(THREADS + 1)

@@ -16,9 +16,9 @@ from threading import Barrier, Event, Thread
 import numpy as np
 import pytest
 
-from reshard.adapters import computed
+from reshard.adapters import merged_weights
 from reshard.base import errors
-from reshard.base.boundary import problems_of
+from reshard.base.exceptions_to_problems import problems_of
 from tests.memory import models
 from tests.memory.bounded import ROOT
 
@@ -126,8 +126,8 @@ def test_products_wait_for_a_buffer(monkeypatch: pytest.MonkeyPatch, buffers: in
         left[0] -= 1
         return left[0] >= 0
 
-    monkeypatch.setattr(computed, "can_reserve", can_reserve)
-    multiplied = computed.Multiplier()
+    monkeypatch.setattr(merged_weights, "can_reserve", can_reserve)
+    multiplied = merged_weights.Multiplier()
     threads = [Thread(target=multiplied, args=(Factor(), None)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -137,6 +137,6 @@ def test_products_wait_for_a_buffer(monkeypatch: pytest.MonkeyPatch, buffers: in
 
 
 def test_no_buffer_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(computed, "can_reserve", lambda nbytes: False)
+    monkeypatch.setattr(merged_weights, "can_reserve", lambda nbytes: False)
     with pytest.raises(MemoryError, match="multiply"):
-        computed.Multiplier()(np.eye(2), np.eye(2))
+        merged_weights.Multiplier()(np.eye(2), np.eye(2))

@@ -112,7 +112,7 @@ BROKEN: dict[str, tuple[str, Points, str]] = {
         "AttributeError: module 'broken' has no attribute 'FAMILY'",
     ),
     "was made for another version": (
-        "from reshard.formats.target import Format\nFORMAT = Format('bad')",
+        "from reshard.formats.contract import Format\nFORMAT = Format('bad')",
         {"reshard.formats": {"bad": "broken:FORMAT"}},
         "TypeError: Format.__init__() missing",
     ),

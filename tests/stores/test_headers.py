@@ -9,7 +9,7 @@ import pytest
 
 import reshard as api
 from reshard.containers.torchfiles import read
-from reshard.stores import ahead, registry, remote
+from reshard.stores import read_ahead, registry, remote_file
 from tests.genuine.huggingface import make_model
 
 pytest.importorskip("aiohttp")
@@ -54,16 +54,16 @@ def test_headers_that_lie_near_each_other_are_one_request(web: Web, root: Path, 
 def test_headers_that_lie_far_apart_are_asked_for_side_by_side(
     web: Web, root: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "GAP", 1 << 10)
+    monkeypatch.setattr(remote_file, "MAX_GAP_BYTES", 1 << 10)
     there = api.open(f"{web.address}/{name}")
-    assert web.most >= remote.CONNECTIONS // 2
+    assert web.most >= remote_file.CONNECTIONS // 2
     assert len(of_weights(web)) < 2 * FORMATS[name] * len(there.tensors)
     assert web.sent < sum(tensor.nbytes for tensor in there.tensors.values()) / 2
     assert api.verify(f"{web.address}/{name}", root / "model")
 
 
 def test_chunks_are_looked_up_some_at_a_time(web: Web, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "AHEAD", 7)
+    monkeypatch.setattr(read, "CHUNKS_AHEAD", 7)
     api.open(f"{web.address}/dcp")
     tensors = len(api.open(root / "dcp").tensors)
     assert tensors / 7 < len(of_weights(web)) < tensors / 2
@@ -79,5 +79,7 @@ def test_what_lies_outside_of_a_file_is_left_to_its_reader(web: Web, root: Path)
     file = next((root / "dcp").glob("*.distcp"))
     url = str(api.open(f"{web.address}/dcp").checkpoint.path / file.name)
     size = file.stat().st_size
-    ahead.fetch_ahead([(url, -1, 5), (url, 5, 5), (url, size - 1, size + 1), (url, 0, 4), (str(file), 0, 4)])
+    read_ahead.fetch_ahead(
+        [(url, -1, 5), (url, 5, 5), (url, size - 1, size + 1), (url, 0, 4), (str(file), 0, 4)]
+    )
     assert registry.at(url).ahead == {(url, 0, 4): b"PK\x03\x04"}

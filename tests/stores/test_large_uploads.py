@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import reshard as api
-from reshard.transfer.marker import MARKER, parsed_marker
+from reshard.transfer.unfinished_marker import MARKER, parsed_marker
 from tests.stores.s3_server import BUCKET, S3
 from tests.stores.test_uploading import DST, PREFIX, s3, server
 from tests.test_resume import content

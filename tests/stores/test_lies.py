@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 import reshard as api
 import reshard as package
 from reshard.base.errors import ReshardError
-from reshard.stores import errors, ranges, source_path, web
+from reshard.stores import range_responses, source_path, store_errors, web
 from tests.commandline import reshard, within
 from tests.genuine.huggingface import make_model
 
@@ -38,7 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(errors, "WAIT", 0.01)
+    monkeypatch.setattr(store_errors, "FIRST_WAIT_SECONDS", 0.01)
     with web_server(root) as running:
         yield running
 
@@ -179,7 +179,7 @@ def test_links_are_read_as_browsers_read_them(server: Web, root: Path, tmp_path:
     assert [each.name for each in folder.iterdir()] == ["config.json"]
 
 
-MANY = "".join(f'<a href="{number}.safetensors">x</a>' for number in range(web.FILES + 1))
+MANY = "".join(f'<a href="{number}.safetensors">x</a>' for number in range(web.MAX_FILES + 1))
 
 
 @pytest.mark.parametrize("parts", [lambda: repeat(b"<a href=x>" * 1000), lambda: [MANY.encode()]])
@@ -195,7 +195,7 @@ def test_a_listing_that_does_not_end_is_refused(server: Web, parts: Callable[[],
 def test_pages_of_many_folders_are_limited_in_total(
     server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web, "PAGES", 8 << 20)
+    monkeypatch.setattr(web, "MAX_PAGES_BYTES", 8 << 20)
     server.folder, server.lists = tmp_path, True
     folders = "".join(f'<a href="{number}/">x</a>' for number in range(100)).encode()
 
@@ -219,7 +219,7 @@ def slowly(parts: bytes) -> Iterator[bytes]:
 
 
 def test_an_answer_that_trickles_is_given_up(server: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "PATIENCE", 0.5)
+    monkeypatch.setattr(range_responses, "TIMEOUT_SECONDS", 0.5)
     server.lie = of_weights(lambda headers, content: (headers, slowly(content)))
     with within(60), pytest.raises(ReshardError, match="sends too slowly"):
         weights = package.open(f"{server.address}/model")
@@ -227,9 +227,9 @@ def test_an_answer_that_trickles_is_given_up(server: Web, monkeypatch: pytest.Mo
 
 
 def test_headers_that_trickle_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "PATIENCE", 0.2)
-    monkeypatch.setattr(errors, "TRIES", 2)
-    monkeypatch.setattr(errors, "WAIT", 0.01)
+    monkeypatch.setattr(web, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(store_errors, "MAX_TRIES", 2)
+    monkeypatch.setattr(store_errors, "FIRST_WAIT_SECONDS", 0.01)
 
     def serve(connection: socket.socket) -> None:
         with connection, suppress(OSError):

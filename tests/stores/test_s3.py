@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 
 import reshard as api
 from reshard.base.errors import ReshardError
-from reshard.stores import errors
-from reshard.stores.remote import AHEAD
-from reshard.transfer.files import Files
+from reshard.stores import store_errors
+from reshard.stores.remote_file import MIN_READ_BYTES
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard
 from tests.genuine.huggingface import make_model
 
@@ -46,7 +46,7 @@ def server(root: Path) -> Iterator[S3]:
 def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     for key, value in server.environment.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(errors, "WAIT", 0.01)
+    monkeypatch.setattr(store_errors, "FIRST_WAIT_SECONDS", 0.01)
     server.fails = lambda method, path, query: None
     server.requests.clear()
     server.sent = 0
@@ -65,8 +65,8 @@ def test_inspecting_moves_headers_alone_and_lists_once(s3: S3, root: Path) -> No
     )
     files = [each for each in (root / "model").iterdir() if each.suffix != ".safetensors"]
     weights = weights_in(root / "model")
-    assert sum(each.stat().st_size for each in weights) > 5 * len(weights) * AHEAD
-    assert s3.sent < 4 * sum(each.stat().st_size for each in files) + len(weights) * AHEAD
+    assert sum(each.stat().st_size for each in weights) > 5 * len(weights) * MIN_READ_BYTES
+    assert s3.sent < 4 * sum(each.stat().st_size for each in files) + len(weights) * MIN_READ_BYTES
     assert len([query for _, _, query in s3.requests if "prefix=model%2F" in query]) == 1
     heads = {path for method, path, _ in s3.requests if method == "HEAD"}
     assert not any(path.startswith(f"/{BUCKET}/model/") for path in heads), "the listing tells it"
@@ -76,7 +76,7 @@ def test_reading_one_layer_moves_that_layer(s3: S3, root: Path) -> None:
     checkpoint = api.open(f"s3://{BUCKET}/model")
     s3.sent = 0
     layer = {name: tensor for name, tensor in checkpoint.tensors.items() if ".layers.1." in name}
-    gatherer = Gatherer(files := Files(), None)
+    gatherer = Gatherer(files := OpenFiles(), None)
     for name, tensor in layer.items():
         values = gatherer.read(tensor, 0, tensor.view.numel)
         expected = next(
@@ -95,7 +95,7 @@ def test_a_dry_run_moves_headers_and_a_conversion_each_byte_once(s3: S3, root: P
     before, s3.sent = s3.sent, 0
     real = reshard("convert", f"s3://{BUCKET}/model", tmp_path / "out", "--to", "megatron")
     assert real.code == 0, real.err
-    assert total <= s3.sent < total + 2 * before + len(weights_in(root / "model")) * AHEAD
+    assert total <= s3.sent < total + 2 * before + len(weights_in(root / "model")) * MIN_READ_BYTES
     assert reshard("verify", tmp_path / "out", f"s3://{BUCKET}/megatron").code == 0
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 import reshard as package
-from reshard.base.shown import without_secrets
+from reshard.base.foreign_text import without_secrets
 from reshard.stores.bucket import read_only
-from reshard.stores.objects import ObjectStore
+from reshard.stores.object_stores import ObjectStore
 from reshard.stores.orbax import OrbaxStore
-from reshard.stores.registry import KINDS
+from reshard.stores.registry import STORES
 from tests.commandline import reshard
 
 ROOT = Path(__file__).parents[2]
-TYPED = [kind for kind in KINDS if kind.kind.package and kind is not OrbaxStore]
+TYPED = [kind for kind in STORES if kind.kind.package and kind is not OrbaxStore]
 """The kinds of stores whose URLs users type."""
 WRITABLE = {kind.kind.schemes[0] for kind in TYPED if issubclass(kind, ObjectStore)}
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import reshard as api
-from reshard.cluster import spread
+from reshard.cluster import distribute
 from reshard.stores import source_path
 from reshard.stores.bucket import Bucket
-from reshard.transfer import marker, uploading
-from reshard.transfer.marker import MARKER, parsed_marker
+from reshard.transfer import unfinished_marker, uploading
+from reshard.transfer.unfinished_marker import MARKER, parsed_marker
 from reshard.transfer.uploading import remove_unfinished_at, unfinished_at
 from tests.bad_input.damage import flip
 from tests.stores.s3_server import BUCKET, S3, s3_server
@@ -77,7 +77,7 @@ def test_other_machines_write_and_this_one_uploads(
     s3: S3, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("submitit")
-    monkeypatch.setattr(spread, "LEAST", 1 << 17)
+    monkeypatch.setattr(distribute, "MIN_PART_BYTES", 1 << 17)
     api.convert(model, tmp_path / "dst", **SHARDS)
     assert told(model, on="slurm:cluster=local,nodes=2") == []
     assert s3.objects(PREFIX) == content(tmp_path / "dst")
@@ -284,7 +284,7 @@ def test_nothing_is_kept_that_nobody_wants_to_continue(s3: S3, model: Path) -> N
 
 def unfinished(s3: S3, model: Path, **options: Any) -> None:
     """Leave the files of a run that was killed."""
-    often = "from reshard.transfer import uploading; uploading.SOON = 0.0\n"
+    often = "from reshard.transfer import uploading; uploading.MIN_RENEWAL_SECONDS = 0.0\n"
     died = apart(model, s3, often + KILLED.format(at=10, before=1), workers=1, **options)
     assert died.returncode == 9 and MARKER in names(s3), died.stderr
 
@@ -325,14 +325,14 @@ def test_another_machine_waits_for_a_run_that_may_live_and_then_continues_it(
     with pytest.raises(api.ReshardError, match="another run is writing to the destination"):
         told(model, workers=1)
     assert s3.objects(PREFIX) == before
-    monkeypatch.setattr(marker, "LOST", 0.0)
+    monkeypatch.setattr(unfinished_marker, "LOST_AFTER_SECONDS", 0.0)
     assert told(model, workers=1)[0].startswith("continuing: ")
     api.convert(model, tmp_path / "dst", **SHARDS)
     assert s3.objects(PREFIX) == content(tmp_path / "dst")
 
 
 def test_a_run_that_lost_its_destination_ends(s3: S3, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploading, "SOON", 0.0)
+    monkeypatch.setattr(uploading, "MIN_RENEWAL_SECONDS", 0.0)
     act = Bucket.put
 
     def taken_over(self: Bucket, name: str, *args: Any) -> None:

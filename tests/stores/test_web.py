@@ -14,12 +14,12 @@ from safetensors.numpy import load_file, save_file
 
 import reshard as api
 from reshard.base.errors import ReshardError
-from reshard.stores import errors, source_path
-from reshard.stores.remote import AHEAD, REQUEST
+from reshard.stores import source_path, store_errors
+from reshard.stores.remote_file import MAX_REQUEST_BYTES, MIN_READ_BYTES
 from reshard.transfer.compare import Comparer
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
-from reshard.transfer.memory import shared
+from reshard.transfer.memory_budget import shared
+from reshard.transfer.thread_files import OpenFiles
 from tests.commandline import reshard
 from tests.genuine.huggingface import make_model
 from tests.stores.web_server import Web, web_server
@@ -38,7 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def web(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr(errors, "WAIT", 0.01)
+    monkeypatch.setattr(store_errors, "FIRST_WAIT_SECONDS", 0.01)
     with web_server(root) as server:
         yield server
 
@@ -58,12 +58,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_inspecting_moves_headers_alone(web: Web, root: Path) -> None:
-    assert weights_in(root / "large")[0].stat().st_size > 20 * AHEAD
+    assert weights_in(root / "large")[0].stat().st_size > 20 * MIN_READ_BYTES
     found = api.inspect(f"{web.address}/large")
     here = api.inspect(root / "large")
     assert (found.family, found.checkpoint.parameters) == (here.family, here.checkpoint.parameters)
     assert [problem.message for problem in found.problems] == [problem.message for problem in here.problems]
-    assert web.sent < beside_weights(root / "large") + 2 * AHEAD
+    assert web.sent < beside_weights(root / "large") + 2 * MIN_READ_BYTES
 
 
 @pytest.mark.parametrize("lists", [False, True], ids=["known names", "pages of links"])
@@ -101,14 +101,14 @@ def test_comparing_asks_for_as_much_at_once_as_converting(web: Web, tmp_path: Pa
     found = comparer.difference(far.tensors["w"], here.tensors["w"])
     comparer.close()
     assert found == (1, 1.0, values.size - 1)
-    assert len(web.requests) == -(-values.nbytes // REQUEST)
+    assert len(web.requests) == -(-values.nbytes // MAX_REQUEST_BYTES)
 
 
 def test_reading_one_tensor_moves_the_tensor_and_the_header(web: Web, root: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     checkpoint = api.open(f"{web.address}/large")
     web.clear()
-    tensor, files = checkpoint.tensors[name], Files()
+    tensor, files = checkpoint.tensors[name], OpenFiles()
     values = Gatherer(files, None).read(tensor, 0, tensor.view.numel)
     files.close()
     expected = load_file(weights_in(root / "large")[0])[name]
@@ -285,7 +285,7 @@ def test_other_urls_are_told_what_is_read(url: str) -> None:
 
 
 def test_nothing_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "WAIT", 0.01)
+    monkeypatch.setattr(store_errors, "FIRST_WAIT_SECONDS", 0.01)
     result = reshard("convert", "http://user:5ec2e7@127.0.0.1:1/model", tmp_path / "out", "--to", "megatron")
     assert result.code == 2 and "request to the store failed" in result.err and "127.0.0.1" in result.err
     assert "5ec2e7" not in result.err

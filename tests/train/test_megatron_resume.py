@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 
 from reshard import convert, export
 from reshard.algebra.layout import Layout
-from reshard.base.plain import put
+from reshard.base.plain_json import put
 from reshard.engines.megatron.session import RankError
 from reshard.formats import open_checkpoint
 from reshard.guard.end.complete import RECORD, SAVED

@@ -23,7 +23,7 @@ from reshard.training.memory import activations
 from reshard.training.memory.activations import Kept, Widths
 from reshard.training.run import Run
 from reshard.training.trl.memory import sizes_of
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 QWEN3_8B = {
     "model_type": "qwen3",

@@ -19,7 +19,7 @@ from reshard.training.engines import engine_of
 from reshard.training.memory import Memory
 from reshard.training.memory.activations import Widths
 from reshard.training.run import Run
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from tests.train.test_memory import QWEN3_8B, SMALL, run_on
 
 

@@ -88,7 +88,7 @@ def test_a_hub_that_does_not_answer_is_told_from_a_model_that_is_not_there(
     ((code, _, remedy),) = problems(dry(tmp_path, "--model", "Org/Absent", *words))
     assert code == "hub-not-found" and "check the name" in remedy
     assert dry(tmp_path, "--model", NAME, *words).code == 0
-    monkeypatch.setattr("reshard.stores.errors.WAIT", 0)
+    monkeypatch.setattr("reshard.stores.store_errors.FIRST_WAIT_SECONDS", 0)
     hub.fails = lambda method, path: 503
     assert dry(tmp_path, "--model", NAME, *words).code == 0, "the cache has it"
     shutil.rmtree(tmp_path / "cache")

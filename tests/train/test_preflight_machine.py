@@ -14,7 +14,7 @@ import pytest
 
 from bench.models import make
 from reshard.algebra.layout import Layout
-from reshard.base.installing import install_command
+from reshard.base.missing_packages import install_command
 from reshard.diagnosis.targets.environment import Environment
 from reshard.training import preconditions
 from reshard.training.engines import engine_of

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from reshard import train as train_from_python
-from reshard.base.installing import install_command
+from reshard.base.missing_packages import install_command
 from reshard.guard.supervise.lifetime import children
 from reshard.training.launching import slurm
 from reshard.training.run import Run

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from reshard.adapters import megatron, peft_names
-from reshard.adapters.adapter import Adapter, Pair, find
+from reshard.adapters import from_megatron, peft_names
+from reshard.adapters.adapter import Adapter, LowRankPair, find
+from reshard.adapters.adapter_settings import find_settings
 from reshard.adapters.merge import merged, quantized_base
-from reshard.adapters.settings import find_settings
 from reshard.formats import peft
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import Kind
+from reshard.formats.contract import CheckpointKind
 
-__all__ = ["Adapter", "Pair", "find", "find_settings", "kind_of", "merged", "quantized_base"]
+__all__ = ["Adapter", "LowRankPair", "find", "find_settings", "kind_of", "merged", "quantized_base"]
 
 
-def kind_of(checkpoint: Checkpoint) -> Kind:
+def kind_of(checkpoint: Checkpoint) -> CheckpointKind:
     """What a checkpoint contains: with low-rank pairs among its tensors, it is an adapter."""
-    if megatron.holds_pairs(checkpoint):
-        return Kind.FUSED_ADAPTER
+    if from_megatron.holds_pairs(checkpoint):
+        return CheckpointKind.FUSED_ADAPTER
     pairs = checkpoint.has_hub_names and peft_names.holds_pairs(checkpoint.tensors)
-    return Kind.ADAPTER if pairs or checkpoint.format == peft.NAME else Kind.MODEL
+    return CheckpointKind.ADAPTER if pairs or checkpoint.format == peft.NAME else CheckpointKind.MODEL

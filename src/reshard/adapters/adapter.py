@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from reshard.adapters.peft_names import MAGNITUDE, PairPart, Whole, parse
-from reshard.adapters.settings import Settings, find_settings, rank_problems, type_problems
+from reshard.adapters.adapter_settings import AdapterSettings, find_settings, rank_problems, type_problems
+from reshard.adapters.peft_names import MAGNITUDE, PairPart, WholeWeight, parse
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.formats.checkpoint import Checkpoint
 
 
-class Pair(NamedTuple):
+class LowRankPair(NamedTuple):
     """The low-rank change of one module: `b` [out, r] times `a` [r, in]; of an embedding, `a` is [r, rows].
 
     `magnitude` is DoRA's, [out]. `bias` is that of B, [out], which `lora_bias` trains.
@@ -49,10 +49,10 @@ class Adapter:
     checkpoint. `others` are the bytes of other adapters in it.
     """
 
-    pairs: dict[str, Pair]
+    pairs: dict[str, LowRankPair]
     whole: dict[str, Tensor]
     base: dict[str, Tensor]
-    settings: Settings = field(default_factory=Settings)
+    settings: AdapterSettings = field(default_factory=AdapterSettings)
     others: int = 0
 
     def called(self, name: Callable[[str], str]) -> Adapter:
@@ -115,12 +115,15 @@ def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = 
     return Adapter(pairs, *_whole(checkpoint, parsed, chosen, settings), settings, others)
 
 
-def _is_of_another(part: PairPart | Whole, chosen: str) -> bool:
+def _is_of_another(part: PairPart | WholeWeight, chosen: str) -> bool:
     return (isinstance(part, PairPart) or part.trained) and part.adapter != chosen
 
 
 def _whole(
-    checkpoint: Checkpoint, parsed: Mapping[str, PairPart | Whole], chosen: str, settings: Settings
+    checkpoint: Checkpoint,
+    parsed: Mapping[str, PairPart | WholeWeight],
+    chosen: str,
+    settings: AdapterSettings,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights that the adapter trained fully, and those of the base."""
     whole: dict[str, Tensor] = {}
@@ -135,14 +138,14 @@ def _whole(
     return whole | biases, {name: tensor for name, tensor in base.items() if name not in biases}
 
 
-def _trained_biases(settings: Settings, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _trained_biases(settings: AdapterSettings, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The base's biases, if the config says that they were trained."""
     if settings.config.get("bias", "none") == "none":
         return {}
     return {name: tensor for name, tensor in base.items() if name.endswith(".bias")}
 
 
-def _chosen(parts: Iterable[PairPart | Whole], name: str | None, file: str) -> str:
+def _chosen(parts: Iterable[PairPart | WholeWeight], name: str | None, file: str) -> str:
     """The name of the adapter to use, as in the names of tensors; "" if they have none."""
     there = sorted({part.adapter for part in parts if isinstance(part, PairPart)})
     if name is None and len(there) == 1:
@@ -164,12 +167,12 @@ def _chosen(parts: Iterable[PairPart | Whole], name: str | None, file: str) -> s
 _KINDS = (("lora_A", "lora_B", "weight"), ("lora_embedding_A", "lora_embedding_B", ""))
 
 
-def _pair(found: Mapping[tuple[str, str], Tensor]) -> Pair:
+def _pair(found: Mapping[tuple[str, str], Tensor]) -> LowRankPair:
     for a, b, leaf in _KINDS:
         if (a, leaf) in found:
             magnitude = found.get((MAGNITUDE, "")) or found.get((MAGNITUDE, "weight"))
             bias = found.get((b, "bias"))
-            return Pair(found[a, leaf], found[b, leaf], magnitude, bias, embedding=leaf == "")
+            return LowRankPair(found[a, leaf], found[b, leaf], magnitude, bias, embedding=leaf == "")
     raise AssertionError("its problems were looked for first")
 
 

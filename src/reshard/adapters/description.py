@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.adapters.adapter import Adapter
-from reshard.adapters.settings import Settings, merge_problems, missing_alpha
+from reshard.adapters.adapter_settings import AdapterSettings, merge_problems, missing_alpha
 from reshard.base.errors import Problem, listed
 from reshard.formats.checkpoint import Checkpoint
 
-SHOWN = 12
+MODULES_SHOWN = 12
 _LAYER = re.compile(r"^.*\blayers\.\d+\.(self_attn\.)?|\.base_layer$")
 
 
@@ -25,11 +25,11 @@ def notes(adapter: Adapter) -> list[str]:
     noted = [settings.config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     ranks = ", ".join(dict.fromkeys(map(str, noted if settings.written else adapter.ranks)))
     targets = sorted({_LAYER.sub("", module) for module in adapter.pairs})
-    found = [f"LoRA of rank {ranks}, {known}, on {listed(targets, SHOWN)}"]
+    found = [f"LoRA of rank {ranks}, {known}, on {listed(targets, MODULES_SHOWN)}"]
     if any(pair.magnitude is not None for pair in adapter.pairs.values()):
         found.append("with magnitudes of its own (DoRA)")
     if adapter.whole:
-        found.append(f"trained whole: {listed(sorted(adapter.whole), SHOWN)}")
+        found.append(f"trained whole: {listed(sorted(adapter.whole), MODULES_SHOWN)}")
     if adapter.base:
         found.append(f"{len(adapter.base)} weights of the base are stored with it")
     if settings.base:
@@ -43,12 +43,12 @@ def warnings(adapter: Adapter) -> list[Problem]:
     return [*unmergeable, *alpha_warnings(adapter.settings)]
 
 
-def alpha_warnings(settings: Settings) -> list[Problem]:
+def alpha_warnings(settings: AdapterSettings) -> list[Problem]:
     """A warning if no file records alpha."""
     return [] if settings.alpha("") is not None else [replace(missing_alpha(), severity="warning")]
 
 
-def fused_notes(checkpoint: Checkpoint, settings: Settings) -> list[str]:
+def fused_notes(checkpoint: Checkpoint, settings: AdapterSettings) -> list[str]:
     """The same notes for an adapter of Megatron-Core, from its tensors alone."""
     linears = sorted(
         {name.split(".adapter.")[0].split(".lora_")[0].rpartition(".")[2] for name in checkpoint.tensors}
@@ -60,7 +60,7 @@ def fused_notes(checkpoint: Checkpoint, settings: Settings) -> list[str]:
     ]
 
 
-def next_command(settings: Settings, path: Path, *, with_base: bool = True) -> str:
+def next_command(settings: AdapterSettings, path: Path, *, with_base: bool = True) -> str:
     """The command that merges the adapter; without `with_base`, into the weights in the same checkpoint."""
     target = path.as_posix().rstrip("/") or "/"
     there = settings.base if settings.base and settings.base_is_here else "BASE_FOLDER"

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.adapters.adapter import Adapter, Pair
-from reshard.adapters.computed import Delta, Merged, Shifted
-from reshard.adapters.experts import Stacks
-from reshard.adapters.settings import merge_problems
-from reshard.adapters.tables import ENDS, HEAD, resize, untie
+from reshard.adapters.adapter import Adapter, LowRankPair
+from reshard.adapters.adapter_settings import merge_problems
+from reshard.adapters.embedding_and_head import HEAD, TOKEN_WEIGHTS, resize, untie
+from reshard.adapters.merged_weights import MergedWeight, ShiftedBias, WeightDelta
+from reshard.adapters.stacked_experts import ExpertStacks
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, concat
@@ -23,11 +23,11 @@ Types = Callable[[str, DType], DType]
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-class Target(NamedTuple):
+class MergeTarget(NamedTuple):
     """A weight [rows, columns] that a pair changes, or a stack with a pair for each; `scale` is alpha over r."""
 
     weight: str
-    pairs: tuple[Pair, ...]
+    pairs: tuple[LowRankPair, ...]
     scale: float
     rounded: bool
 
@@ -87,9 +87,12 @@ def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Proble
     """Problems of fully trained weights that the base lacks, or has in another shape; embeddings may have grown."""
     for name, tensor in {**adapter.base, **adapter.whole}.items():
         there = weights.get(name)
-        if there is None and weights and name not in ENDS:
+        if there is None and weights and name not in TOKEN_WEIGHTS:
             yield _foreign(name, "a weight of that name", "none", tensor.file)
-        elif there is not None and there.shape[name in ENDS :] != tensor.shape[name in ENDS :]:
+        elif (
+            there is not None
+            and there.shape[name in TOKEN_WEIGHTS :] != tensor.shape[name in TOKEN_WEIGHTS :]
+        ):
             yield _foreign(name, str(list(there.shape)), str(list(tensor.shape)), tensor.file)
 
 
@@ -101,17 +104,17 @@ def _replace(by: Mapping[str, Tensor], weights: dict[str, Tensor], types: Types)
 
 def targets(
     adapter: Adapter, weights: Mapping[str, Tensor], *, turned: bool
-) -> Iterator[tuple[str, Target | Problem]]:
+) -> Iterator[tuple[str, MergeTarget | Problem]]:
     """The weights that each module's pair changes, or why there are none."""
-    stacks = Stacks(weights, adapter.pairs, turned=turned)
+    stacks = ExpertStacks(weights, adapter.pairs, turned=turned)
     for module, pair in adapter.pairs.items():
         for target in _targets(adapter, module, pair, weights, stacks):
             yield module, target
 
 
 def _targets(
-    adapter: Adapter, module: str, pair: Pair, weights: Mapping[str, Tensor], stacks: Stacks
-) -> Iterator[Target | Problem]:
+    adapter: Adapter, module: str, pair: LowRankPair, weights: Mapping[str, Tensor], stacks: ExpertStacks
+) -> Iterator[MergeTarget | Problem]:
     """The weights that one pair changes: one, or those of each expert."""
     settings = adapter.settings
     if stacks.holds(module):
@@ -120,7 +123,7 @@ def _targets(
             yield _foreign(module, "stacked experts of these sizes", _shapes(pair), pair.a.file)
         for parameter, weight, pairs in found:
             if castable(weights[weight].dtype):
-                yield Target(weight, pairs, settings.scale(parameter, pairs[0].rank), rounded=True)
+                yield MergeTarget(weight, pairs, settings.scale(parameter, pairs[0].rank), rounded=True)
             else:
                 yield _not_a_float(weight, weights[weight])
         return
@@ -136,7 +139,7 @@ def _targets(
     else:
         named = any(f".{module}.weight".endswith(f".{parameter}") for parameter in settings.parameters)
         rounded = named or pair.embedding or bool(_EXPERT.search(weight))
-        yield Target(weight, (pair,), settings.scale(module, pair.rank), rounded)
+        yield MergeTarget(weight, (pair,), settings.scale(module, pair.rank), rounded)
 
 
 def _spellings(name: str) -> tuple[str, ...]:
@@ -144,7 +147,7 @@ def _spellings(name: str) -> tuple[str, ...]:
     return (name, name.replace(".mlp.", ".block_sparse_moe."))
 
 
-def _merged(weight: Tensor, target: Target, adapter: Adapter) -> Tensor:
+def _merged(weight: Tensor, target: MergeTarget, adapter: Adapter) -> Tensor:
     """A weight, or each matrix of a stack, with its pair."""
     if len(weight.shape) == 2:
         return Tensor(weight.dtype, _sum(weight, target.pairs[0], target, adapter))
@@ -153,7 +156,7 @@ def _merged(weight: Tensor, target: Target, adapter: Adapter) -> Tensor:
     return Tensor(weight.dtype, concat(sums).reshape(*weight.shape))
 
 
-def _sum(weight: Tensor, pair: Pair, target: Target, adapter: Adapter) -> View:
+def _sum(weight: Tensor, pair: LowRankPair, target: MergeTarget, adapter: Adapter) -> View:
     out, width = pair.b.shape[0], pair.a.shape[1]
     straight = weight.shape == (out, width) and not pair.embedding
     if straight and not (adapter.settings.config.get("fan_in_fan_out") and out == width):
@@ -161,15 +164,15 @@ def _sum(weight: Tensor, pair: Pair, target: Target, adapter: Adapter) -> View:
     else:
         left, right, by_column = _turned(pair.a), _turned(pair.b), True
     rounded = target.rounded and pair.magnitude is None
-    delta = Delta(left, right, target.scale, rounded, pair.magnitude, by_column)
-    return View.of(Merged(weight, delta, weight.dtype), *weight.shape)
+    delta = WeightDelta(left, right, target.scale, rounded, pair.magnitude, by_column)
+    return View.of(MergedWeight(weight, delta, weight.dtype), *weight.shape)
 
 
 def _turned(tensor: Tensor) -> Tensor:
     return Tensor(tensor.dtype, tensor.view.permute(1, 0))
 
 
-def _shift(module: str, target: Target, weights: dict[str, Tensor]) -> list[Problem]:
+def _shift(module: str, target: MergeTarget, weights: dict[str, Tensor]) -> list[Problem]:
     """Merge the bias of lora_B into that of the module."""
     name = f"{target.weight.removesuffix('weight')}bias"
     bias = target.pairs[0].bias
@@ -177,12 +180,12 @@ def _shift(module: str, target: Target, weights: dict[str, Tensor]) -> list[Prob
     if name not in weights:
         return [_foreign(f"{module}.lora_B.bias", f"a bias {name}", "none", bias.file)]
     base = weights[name]
-    shifted = Shifted(base, bias, target.scale, base.dtype)
+    shifted = ShiftedBias(base, bias, target.scale, base.dtype)
     weights[name] = Tensor(base.dtype, View.of(shifted, *base.shape))
     return []
 
 
-def _shapes(pair: Pair) -> str:
+def _shapes(pair: LowRankPair) -> str:
     return f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}"
 
 

@@ -40,7 +40,7 @@ class PairPart(NamedTuple):
     leaf: str
 
 
-class Whole(NamedTuple):
+class WholeWeight(NamedTuple):
     """A weight of the model: fully `trained` by an adapter, `replaced` by such a weight, or the base's own."""
 
     name: str
@@ -49,7 +49,7 @@ class Whole(NamedTuple):
     replaced: bool = False
 
 
-def parse(name: str) -> PairPart | Whole:
+def parse(name: str) -> PairPart | WholeWeight:
     """Parse the name of a tensor in a PEFT model, without any prefix of wrappers."""
     name = name[name.find(PREFIX) + len(PREFIX) :] if PREFIX in name else name
     pair = _PAIR.fullmatch(name)
@@ -57,9 +57,9 @@ def parse(name: str) -> PairPart | Whole:
         return PairPart(pair["module"], pair["kind"], pair["adapter"] or "", pair["leaf"] or "")
     saved = _SAVED.search(name)
     if saved:
-        return Whole(_SAVED.sub("", name), saved["adapter"], trained=True)
+        return WholeWeight(_SAVED.sub("", name), saved["adapter"], trained=True)
     replaced = _ORIGINAL in name
-    return Whole(name.replace(_ORIGINAL, "").replace(_WRAPPED, ""), replaced=replaced)
+    return WholeWeight(name.replace(_ORIGINAL, "").replace(_WRAPPED, ""), replaced=replaced)
 
 
 def holds_pairs(names: Iterable[str]) -> bool:

@@ -13,9 +13,9 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from reshard.agents.confinement import confine
-from reshard.base.boundary import problems_of
 from reshard.base.errors import Problem
-from reshard.base.shown import shown_json, strict
+from reshard.base.exceptions_to_problems import problems_of
+from reshard.base.foreign_text import shown_json, strict
 
 MOST = (1000, 300, 100, 30, 10, 3, 1, 0)
 """Members of each list and object that are kept: the most that fit."""

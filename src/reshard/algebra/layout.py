@@ -9,7 +9,7 @@ from reshard.base.errors import Problem, ReshardError
 
 AXES = ("tp", "pp", "vpp", "ep", "etp")
 """The axes by which a checkpoint is divided over ranks."""
-SEVERAL = 64
+MAX_STAGES_NAMED = 64
 """The most stages that a remedy names."""
 
 
@@ -100,11 +100,11 @@ class Layout:
         """The problem of layers that do not divide, and what to pass instead."""
         parts = self.pp * self.vpp
         stages = f"--stages {','.join(map(str, self.stages))}" if self.stages else ""
-        fitting = [pp for pp in range(1, min(layers, SEVERAL) + 1) if layers % (pp * self.vpp) == 0]
+        fitting = [pp for pp in range(1, min(layers, MAX_STAGES_NAMED) + 1) if layers % (pp * self.vpp) == 0]
         ways = [f"choose --pp from {', '.join(map(str, fitting))}"] if fitting and not stages else []
         ways += ["leave out --vpp"] if self.vpp > 1 else []
         with_stages = ["leave out --stages"] if stages else []
-        if 1 < parts <= min(layers, SEVERAL):
+        if 1 < parts <= min(layers, MAX_STAGES_NAMED):
             share, more = divmod(layers, parts)
             even = ",".join(str(share + (part < more)) for part in range(parts))
             with_stages.append(f"name the layers of each stage, such as --stages {even}")

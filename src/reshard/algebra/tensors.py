@@ -35,7 +35,7 @@ class Computed(ABC):
     """The blocks and the scales of a weight that is stored in MXFP4 as gpt-oss is, which others can store as well."""
 
     @abstractmethod
-    def values(self, begin: int, end: int, read: Read) -> np.ndarray[Any, Any]:
+    def values(self, begin: int, end: int, read: InputReader) -> np.ndarray[Any, Any]:
         """Raw elements `begin` to `end`, in row-major order; `read` returns those of an input."""
 
     @abstractmethod
@@ -48,14 +48,14 @@ class Computed(ABC):
     @property
     def few(self) -> int:
         """The least elements worth computing at a time: those of one block, if blocks are computed as a whole."""
-        return FEW
+        return MIN_READ_ELEMENTS
 
     @cached_property
     def least(self) -> int:
         """The least bytes for computing anything: room for `few` elements, and for computing their inputs."""
         return self.room(self.few) + max(least_room(tensor.view) for tensor in self.inputs)
 
-    def runs(self, begin: int, count: int, step: int, length: int, read: Read) -> np.ndarray[Any, Any]:
+    def runs(self, begin: int, count: int, step: int, length: int, read: InputReader) -> np.ndarray[Any, Any]:
         """Raw elements of `count` runs of `length`, each `step` after the one before: some columns of a matrix.
 
         Override this if a source need not compute the elements between the runs.
@@ -69,7 +69,7 @@ class Computed(ABC):
         return self.room((count - 1) * step + length) + count * length * self.dtype.itemsize
 
 
-FEW = 1 << 14
+MIN_READ_ELEMENTS = 1 << 14
 
 
 Source = Cells | Computed
@@ -132,7 +132,7 @@ def least_room(view: View) -> int:
     return max([each.source.least for each in view.pieces if isinstance(each.source, Computed)], default=0)
 
 
-class Read(Protocol):
+class InputReader(Protocol):
     """What a computed source gets its inputs with, and rounds its results with."""
 
     def __call__(self, tensor: Tensor, begin: int, end: int) -> np.ndarray[Any, Any]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.api.conversion import convert
-from reshard.base.arguments import Arguments, StrPath
-from reshard.base.boundary import for_users
+from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.errors import ReshardError
+from reshard.base.exceptions_to_problems import for_users
 from reshard.commands.conversion import Conversion
-from reshard.formats.target import Average
+from reshard.formats.contract import AverageOf
 from reshard.stores import source_path
 
 NEAR = 1e-9
@@ -71,7 +71,7 @@ def average(
             remedy="name all checkpoints, and then the output: reshard average A B OUT",
         )
     shares = _shares([1.0] * len(paths) if weights is None else [*weights], len(paths))
-    return convert(Average(tuple(map(source_path, paths)), shares), dst, **options)
+    return convert(AverageOf(tuple(map(source_path, paths)), shares), dst, **options)
 
 
 NOT_AVERAGED = {"iteration", "merge", "adapter", "lora_alpha", "adapter_for", "with_optimizer"}

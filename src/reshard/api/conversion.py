@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.base.arguments import Arguments, StrPath
-from reshard.base.boundary import for_users
-from reshard.base.notebooks import Bar
+from reshard.base.argument_checks import Arguments, StrPath
+from reshard.base.exceptions_to_problems import for_users
+from reshard.base.notebook_progress import NotebookBar
 from reshard.base.options import part_of, takes_two
 from reshard.commands import conversion
 from reshard.commands.conversion import Conversion, ConvertOptions, How
 from reshard.commands.names import NAMES
-from reshard.formats.target import Average, Options
+from reshard.formats.contract import AverageOf, ConversionOptions
 from reshard.stores import source_path, typed_path
 
 
 @for_users()
 @takes_two(ConvertOptions)
-def convert(src: StrPath | Average, dst: StrPath, **given: Any) -> Conversion:
+def convert(src: StrPath | AverageOf, dst: StrPath, **given: Any) -> Conversion:
     """Convert the checkpoint at `src` to `dst`, to any format and parallel layout.
 
     Sources are only read. `dst` appears when it is complete; until then it stays as it was. If a run is interrupted,
@@ -47,18 +47,18 @@ def convert(src: StrPath | Average, dst: StrPath, **given: Any) -> Conversion:
     ('megatron', [])
     """
     arguments = Arguments("convert", NAMES)
-    source, average = (src.paths[-1], src) if isinstance(src, Average) else (src, None)
+    source, average = (src.paths[-1], src) if isinstance(src, AverageOf) else (src, None)
     arguments.path("src", source)
     arguments.path("dst", dst)
     asked = ConvertOptions(**arguments.options(ConvertOptions, _with_bar(given)), average=average)
     return conversion.convert(
-        source_path(source), typed_path(dst), part_of(Options, asked), part_of(How, asked)
+        source_path(source), typed_path(dst), part_of(ConversionOptions, asked), part_of(How, asked)
     )
 
 
 def _with_bar(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments in which the progress bar of a notebook takes the place of callbacks that are not there."""
-    bar = Bar()
+    bar = NotebookBar()
     drawn: dict[str, Any] = {
         "on_plan": lambda plan: None if given.get("dry_run") else bar.begin(plan.nbytes),
         "on_bytes": bar.advance,

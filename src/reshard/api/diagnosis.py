@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.base.arguments import Arguments, OnBytes, StrPath
+from reshard.base.argument_checks import Arguments, OnBytes, StrPath
 from reshard.base.errors import ReshardError
 from reshard.checks.finding import Finding
 from reshard.diagnosis.diagnosis import diagnose

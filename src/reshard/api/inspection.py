@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.base.arguments import Arguments, StrPath
-from reshard.base.boundary import for_users
+from reshard.base.argument_checks import Arguments, StrPath
+from reshard.base.exceptions_to_problems import for_users
 from reshard.commands.inspection import Inspection, inspect_checkpoint
 from reshard.folders.iterations import Iteration
 from reshard.pages import inspection_page
 from reshard.pages.writing import check_page, write_page
 from reshard.stores import source_path
-from reshard.transfer.sources import OnStep
+from reshard.transfer.source_files import OnStep
 
 
 @for_users()

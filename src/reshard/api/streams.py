@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from reshard.api.weights import opened
-from reshard.base.arguments import Arguments, StrPath
-from reshard.base.boundary import for_users
+from reshard.base.argument_checks import Arguments, StrPath
+from reshard.base.exceptions_to_problems import for_users
 from reshard.commands.lazy import Array, Index, LazyTensor, as_numpy, as_torch
 from reshard.commands.streaming import ORDERS, How, Selection, streamed
 from reshard.commands.weights import Weights

@@ -8,7 +8,7 @@ from reshard.families import FAMILIES
 from reshard.families.family import ENGINES, JUDGES
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.formats import FORMATS
-from reshard.model.tested import KINDS
+from reshard.model.tested_quantizations import TESTED
 
 
 def support() -> dict[str, list[dict[str, Any]]]:
@@ -51,6 +51,6 @@ def support() -> dict[str, list[dict[str, Any]]]:
     return {
         "formats": formats,
         "families": families,
-        "quantizations": [{**each._asdict(), "judged": [*each.judged]} for each in KINDS],
+        "quantizations": [{**each._asdict(), "judged": [*each.judged]} for each in TESTED],
         "undeclared": [{"name": name, "why": why} for name, why in undeclared],
     }

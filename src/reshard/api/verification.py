@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, overload
 
-from reshard.base.arguments import Arguments, OnBytes, StrPath
-from reshard.base.boundary import for_users
+from reshard.base.argument_checks import Arguments, OnBytes, StrPath
 from reshard.base.errors import ReshardError
-from reshard.base.notebooks import Bar
+from reshard.base.exceptions_to_problems import for_users
+from reshard.base.notebook_progress import NotebookBar
 from reshard.commands.coverage import Proof, prove_output
 from reshard.commands.verification import Comparison, compare_weights, need_of, open_sides
 from reshard.pages import comparison_page
 from reshard.pages.writing import check_page, write_page
-from reshard.records.record import Integrity, check_record
+from reshard.records.reshard_json import Integrity, check_record
 from reshard.stores import source_path
-from reshard.transfer.memory import Meter, Need, shared
-from reshard.transfer.sources import OnStep
+from reshard.transfer.memory_budget import MemoryMeter, MemoryNeed, shared
+from reshard.transfer.source_files import OnStep
 
 
 @overload
@@ -122,7 +122,7 @@ def verify(
             given.path(name, path)
     given.switches(logits=logits, proof=proof)
     given.callbacks(on_step=on_step, on_total=on_total, on_bytes=on_bytes)
-    meter = Meter(given.size("--memory", memory))
+    meter = MemoryMeter(given.size("--memory", memory))
     given.settle()
     if html is not None and (b is None or proof):
         raise ReshardError(
@@ -130,7 +130,7 @@ def verify(
             "a page shows where the values of two checkpoints differ",
             remedy="pass both, without --proof: reshard verify A B --html FILE",
         )
-    bar = Bar()
+    bar = NotebookBar()
     on_total, on_bytes = on_total or bar.begin, on_bytes or bar.advance
     config = source_path(base) if base is not None else None
     if proof:
@@ -148,7 +148,9 @@ def verify(
                 "base and logits are for two checkpoints, but only one is given",
                 remedy="pass the other one too: verify(a, b)",
             )
-        return check_record(source_path(a), shared(None, meter.left(Need())).threads, on_total, on_bytes)
+        return check_record(
+            source_path(a), shared(None, meter.left(MemoryNeed())).threads, on_total, on_bytes
+        )
     if html is not None:
         check_page(Path(html), "--html")
     first, second = open_sides(source_path(a), source_path(b), config, on_step, meter)

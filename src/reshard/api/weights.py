@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard import planning
-from reshard.base.arguments import Arguments, StrPath
-from reshard.base.boundary import for_users
+from reshard.base.argument_checks import Arguments, StrPath
+from reshard.base.exceptions_to_problems import for_users
 from reshard.commands.weights import Weights
 from reshard.folders.iterations import Iteration
 from reshard.model.recognition import named
-from reshard.planning.naming import Types
+from reshard.planning.target_tensors import OutputTypes
 from reshard.stores import source_path
 
 
@@ -87,12 +87,12 @@ def open(
     given.step("iteration", iteration)
     given.texts("strip", strip)
     given.known("family", family, named)
-    given.known("dtype", dtype, Types)
+    given.known("dtype", dtype, OutputTypes)
     given.text("adapter", adapter, "default")
     given.number("lora_alpha", lora_alpha)
     given.switches(merge=merge)
     given.settle()
-    options = planning.Options(
+    options = planning.ConversionOptions(
         base=source_path(base) if base is not None else None,
         iteration=iteration,
         family=family,

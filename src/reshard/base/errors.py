@@ -18,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import PurePath
 from typing import Any, overload
 
-from reshard.base.shown import shown, without_secrets
+from reshard.base.foreign_text import shown, without_secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def along_with(problems: Sequence[Problem]) -> Iterator[None]:
         raise ReshardError(problems)
 
 
-STACK = 9 << 20
+THREAD_STACK_BYTES = 9 << 20
 """Address space of a thread by default, in bytes."""
 
 
@@ -143,7 +143,7 @@ def is_no_memory(error: BaseException) -> bool:
     if isinstance(error, ImportError):  # an error of the dynamic loader, which numpy quotes
         return any(words in str(error) for words in ("failed to map segment", "cannot allocate memory"))
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return not can_reserve(STACK)
+        return not can_reserve(THREAD_STACK_BYTES)
     return isinstance(error, MemoryError)
 
 

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-ENDED = 128 + signal.SIGINT
+INTERRUPTED_STATUS = 128 + signal.SIGINT
 """Exit status after Ctrl-C, as for a program that SIGINT ends."""
 
 
 def _end(*_: object) -> None:
-    os._exit(ENDED)  # an exception would print a traceback, or be taken for a failed import
+    os._exit(INTERRUPTED_STATUS)  # an exception would print a traceback, or be taken for a failed import
 
 
 def end_at_once() -> None:

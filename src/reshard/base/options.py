@@ -5,7 +5,7 @@
         stall: Annotated[float, About("Longest time without progress.", "DURATION", unit=SECONDS)] = 600.0
 
 The command line (`cli/record.py`), the signature and documentation of a Python function (`takes`), the checks of its
-arguments (`base/arguments.py`) and tables of the docs come from it. Fields that are not annotated are no options.
+arguments (`base/argument_checks.py`) and tables of the docs come from it. Fields that are not annotated are no options.
 
 A Path is on this machine; what is a str or PathLike may also be the name of something elsewhere. A Sequence or a tuple
 of texts is an option that may be repeated, a tuple of integers one with commas. A function is an argument of the Python

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-YAML_MOST = 1 << 20
+MAX_YAML_BYTES = 1 << 20
 """Most bytes of a YAML file: its parser takes ten seconds for this size."""
-NODES = 100_000
+MAX_YAML_VALUES = 100_000
 """Most values in a YAML file, with each alias expanded."""
-DIGITS = 100
+MAX_NUMBER_CHARACTERS = 100
 """Most characters of a number in YAML."""
 
 
@@ -24,10 +24,10 @@ def to_yaml(content: Any) -> bytes:
     return yaml.safe_dump(content, sort_keys=False).encode()
 
 
-def yaml_of(content: bytes, loader: type[Yaml] | None = None) -> Any:
+def yaml_of(content: bytes, loader: type[BoundedLoader] | None = None) -> Any:
     """The value of a YAML text, by default as SafeLoader reads it. Raises ValueError."""
     try:
-        return yaml.load(content.decode("utf-8"), loader or Yaml)
+        return yaml.load(content.decode("utf-8"), loader or BoundedLoader)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
@@ -37,7 +37,7 @@ def yaml_of(content: bytes, loader: type[Yaml] | None = None) -> Any:
 def repeated_keys(content: bytes) -> dict[str, list[int]]:
     """Keys that a mapping anywhere in a valid YAML text has more than once, and their lines. Loaders keep the last."""
     found: dict[str, list[int]] = {}
-    waiting, seen = [Yaml(content.decode("utf-8")).get_single_node()], set()
+    waiting, seen = [BoundedLoader(content.decode("utf-8")).get_single_node()], set()
     while waiting:
         node = waiting.pop()
         if node in seen or not isinstance(node, yaml.CollectionNode):
@@ -55,12 +55,12 @@ def repeated_keys(content: bytes) -> dict[str, list[int]]:
     return found
 
 
-class Yaml(yaml.SafeLoader):
-    """A safe loader of bounded time: it expands at most `NODES` values. Raises YAMLError for more."""
+class BoundedLoader(yaml.SafeLoader):
+    """A safe loader of bounded time: it expands at most `MAX_YAML_VALUES` values. Raises YAMLError for more."""
 
     def __init__(self, text: str) -> None:
-        if len(text) > YAML_MOST:
-            raise yaml.YAMLError(f"{len(text):,} characters, where a config has at most {YAML_MOST:,}")
+        if len(text) > MAX_YAML_BYTES:
+            raise yaml.YAMLError(f"{len(text):,} characters, where a config has at most {MAX_YAML_BYTES:,}")
         super().__init__(text)
 
     def construct_document(self, node: yaml.Node) -> Any:
@@ -70,7 +70,7 @@ class Yaml(yaml.SafeLoader):
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         """An integer or a float, of limited length."""
-        if len(node.value) > DIGITS:
+        if len(node.value) > MAX_NUMBER_CHARACTERS:
             line = node.start_mark.line + 1
             raise yaml.YAMLError(f"a number of {len(node.value)} characters, on line {line}")
         is_integer = node.tag.endswith(":int")
@@ -78,10 +78,10 @@ class Yaml(yaml.SafeLoader):
 
 
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-    Yaml.add_constructor(_tag, Yaml.construct_number)
+    BoundedLoader.add_constructor(_tag, BoundedLoader.construct_number)
 
 
-class Untagged(Yaml):
+class UntaggedLoader(BoundedLoader):
     """Reads YAML with any tags; keeps the mapping, sequence or text of a tagged node, and ignores its tag."""
 
     def construct_untagged(self, _: str, node: yaml.Node) -> Any:
@@ -93,7 +93,7 @@ class Untagged(Yaml):
         return node.value
 
 
-Untagged.add_multi_constructor("", Untagged.construct_untagged)
+UntaggedLoader.add_multi_constructor("", UntaggedLoader.construct_untagged)
 
 
 def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
@@ -109,6 +109,6 @@ def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
     found = counted[node]
     if found is None:
         raise yaml.YAMLError(f"the value on line {node.start_mark.line + 1} contains itself")
-    if found > NODES:
-        raise yaml.YAMLError(f"its aliases expand to more than {NODES:,} values")
+    if found > MAX_YAML_VALUES:
+        raise yaml.YAMLError(f"its aliases expand to more than {MAX_YAML_VALUES:,} values")
     return found

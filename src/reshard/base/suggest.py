@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-ALIKE = 0.6
+MIN_SIMILARITY = 0.6
 """The least similarity of a suggestion, from 0 to 1 (`difflib.SequenceMatcher.ratio`)."""
 
 
-def closest(name: str, known: Iterable[str], *, most: int = 1, cutoff: float = ALIKE) -> list[str]:
+def closest(name: str, known: Iterable[str], *, most: int = 1, cutoff: float = MIN_SIMILARITY) -> list[str]:
     """At most `most` of the `known` names, the most similar first; none below `cutoff`.
 
     Ignores case and leading dashes, and treats dashes as underscores.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from reshard.base.data_files import read_data
 from reshard.base.errors import Problem
-from reshard.base.shown import shown
-from reshard.base.text import Text
+from reshard.base.foreign_text import shown
+from reshard.base.languages import Text
 
 
 def translated(problem: Problem, field: str) -> Text:

@@ -13,14 +13,14 @@ from typing import Any
 import yaml
 
 from reshard.base.errors import ReshardError
-from reshard.base.plain import JSON_MOST, decoded
-from reshard.base.plain_yaml import Yaml
+from reshard.base.plain_json import JSON_MOST, decoded
+from reshard.base.plain_yaml import BoundedLoader
 from reshard.checks.place import Place
 from reshard.stores import as_path
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 
-class _Loader(Yaml):
+class _Loader(BoundedLoader):
     """Reads programs' own tags (`!function`) as null."""
 
 

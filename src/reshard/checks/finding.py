@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from reshard.base.errors import Problem
-from reshard.base.shown import shown, shown_lines
-from reshard.base.text import Text
+from reshard.base.foreign_text import shown, shown_lines
+from reshard.base.languages import Text
 from reshard.checks.place import Place
 
 UNKNOWN = "unknown-failure"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.base.shown import clipped
+from reshard.base.foreign_text import clipped
 
 SHOWN = 300
 """Maximum characters of a line that are shown: some messages list every model."""

@@ -12,10 +12,10 @@ from io import BytesIO
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.base.plain import CODE_MOST
+from reshard.base.plain_json import MAX_CODE_BYTES
 from reshard.checks.place import Place
 from reshard.stores import as_path
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 _RANK = (
     r"(?:(?<!\w)(?:(?:get|local|global|dp|dist|process)_)*(?:rank|process_index)\b(?:\(\))?"
@@ -212,7 +212,7 @@ NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 def read_source(path: str) -> Source:
     """Parse a script. Raises ReshardError if it is not Python."""
     try:
-        raw = Sources().read(as_path(path), CODE_MOST)
+        raw = Sources().read(as_path(path), MAX_CODE_BYTES)
         tree = ast.parse(raw)  # bytes: parsed in the encoding that the script declares, as in Python
         encoding, _ = tokenize.detect_encoding(BytesIO(raw).readline)
         return parsed(path, "\n".join(raw.decode(encoding).splitlines()), tree)

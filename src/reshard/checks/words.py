@@ -7,8 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from reshard.base.data_files import read_data
-from reshard.base.shown import shown
-from reshard.base.text import LANGUAGES, Text
+from reshard.base.foreign_text import shown
+from reshard.base.languages import LANGUAGES, Text
 from reshard.checks.finding import Finding
 
 

@@ -20,7 +20,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from reshard.base.errors import Problem, ReshardError, can_reserve, is_no_memory, no_memory
-from reshard.base.interrupts import ENDED, raise_again
+from reshard.base.interrupts import INTERRUPTED_STATUS, raise_again
 from reshard.cli.usage import Group, WrongUsageError, problems_of_usage
 from reshard.version import __version__
 
@@ -145,7 +145,7 @@ def _run(words: list[str]) -> Any:
         _refuse(error, as_json="--json" in words)
         sys.exit(2)
     except click.Abort:  # Ctrl-C before a command started
-        sys.exit(ENDED)
+        sys.exit(INTERRUPTED_STATUS)
     except BrokenPipeError:
         raise
     except Exception as error:

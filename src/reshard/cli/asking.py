@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from reshard.base.errors import ReshardError
-from reshard.base.shown import escape, escape_lines, shown
+from reshard.base.foreign_text import escape, escape_lines, shown
 from reshard.checks.words import words
 from reshard.cli.console import Watch, print_problems, stdout
 

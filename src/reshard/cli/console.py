@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.base.boundary import failed_to_print, problems_of
 from reshard.base.errors import Problem, ReshardError, RunFailedError, size
-from reshard.base.interrupts import raising
-from reshard.base.shown import (
+from reshard.base.exceptions_to_problems import failed_to_print, problems_of
+from reshard.base.foreign_text import (
     escape,
     escape_lines,
     shown,
@@ -30,6 +29,7 @@ from reshard.base.shown import (
     strict,
     without_secrets,
 )
+from reshard.base.interrupts import raising
 from reshard.stores import StorePath
 
 if TYPE_CHECKING:

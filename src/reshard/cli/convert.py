@@ -12,7 +12,7 @@ import click
 
 from reshard.api import conversion
 from reshard.base.errors import count, listed, size
-from reshard.base.shown import escape
+from reshard.base.foreign_text import escape
 from reshard.cli.console import (
     Watch,
     clean_end,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import click
 from rich.cells import set_cell_size
 
-from reshard.base.shown import escape, escape_lines
-from reshard.base.text import LANGUAGES, Text, locale_language
+from reshard.base.foreign_text import escape, escape_lines
+from reshard.base.languages import LANGUAGES, Text, locale_language
 from reshard.checks.environment import PACKAGES
 from reshard.checks.rules import rules
 from reshard.cli import asking

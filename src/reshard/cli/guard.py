@@ -39,7 +39,7 @@ def command(words: tuple[str, ...], *, quiet: bool, json_output: bool, **options
     Exit status: that of the command; 2 refused before the start; 1 ended by the guard, or the folder of --final did not
     pass its checks; 128 + N ended by signal N.
     """
-    from reshard.base.text import locale_language
+    from reshard.base.languages import locale_language
     from reshard.guard.calls import guarded
 
     stdout, language = 2 if json_output else 1, locale_language()

@@ -12,7 +12,7 @@ import click
 
 from reshard.api import inspection
 from reshard.base.errors import ReshardError, size
-from reshard.base.shown import escape
+from reshard.base.foreign_text import escape
 from reshard.cli.console import (
     Watch,
     common_options,

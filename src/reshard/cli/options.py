@@ -9,9 +9,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from reshard.base.arguments import LARGEST
-from reshard.base.boundary import problems_of
+from reshard.base.argument_checks import MAX_COUNT
 from reshard.base.errors import ReshardError
+from reshard.base.exceptions_to_problems import problems_of
 from reshard.stores import at_home, source_path, typed_path
 
 
@@ -61,8 +61,8 @@ class AtLeast(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is not a whole number", param, ctx)
         if number < self._least:
             self.fail(f"{number} is less than {self._least}", param, ctx)
-        if number > LARGEST:
-            self.fail(f"{number} is more than {LARGEST}", param, ctx)
+        if number > MAX_COUNT:
+            self.fail(f"{number} is more than {MAX_COUNT}", param, ctx)
         return number
 
 

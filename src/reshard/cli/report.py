@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from reshard.base.shown import escape
+from reshard.base.foreign_text import escape
 from reshard.cli.console import common_options, handles_errors, print_json, stdout
 from reshard.cli.options import LOCAL, quiet_option
 from reshard.cli.usage import Command

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from reshard.base.shown import escape, shown
+from reshard.base.foreign_text import escape, shown
 
 NARROW = 60
 """Columns of a terminal below which each row becomes a few lines."""

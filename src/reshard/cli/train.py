@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.base.shown import escape
+from reshard.base.foreign_text import escape
 from reshard.cli.console import (
     common_options,
     handles_errors,
@@ -88,7 +88,7 @@ def _method(name: str, help_text: str) -> None:
         if list_options:
             _print_options(name, given.get("engine", StartOptions.engine))
             return
-        from reshard.base.text import locale_language
+        from reshard.base.languages import locale_language
         from reshard.training.start import trained
 
         silent = quiet or json_output

@@ -8,8 +8,8 @@ from typing import Any, cast
 import click
 
 from reshard.base.errors import Problem, ReshardError, given_twice
+from reshard.base.foreign_text import shown
 from reshard.base.options import COMMON, GROUPS
-from reshard.base.shown import shown
 from reshard.base.suggest import did_you_mean, meant
 from reshard.cli.helptext import Context
 

@@ -10,7 +10,7 @@ import click
 
 from reshard.api import verification
 from reshard.base.errors import size
-from reshard.base.shown import escape
+from reshard.base.foreign_text import escape
 from reshard.cli.console import Watch, common_options, handles_errors, print_json, stderr, stdout
 from reshard.cli.options import SOURCE, html_option, memory_option, quiet_option
 from reshard.cli.tables import print_table

@@ -20,14 +20,14 @@ from tempfile import gettempdir
 from typing import Any, Protocol, TypeVar
 
 from reshard.base.errors import ReshardError, said
-from reshard.base.installing import install_command
-from reshard.cluster.slurm import ANY, Slurm, check_texts, silent
+from reshard.base.missing_packages import install_command
+from reshard.cluster.slurm_executor import NO_LIMIT, Slurm, check_texts, silent
 from reshard.stores import is_remote
 
 A = TypeVar("A")
 T = TypeVar("T")
 
-CONNECT = 20
+CONNECT_SECONDS = 20
 """Seconds to wait for the scheduler to answer, and then for a worker."""
 
 GIB = 1 << 30
@@ -119,11 +119,11 @@ class Dask:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # errors report what matters
         url = address if "://" in address else f"tcp://{address}"
         try:
-            self._client = distributed.Client(url, timeout=CONNECT, set_as_default=False)
+            self._client = distributed.Client(url, timeout=CONNECT_SECONDS, set_as_default=False)
         except (OSError, ValueError) as error:
             raise _silent("Dask", address, error) from error
         try:
-            self._client.wait_for_workers(1, timeout=CONNECT)
+            self._client.wait_for_workers(1, timeout=CONNECT_SECONDS)
         except TimeoutError as error:
             self._client.close()
             raise _silent("Dask", address, "the scheduler has no workers") from error
@@ -200,7 +200,7 @@ class Mpi:
     """The ranks of an MPI job except the first, which runs the program."""
 
     package, form, usage = "mpi4py", "", "mpi"
-    threads, most, queue = 2, GIB, ANY
+    threads, most, queue = 2, GIB, NO_LIMIT
 
     def __init__(self, nothing: str) -> None:
         futures = import_module("mpi4py.futures")

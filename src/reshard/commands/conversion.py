@@ -10,18 +10,18 @@ from pathlib import Path
 from threading import Event
 from typing import Annotated, Any
 
-from reshard.base.arguments import parse_size
+from reshard.base.argument_checks import parse_size
 from reshard.base.errors import Problem, ReshardError, size
 from reshard.base.options import ADVANCED, BYTES, MACHINES, About
 from reshard.cluster import executors
-from reshard.cluster.spread import spread
-from reshard.cluster.worker import Worker, absolute, identity_of
+from reshard.cluster.distribute import spread
+from reshard.cluster.part_worker import PartWorker, absolute, identity_of
 from reshard.folders.companions import RECORD
 from reshard.formats import named_by, writable, written
 from reshard.hub.push import OnUpload, Push
-from reshard.planning import Options, plan_conversion
-from reshard.records.contents import foreign_among, foreign_in, is_checkpoint, stays
-from reshard.records.record import (
+from reshard.planning import ConversionOptions, plan_conversion
+from reshard.records.checkpoint_files import foreign_among, foreign_in, is_checkpoint, stays
+from reshard.records.reshard_json import (
     check_record,
     digests_of,
     is_written,
@@ -31,20 +31,20 @@ from reshard.records.record import (
 )
 from reshard.stores import StorePath
 from reshard.stores.bucket import Bucket
-from reshard.transfer.beside import put_aside
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.destination import bucket_problems, space_problems, target_problems
 from reshard.transfer.execute import execute
 from reshard.transfer.journal import Journal
 from reshard.transfer.ledger import Passed
 from reshard.transfer.leftovers import recover, reusable
-from reshard.transfer.marker import marker_in
-from reshard.transfer.memory import Meter, Share, shared
+from reshard.transfer.memory_budget import MemoryMeter, ThreadShare, shared
 from reshard.transfer.overflow import overflow_problem
 from reshard.transfer.plan import Plan
-from reshard.transfer.sources import OnStep
+from reshard.transfer.run_files import put_aside
+from reshard.transfer.run_state import RunTotals
+from reshard.transfer.source_files import OnStep
 from reshard.transfer.staging import OnResume, staged
-from reshard.transfer.state import Report
+from reshard.transfer.unfinished_marker import marker_in
 from reshard.transfer.uploading import Uploads, room, staging_folder, uploading
 
 
@@ -58,8 +58,8 @@ class Conversion:
     """
 
     plan: Plan
-    share: Share
-    report: Report | None = None
+    share: ThreadShare
+    report: RunTotals | None = None
     warnings: list[Problem] = field(default_factory=list)
     push: dict[str, Any] | None = None
     uploaded: str | None = None
@@ -237,11 +237,11 @@ class How:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions(How, Options):
+class ConvertOptions(How, ConversionOptions):
     """All options of `reshard convert`."""
 
 
-def convert(source: Path, target: Path, options: Options, how: How | None = None) -> Conversion:
+def convert(source: Path, target: Path, options: ConversionOptions, how: How | None = None) -> Conversion:
     """Plan, check and convert. `target` appears when it is complete, or stays as it was. Raises ReshardError."""
     how = how or How()
     how.check(target)
@@ -249,7 +249,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
     given = options
     if how.on is not None:
         source, options = absolute(source, options)
-    meter = Meter(how.limit)
+    meter = MemoryMeter(how.limit)
     try:
         plan = plan_conversion(source, options, how.on_step, meter)
     except ReshardError as error:
@@ -275,7 +275,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
             _check_before_upload(target, share.threads)
         note = f"{target} is already complete, and is what this command writes: only the upload remains"
         how.on_resume(note, 0)
-        result = Conversion(plan, share, None if how.dry_run else Report(plan.nbytes, plan.nbytes))
+        result = Conversion(plan, share, None if how.dry_run else RunTotals(plan.nbytes, plan.nbytes))
     else:
         warnings = check_destination(
             plan,
@@ -303,7 +303,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
     return result
 
 
-def _for_target(options: Options, target: Path) -> Options:
+def _for_target(options: ConversionOptions, target: Path) -> ConversionOptions:
     """The options with the format that the name of the destination has. Raises ReshardError without its ranks."""
     format = writable(options.to).name if options.to else named_by(target)
     if options.dp is None and format is not None and written()[format].ranks:
@@ -356,24 +356,26 @@ class _Work:
 
     plan: Plan
     target: Path
-    share: Share
+    share: ThreadShare
     part: int
     journal: Journal
     facts: Mapping[str, Any]
     how: How
     single: str | None = None
 
-    def done_by(self, source: Path, options: Options) -> Report:
+    def done_by(self, source: Path, options: ConversionOptions) -> RunTotals:
         """Write the output and publish it, on this machine or on those of `on`."""
         how = self.how
         if how.on is None:
             return self._carried_out(execute)
         with executors.opened(how.on) as executor:
             same = identity_of(self.plan, options, checksum=how.checksum, inodes=False)
-            worker = Worker(source, options, same, how.checksum, how.limit, how.workers or executor.threads)
+            worker = PartWorker(
+                source, options, same, how.checksum, how.limit, how.workers or executor.threads
+            )
             return self._carried_out(partial(spread, executor=executor, perform=worker))
 
-    def _carried_out(self, write: Callable[..., Report]) -> Report:
+    def _carried_out(self, write: Callable[..., RunTotals]) -> RunTotals:
         """Write the planned files and their record, and publish them."""
         plan, how, journal = self.plan, self.how, self.journal
         sizes = {file.path: file.size for file in plan.files}
@@ -578,7 +580,7 @@ def _kept(target: Path) -> list[Problem]:
     ]
 
 
-def _unusable(report: Report, *, strict: bool) -> list[Problem]:
+def _unusable(report: RunTotals, *, strict: bool) -> list[Problem]:
     """Values that the conversion would lose, and if `strict`, tensors that contain NaN or Inf in the source."""
     lost = report.overflows()
     problems = [overflow_problem(name, lost[name]) for name in sorted(lost)]

@@ -25,35 +25,35 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import Piece, View
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.base.plain import json_of, to_json
-from reshard.cluster.worker import identity_of
-from reshard.folders.companions import FILES, RECORD
+from reshard.base.plain_json import json_of, to_json
+from reshard.cluster.part_worker import identity_of
+from reshard.folders.companions import FILES_KEY, RECORD
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import MASTERS, Kind, Options
-from reshard.model.dequantization import UNUSED
+from reshard.formats.contract import MASTER_STATE, CheckpointKind, ConversionOptions
+from reshard.model.dequantization import UNUSED_SCALES
 from reshard.model.vocabulary import PADDING
 from reshard.planning import plan_conversion
-from reshard.planning.adapters import BASE_WEIGHTS, OTHER_ADAPTERS, SHARED
-from reshard.planning.merge import REPLACED as REPLACED_BY_ADAPTER
-from reshard.planning.optimizer import REPLACED
-from reshard.records.record import options_of, read_unmodified, without_record
+from reshard.planning.adapter_tensors import BASE_WEIGHTS, OTHER_ADAPTERS, SHARED
+from reshard.planning.merged_source import REPLACED as REPLACED_BY_ADAPTER
+from reshard.planning.optimizer_tensors import REPLACED
+from reshard.records.reshard_json import options_of, read_unmodified, without_record
 from reshard.stores import realpath
 from reshard.transfer.plan import Plan
-from reshard.transfer.sources import OnStep
-from reshard.transfer.usage import (
+from reshard.transfer.plan_usage import (
     COMPUTING,
-    Fault,
     OnCount,
-    Usage,
-    Written,
+    PlanContent,
+    PlanUsage,
+    UsageFault,
     bytes_of,
     storages_of,
     stored_pieces,
 )
+from reshard.transfer.source_files import OnStep
 
 WHOLE = (BASE_WEIGHTS, OTHER_ADAPTERS, REPLACED_BY_ADAPTER, SHARED)
-LOCATED = (PADDING, REPLACED, UNUSED, *WHOLE)
+LOCATED = (PADDING, REPLACED, UNUSED_SCALES, *WHOLE)
 """Rules that drop tensors or parts of them. Other rules drop bytes that belong to no tensor; the reader counts them."""
 
 COPY = "compared with a copy that is used"
@@ -91,8 +91,8 @@ class Proof:
     """
 
     source: Source
-    target: Written
-    faults: list[Fault]
+    target: PlanContent
+    faults: list[UsageFault]
     recorded: bool = False
 
     def __bool__(self) -> bool:
@@ -122,7 +122,7 @@ def prove(plan: Plan, checkpoint: Checkpoint, on_count: OnCount = lambda done, c
 
     `on_count` is called with the number of compiled views and their total.
     """
-    usage = Usage(plan, on_count)
+    usage = PlanUsage(plan, on_count)
     held = _Held(plan, checkpoint, usage)
     source = held.settled()
     return Proof(source, usage.written, [*usage.faults, *held.faults])
@@ -162,13 +162,13 @@ def prove_output(
     return proof
 
 
-def _other_facts(plan: Plan, record: Mapping[str, Any], *, is_same: bool) -> Iterator[Fault]:
+def _other_facts(plan: Plan, record: Mapping[str, Any], *, is_same: bool) -> Iterator[UsageFault]:
     """A fault for each fact that the plan contradicts. Other plans may tell facts otherwise, except for `dropped`."""
     facts = json_of(to_json(plan.facts))
-    for name in sorted(facts.keys() - {FILES}) if is_same else ("dropped",):
+    for name in sorted(facts.keys() - {FILES_KEY}) if is_same else ("dropped",):
         if record.get(name) != facts[name]:
             told = f"it says {json.dumps(record.get(name))}, and the plan {json.dumps(facts[name])}"
-            yield Fault(f"{RECORD}: {name}", told)
+            yield UsageFault(f"{RECORD}: {name}", told)
 
 
 def _swapped(source: Path, output: Path) -> Problem:
@@ -194,7 +194,7 @@ def _not_planned(source: Path, output: Path) -> Problem:
 
 
 def _of_another_format(
-    source: Path, output: Path, options: Options, record: Mapping[str, Any]
+    source: Path, output: Path, options: ConversionOptions, record: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """A problem if the source is a checkpoint of another format than the recorded one."""
     with suppress(ReshardError):
@@ -234,7 +234,7 @@ def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
 def _other_files(plan: Plan, record: Mapping[str, Any], output: Path) -> Iterator[Problem]:
     """A problem for each file that the plan would write differently from the record."""
     given = record.get("options", {}).get("beside", ())
-    told = {name: int(each["bytes"]) for name, each in record[FILES].items() if name not in given}
+    told = {name: int(each["bytes"]) for name, each in record[FILES_KEY].items() if name not in given}
     planned = {file.path: file.size for file in plan.files}
     for name in sorted(told.keys() | planned.keys()):
         if told.get(name) != planned.get(name):
@@ -260,8 +260,8 @@ class _Part(NamedTuple):
 class _Held:
     """The tensors of a source by storage, and how much of each a plan uses."""
 
-    def __init__(self, plan: Plan, checkpoint: Checkpoint, usage: Usage) -> None:
-        self.faults: list[Fault] = []
+    def __init__(self, plan: Plan, checkpoint: Checkpoint, usage: PlanUsage) -> None:
+        self.faults: list[UsageFault] = []
         self._plan, self._checkpoint, self._usage = plan, checkpoint, usage
         self._tensors = dict(checkpoint.tensors)
         self._tensors.update(self._states())
@@ -298,7 +298,7 @@ class _Held:
     def _of_base(self, folder: Path) -> dict[str, Tensor]:
         """The tensors of a base: all for an adapter, and for a model those that complete it."""
         found = open_checkpoint(folder).tensors
-        if kind_of(self._checkpoint) is not Kind.MODEL:
+        if kind_of(self._checkpoint) is not CheckpointKind.MODEL:
             return found
         return {name: each for name, each in found.items() if any(map(self._counts, storages_of(each.view)))}
 
@@ -346,7 +346,7 @@ class _Held:
         told, left = sum(plan.dropped[rule] for rule in rules), unused.total() - unused[COPY]
         if told != left and not self.faults:
             self.faults.append(
-                Fault(", ".join(rules), f"the plan drops {told:,} bytes and leaves out {left:,}")
+                UsageFault(", ".join(rules), f"the plan drops {told:,} bytes and leaves out {left:,}")
             )
         return found
 
@@ -392,10 +392,14 @@ class _Held:
     def _rule(self, name: str) -> str | None:
         """The rule that drops this complete tensor, if there is one."""
         checkpoint, dropped = self._checkpoint, self._plan.dropped
-        if REPLACED in dropped and name in checkpoint.states.get(MASTERS, {}):
+        if REPLACED in dropped and name in checkpoint.states.get(MASTER_STATE, {}):
             return REPLACED
         quantization = checkpoint.quantization
-        return UNUSED if UNUSED in dropped and quantization and name in quantization.beside else None
+        return (
+            UNUSED_SCALES
+            if UNUSED_SCALES in dropped and quantization and name in quantization.beside
+            else None
+        )
 
     def _padding(self, tensor: Tensor) -> View | None:
         """The unused last rows of a tensor: padding of the vocabulary."""
@@ -411,7 +415,7 @@ class _Held:
         if storage.nbytes > LARGEST:
             names, whole = listed(sorted(self._stored[storage]), 3), self._whole(storage).numel
             told = f"{self._usage.used(storage).numel:,} uses of {whole:,} bytes"
-            self.faults.append(Fault(names, f"not every element is used once: {told}"))
+            self.faults.append(UsageFault(names, f"not every element is used once: {told}"))
             return 0, {}
         counts, taken = self._uses(storage), dict[str, int]()
         free = counts == 0
@@ -431,7 +435,7 @@ class _Held:
             elements = self._elements(storage, int(where.sum()))
             some = f"{elements:,} elements are" if elements != 1 else "1 element is"
             place = f"byte {storage.offset + int(where.argmax()):,} of {storage.path}"
-            self.faults.append(Fault(name, f"{some} {what}, the first at {place}"))
+            self.faults.append(UsageFault(name, f"{some} {what}, the first at {place}"))
 
     def _uses(self, storage: Storage) -> np.ndarray[Any, Any]:
         """How often each byte of a storage is used. The same use by several tensors, or for computing, counts once."""

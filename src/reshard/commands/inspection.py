@@ -11,25 +11,25 @@ from typing import Any
 from reshard import adapters
 from reshard.adapters import description
 from reshard.base.errors import Problem, ReshardError, count, size
-from reshard.base.shown import html_table, shown, typeable
-from reshard.families.model import Model
+from reshard.base.foreign_text import html_table, shown, typeable
+from reshard.families.sized_family import Model
 from reshard.folders import iterations
+from reshard.folders.allowed_paths import is_here
+from reshard.folders.base_hints import BASE, find_hints
 from reshard.folders.companions import check, find_companions
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import is_here
-from reshard.folders.provenance import BASE, find_hints
 from reshard.formats import huggingface, open_checkpoint, written
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import CheckpointKind
 from reshard.formats.quantization import UNTOLD
-from reshard.formats.target import Kind
-from reshard.model.configs import read_config
 from reshard.model.dequantization import dequantized
-from reshard.model.described import describe
-from reshard.model.heads import resolve_if_declared
-from reshard.model.logical import logical_tensors
+from reshard.model.described_checkpoint import describe
+from reshard.model.find_config import read_config
+from reshard.model.logical_tensors import logical_tensors
+from reshard.model.model_heads import resolve_if_declared
 from reshard.model.recognition import describes_model
 from reshard.model.resolve import resolve
-from reshard.transfer.sources import OnStep, Sources
+from reshard.transfer.source_files import OnStep, Sources
 
 OPTIMIZER = "optimizer states"
 NO_CONFIG = "weights-without-config"
@@ -132,9 +132,9 @@ def inspect_checkpoint(
     on_step("checking names and shapes")
     path = path if iteration is None else checkpoint.path  # so that the next command names the same step
     kind = adapters.kind_of(checkpoint)
-    if kind is Kind.FUSED_ADAPTER:
+    if kind is CheckpointKind.FUSED_ADAPTER:
         return _inspect_fused_adapter(checkpoint, path)
-    if kind is Kind.ADAPTER:
+    if kind is CheckpointKind.ADAPTER:
         return _inspect_adapter(checkpoint, path)
     problems = list(checkpoint.problems)
     hints = find_hints([checkpoint.path, checkpoint.root], sources, checkpoint.args)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reshard.adapters.engines import ENGINES
+from reshard.adapters.serving_engines import ENGINES
 from reshard.base.options import Names
 from reshard.formats import quantizations, quantized_as, writable, written
 from reshard.model.recognition import named
-from reshard.planning.naming import Types
+from reshard.planning.target_tensors import OutputTypes
 
 NAMES: Mapping[str, Names] = {
     "format": Names(written, lambda name: writable(name).name),
     "family": Names(known=named),
-    "dtype": Names(known=Types),
+    "dtype": Names(known=OutputTypes),
     "quantization": Names(quantizations, quantized_as),
     "library": Names(lambda: ENGINES),
 }

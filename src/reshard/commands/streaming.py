@@ -14,9 +14,9 @@ from reshard.commands.weights import Weights
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.gather import check_sums
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.memory import Meter, shared
+from reshard.transfer.memory_budget import MemoryMeter, shared
 from reshard.transfer.plan import Planned
-from reshard.transfer.prefetch import Wanted, read_ahead
+from reshard.transfer.prefetch import WantedTensor, read_ahead
 
 FILE, MODEL = "file", "model"
 ORDERS = (FILE, MODEL)
@@ -115,14 +115,14 @@ def streamed(
     chosen = selection.of(weights)
     if order == FILE:
         chosen.sort(key=lambda each: place(each.tensor))
-    wanted = [Wanted(each.name, each.tensor) for each in chosen]
+    wanted = [WantedTensor(each.name, each.tensor) for each in chosen]
     for each, (_, raw) in zip(chosen, read(weights, wanted, how), strict=True):
         yield each, raw
 
 
 def read(
     weights: Weights,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[WantedTensor],
     how: How,
     on_read: Callable[[int], None] = lambda nbytes: None,
 ) -> Iterator[tuple[str, Array]]:
@@ -132,7 +132,7 @@ def read(
 
     Raises ReshardError for what cannot be read, for damage, and at the end for files that have changed meanwhile.
     """
-    meter, plan = Meter(how.memory), weights.plan
+    meter, plan = MemoryMeter(how.memory), weights.plan
     names = {cells.storage: each.name for each in wanted for cells in cells_of(each.tensor.view)}
     files = {storage.path for storage in names if storage.path}
     left = meter.left(plan.need)

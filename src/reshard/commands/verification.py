@@ -17,26 +17,26 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError, size
-from reshard.base.shown import html_table
+from reshard.base.foreign_text import html_table
 from reshard.families import declared
-from reshard.families.model import Model
+from reshard.families.sized_family import Model
 from reshard.formats import open_checkpoint
-from reshard.formats.changed import FLOAT64, changed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import Quantization
-from reshard.model.configs import config_of, read_base
+from reshard.formats.stepped_tensor import FLOAT64, changed
 from reshard.model.dequantization import BFLOAT16, FLOAT32, dequantized
-from reshard.model.described import describe, described_by
-from reshard.model.heads import as_named
-from reshard.model.logical import Logical, LogicalTensors, logical_tensors
-from reshard.model.quantizer import Stored, stored_weights
+from reshard.model.described_checkpoint import describe, described_by
+from reshard.model.find_config import config_of, read_base
+from reshard.model.logical_tensors import LogicalTensor, LogicalTensors, logical_tensors
+from reshard.model.model_heads import as_named
+from reshard.model.quantizer import StoredWeight, stored_weights
 from reshard.model.resolve import resolve
-from reshard.transfer.compare import Comparer, Measure, unequal_replicas
+from reshard.transfer.compare import Comparer, Distance, unequal_replicas
 from reshard.transfer.elements import castable
 from reshard.transfer.gather import check_sums
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.memory import Meter, Need, Share, most
-from reshard.transfer.sources import OnStep, Sources
+from reshard.transfer.memory_budget import MemoryMeter, MemoryNeed, ThreadShare, most
+from reshard.transfer.source_files import OnStep, Sources
 from reshard.transfer.threads import together
 
 ROUNDED = "rounded"
@@ -208,7 +208,7 @@ class Side(NamedTuple):
     model: Model | None
     tensors: LogicalTensors
     notes: tuple[str, ...] = ()
-    quantized: Mapping[str, Stored] = MappingProxyType({})
+    quantized: Mapping[str, StoredWeight] = MappingProxyType({})
 
 
 def open_sides(
@@ -216,7 +216,7 @@ def open_sides(
     b: Path,
     base: Path | None = None,
     on_step: OnStep = lambda step: None,
-    meter: Meter | None = None,
+    meter: MemoryMeter | None = None,
 ) -> tuple[Side, Side]:
     """Open both checkpoints under logical names. A side without a config uses the other side's."""
     sources = Sources(a, b, meter=meter)
@@ -228,7 +228,7 @@ def open_sides(
     return _side(first, second, base), _side(second, first, base)
 
 
-def need_of(first: Side, second: Side) -> Need:
+def need_of(first: Side, second: Side) -> MemoryNeed:
     """The least memory for computing the tensors of both sides, including quantizing one side like the other."""
     needs = []
     for side, other in ((first, second), (second, first)):
@@ -239,7 +239,7 @@ def need_of(first: Side, second: Side) -> Need:
         made = most(
             side.quantized[n].storage.need({(dtype, shape): n}) for (_, dtype, shape), n in kinds.items()
         )
-        needs.append(Need.of(other.checkpoint.tensors).beside(made))
+        needs.append(MemoryNeed.of(other.checkpoint.tensors).beside(made))
     return most(needs)
 
 
@@ -309,7 +309,7 @@ def _config(checkpoint: Checkpoint, base: Path | None) -> Mapping[str, Any]:
 def compare_weights(
     first: Side,
     second: Side,
-    share: Share,
+    share: ThreadShare,
     *,
     measured: bool = False,
     on_total: Callable[[int], None] = lambda total: None,
@@ -329,7 +329,7 @@ def compare_weights(
 def _compared(
     first: Side,
     second: Side,
-    share: Share,
+    share: ThreadShare,
     ledger: Ledger,
     on_total: Callable[[int], None],
     on_bytes: Callable[[int], None],
@@ -394,7 +394,7 @@ def _are_comparable(first: DType, second: DType) -> bool:
     return first == second or (castable(first) and castable(second))
 
 
-def _words(logical: Logical) -> str:
+def _words(logical: LogicalTensor) -> str:
     return f"{logical.dtype} {list(logical.shape)}"
 
 
@@ -427,7 +427,7 @@ def _differing(
     rows = []
     try:
         for name in names:
-            measure = None if changes is None else Measure()
+            measure = None if changes is None else Distance()
             is_same = first.tensors.tensors[name].dtype == second.tensors.tensors[name].dtype
             row, differ = (_same_dtype if is_same else _other_dtype)(first, second, name, comparer, measure)
             if changes is not None and measure:
@@ -441,7 +441,7 @@ def _differing(
 
 
 def _same_dtype(
-    first: Side, second: Side, name: str, comparer: Comparer, measure: Measure | None
+    first: Side, second: Side, name: str, comparer: Comparer, measure: Distance | None
 ) -> tuple[Row | None, int]:
     """The row of a tensor that differs, and how many of its elements do."""
     a, b = _exact(first, second, name)
@@ -454,7 +454,7 @@ def _same_dtype(
 
 
 def _other_dtype(
-    first: Side, second: Side, name: str, comparer: Comparer, measure: Measure | None
+    first: Side, second: Side, name: str, comparer: Comparer, measure: Distance | None
 ) -> tuple[Row, int]:
     """The row of a tensor with two dtypes, and how many of its elements differ in value."""
     a, b = (_tensor(side, name) for side in (first, second))

@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.shown import html_table
+from reshard.base.foreign_text import html_table
 from reshard.base.suggest import meant
 from reshard.commands.lazy import LazyTensor, torch_device
 from reshard.families import live_names
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import Options
-from reshard.model import fused
-from reshard.planning import Tensors, planned_tensors
-from reshard.planning.naming import Types
+from reshard.formats.contract import ConversionOptions
+from reshard.model import memory_names
+from reshard.planning import HubTensors, planned_tensors
+from reshard.planning.target_tensors import OutputTypes
 from reshard.transfer.execute import execute
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.memory import shared
+from reshard.transfer.memory_budget import shared
 from reshard.transfer.plan import Plan, Planned
+from reshard.transfer.thread_files import OpenFiles
 
 if TYPE_CHECKING:
     import torch as torchlib  # in `LazyTensor`, `torch` is a method
@@ -59,14 +59,14 @@ class Weights(Mapping[str, LazyTensor]):
         `weights[name]` is a tensor built from them.
     """
 
-    def __init__(self, checkpoint: Checkpoint, options: Options, typed: Path, folder: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: ConversionOptions, typed: Path, folder: str) -> None:
         self.checkpoint = checkpoint
         self._options, self._typed, self._folder = options, typed, folder
         self._ledger = Ledger(every=True)
         self._is_closed = False
 
     @classmethod
-    def opened(cls, path: Path, options: Options) -> Weights:
+    def opened(cls, path: Path, options: ConversionOptions) -> Weights:
         """Open a checkpoint, reading only headers and metadata. Raises ReshardError.
 
         Relative paths are those of the current folder, wherever the process goes later.
@@ -127,7 +127,7 @@ class Weights(Mapping[str, LazyTensor]):
     @contextmanager
     def reading_from(self, files: Collection[str]) -> Iterator[Gatherer]:
         """Let a block read from some files, none of which may change meanwhile. Raises ReshardError if one does."""
-        opened = Files()
+        opened = OpenFiles()
         with self.reading(), self.checkpoint.sources.only(files).unchanged(self._ledger.passed):
             try:
                 yield Gatherer(opened, self._ledger)
@@ -135,7 +135,7 @@ class Weights(Mapping[str, LazyTensor]):
                 opened.close()
 
     @cached_property
-    def _plan(self) -> Tensors:
+    def _plan(self) -> HubTensors:
         """The tensors as a conversion would write them. Raises ReshardError if it would be refused."""
         return planned_tensors(self.checkpoint, self._options)
 
@@ -149,7 +149,7 @@ class Weights(Mapping[str, LazyTensor]):
             return self._by_name
 
     @property
-    def plan(self) -> Tensors:
+    def plan(self) -> HubTensors:
         """The plan of its tensors. Raises ReshardError if they cannot be planned, or if the checkpoint is closed."""
         with self.reading():
             return self._plan
@@ -168,7 +168,7 @@ class Weights(Mapping[str, LazyTensor]):
         """
         with self.reading():
             live = live_names(self._plan.config, self._options.family)
-            return fused.live_tensors(self._plan.planned, live)
+            return memory_names.live_tensors(self._plan.planned, live)
 
     def __getitem__(self, name: str) -> LazyTensor:
         """A tensor that is not read yet. Raises TensorNotFoundError for an unknown name."""
@@ -238,7 +238,7 @@ class Weights(Mapping[str, LazyTensor]):
 
     def _cast(self, dtype: str) -> Weights:
         """The same checkpoint with weights of another dtype. Raises ReshardError for an unknown dtype."""
-        Types(dtype)
+        OutputTypes(dtype)
         with self.reading():
             return Weights(self.checkpoint, replace(self._options, dtype=dtype), self._typed, self._folder)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.algebra.dtypes import DType
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor, write_metadata
-from reshard.containers.torchfiles.write import Image, NewTensor, layout_torch_file
+from reshard.containers.torchfiles.write import FileImage, NewTensor, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
 
 
@@ -68,7 +68,7 @@ class ChunkFile:
                 yield begin + offset, content
         yield from self._objects
 
-    def _laid_out(self) -> Iterator[tuple[Planned, tuple[int, ...], tuple[int, ...], int, Image]]:
+    def _laid_out(self) -> Iterator[tuple[Planned, tuple[int, ...], tuple[int, ...], int, FileImage]]:
         """Each chunk: its tensor, its box in it (low, size), the offset of its image in the file, and the image."""
         for tensor, chunk in zip(self._tensors, self._places, strict=True):
             lead = len(chunk.offsets) - len(tensor.shape)
@@ -77,7 +77,7 @@ class ChunkFile:
 
 
 @lru_cache(maxsize=4096)
-def _image(dtype: DType, lead: int, size: tuple[int, ...]) -> Image:
+def _image(dtype: DType, lead: int, size: tuple[int, ...]) -> FileImage:
     """The torch.save file of a chunk of `size`, in a tensor that is stacked along `lead` axes."""
     return layout_torch_file(NewTensor("data", dtype, (1,) * lead + size))
 
@@ -89,7 +89,7 @@ def _boxed(tensor: Planned, low: tuple[int, ...], size: tuple[int, ...]) -> Call
 
 
 METADATA = ".metadata"
-CHUNK = 64 << 20
+MAX_CHUNK_BYTES = 64 << 20
 """Maximum size of a chunk in bytes: to load its part of a tensor, a rank reads complete chunks."""
 
 
@@ -108,7 +108,7 @@ class ChunkFolder:
         """Add a tensor, or some of its rows, as chunks in one file or several."""
         shape = tensor.shape if rows is None else (len(rows), *tensor.shape[1:])
         entry = DcpTensor(tensor.dtype, shape, [])
-        for low, size in _boxes(shape, tensor.dtype, min(CHUNK, self._max_file_size)):
+        for low, size in _boxes(shape, tensor.dtype, min(MAX_CHUNK_BYTES, self._max_file_size)):
             nbytes = prod(size) * tensor.dtype.itemsize
             if self._files[-1].size and self._files[-1].size + nbytes > self._max_file_size:
                 self._files.append(ChunkFile(f"__{len(self._files)}_0.distcp"))

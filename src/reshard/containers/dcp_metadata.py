@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
-from reshard.containers.paths import below
+from reshard.containers.file_names import below
 from reshard.containers.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
 from reshard.containers.torchfiles.untrusted import damaged, element_type, shape_of, sizes, text
 from reshard.stores import as_path
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
@@ -88,7 +88,7 @@ def read_metadata(path: Path, sources: Sources) -> DcpMetadata:
     loaded = loads(content, str(path), rebuild=_record_classes())
     del content
     try:
-        metadata, problems = _Reader(path, loaded.state).read()
+        metadata, problems = _MetadataReader(path, loaded.state).read()
     except UNUSABLE as error:
         raise damaged(str(path), said(error)) from None
     problems += _file_problems(path.parent, metadata)
@@ -97,7 +97,7 @@ def read_metadata(path: Path, sources: Sources) -> DcpMetadata:
     return metadata
 
 
-class _Index:
+class _MetadataIndex:
     """A `MetadataIndex`; there is one for each chunk."""
 
     __slots__ = ("fqn", "offset")
@@ -108,7 +108,7 @@ class _Index:
         self.offset = None if offset is None else shape_of(offset)
 
 
-class _Place:
+class _StorageInfo:
     """A `_StorageInfo`."""
 
     __slots__ = ("length", "offset", "path", "transforms")
@@ -120,7 +120,7 @@ class _Place:
         self.transforms = state.get("transform_descriptors")
 
 
-class _Box:
+class _ChunkStorage:
     """A `ChunkStorageMetadata`."""
 
     __slots__ = ("offsets", "sizes")
@@ -133,14 +133,14 @@ class _Box:
 def _record_classes() -> dict[str, type]:
     """Small classes for records that number hundreds of thousands; new for each load, since a pickle can alter them."""
     records = {
-        f"{MODULE}.MetadataIndex": _Index,
-        f"{MODULE}.ChunkStorageMetadata": _Box,
-        **dict.fromkeys((f"{STORAGE_MODULE}._StorageInfo", OLMO_CORE), _Place),
+        f"{MODULE}.MetadataIndex": _MetadataIndex,
+        f"{MODULE}.ChunkStorageMetadata": _ChunkStorage,
+        **dict.fromkeys((f"{STORAGE_MODULE}._StorageInfo", OLMO_CORE), _StorageInfo),
     }
     return {name: type(cls.__name__, (cls,), {"__slots__": ()}) for name, cls in records.items()}
 
 
-class _Reader:
+class _MetadataReader:
     """Joins the two tables of a `Metadata`: boxes of tensors, and their places in files."""
 
     def __init__(self, path: Path, state: dict[str, Any]) -> None:
@@ -283,10 +283,10 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     Values that torch fills with None or does not write by default are None or left out here: older versions lack the
     classes, and newer ones supply the values.
     """
-    return _Writer().write(metadata)
+    return _MetadataWriter().write(metadata)
 
 
-class _Writer:
+class _MetadataWriter:
     """Writes the pickle from prebuilt pieces: a model of 671B parameters has 400,000 chunks."""
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import assemble, overlaps
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
-from reshard.base.plain import json_of
-from reshard.containers.torchfiles.untrusted import MOST, shape_of
+from reshard.base.plain_json import json_of
+from reshard.containers.torchfiles.untrusted import MAX_NUMBER, shape_of
 
 RANK = re.compile(r"shard-(\d+)-(?=model-)")
 """How the name of a rank's file begins."""
@@ -27,20 +27,24 @@ RANK = re.compile(r"shard-(\d+)-(?=model-)")
 _KEY = "DCP_SHARDING_INFO"
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """A tensor of one file, and its offsets in the complete tensor; None if the file does not say that it is a part."""
 
     tensor: Tensor
     low: tuple[int, ...] | None
 
 
-def parts_in(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Part]:
+def parts_in(
+    file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
+) -> dict[str, TensorSlice]:
     """The tensors of one file as parts. Raises ReshardError if the offsets cannot be read."""
     if _KEY not in metadata:
-        return {name: Part(tensor, None) for name, tensor in tensors.items()}
+        return {name: TensorSlice(tensor, None) for name, tensor in tensors.items()}
     try:
         recorded = json_of(metadata[_KEY].encode())
-        return {name: Part(tensor, _offsets(recorded, name, tensor)) for name, tensor in tensors.items()}
+        return {
+            name: TensorSlice(tensor, _offsets(recorded, name, tensor)) for name, tensor in tensors.items()
+        }
     except UNUSABLE as error:
         raise ReshardError(
             "part-offsets-unreadable",
@@ -56,12 +60,12 @@ def _offsets(recorded: Any, name: str, tensor: Tensor) -> tuple[int, ...]:
     low = shape_of(recorded[name]["saved_offsets"])
     if len(low) != len(tensor.shape):
         raise ValueError(f"{list(low)} in {name}, which has {len(tensor.shape)} axes")
-    if prod(_end(Part(tensor, low))) >= MOST:
+    if prod(_end(TensorSlice(tensor, low))) >= MAX_NUMBER:
         raise ValueError(f"{list(low)} in {name}")
     return low
 
 
-def joined(name: str, parts: list[Part]) -> Tensor | Problem:
+def joined(name: str, parts: list[TensorSlice]) -> Tensor | Problem:
     """The complete tensor; a problem if its parts leave gaps, overlap, or are not parts of one tensor."""
     first, *others = parts
     for part in others:
@@ -79,7 +83,7 @@ def joined(name: str, parts: list[Part]) -> Tensor | Problem:
     return Tensor(first.tensor.dtype, whole)
 
 
-def _end(part: Part) -> tuple[int, ...]:
+def _end(part: TensorSlice) -> tuple[int, ...]:
     return tuple(low + size for low, size in zip(part.low or (), part.tensor.shape, strict=True))
 
 
@@ -108,7 +112,7 @@ def _unlike(name: str, first: Tensor, other: Tensor) -> Problem:
     )
 
 
-def _incomplete(name: str, shape: tuple[int, ...], held: int, parts: list[Part]) -> Problem:
+def _incomplete(name: str, shape: tuple[int, ...], held: int, parts: list[TensorSlice]) -> Problem:
     missing = held < prod(shape)
     return Problem(
         "parts-missing" if missing else "parts-overlap",

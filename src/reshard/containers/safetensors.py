@@ -18,10 +18,10 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
-from reshard.base.plain import json_of, kind_of
+from reshard.base.plain_json import json_of, kind_of
 from reshard.containers.torchfiles.untrusted import shape_of, sizes
 from reshard.transfer.plan import Block, OutputFile, Planned
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 HEADER_LIMIT = 100_000_000
 """Longer headers are refused, as the safetensors library does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.finding import UNKNOWN, Finding
 from reshard.checks.rules import Told, covered_by, told_at
 from reshard.diagnosis.causes import devices, divisors, memory, names, ranks, shapes

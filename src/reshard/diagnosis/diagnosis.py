@@ -14,12 +14,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.base.arguments import Arguments
-from reshard.base.boundary import for_users
+from reshard.base.argument_checks import Arguments
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.plain import decoded
-from reshard.base.shown import shown
-from reshard.base.text import Text
+from reshard.base.exceptions_to_problems import for_users
+from reshard.base.foreign_text import shown
+from reshard.base.languages import Text
+from reshard.base.plain_json import decoded
 from reshard.checks.finding import Finding
 from reshard.checks.together import combined
 from reshard.checks.words import words
@@ -274,7 +274,7 @@ SHOWN = 8
 
 def nothing_in(error: ReshardError) -> ReshardError:
     """The error for a folder that has no logs either."""
-    from reshard.formats.not_found import ANYWHERE, NOTHING_FOUND
+    from reshard.formats.not_found import NOTHING_FOUND, PASS_WEIGHTS
 
     return ReshardError(
         Problem(
@@ -285,7 +285,7 @@ def nothing_in(error: ReshardError) -> ReshardError:
             found=problem.found,
             remedy="pass the console output of the run: many programs print it and do not save it",
         )
-        if problem.code == NOTHING_FOUND and problem.remedy == ANYWHERE
+        if problem.code == NOTHING_FOUND and problem.remedy == PASS_WEIGHTS
         else problem
         for problem in error.problems
     )

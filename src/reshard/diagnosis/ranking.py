@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.finding import CERTAINTIES, UNKNOWN, Finding
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.data_files import read_data
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.finding import Finding
 from reshard.checks.precision import has_bfloat16
 from reshard.diagnosis.history.calls import spelling_of

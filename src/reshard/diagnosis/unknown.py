@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from reshard.base.shown import clipped, shown_lines
-from reshard.base.text import Text
+from reshard.base.foreign_text import clipped, shown_lines
+from reshard.base.languages import Text
 from reshard.checks.finding import UNKNOWN, Finding
 from reshard.checks.place import Place
 from reshard.checks.rules import told

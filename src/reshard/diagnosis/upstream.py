@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote_plus
 
 from reshard.base.data_files import read_data
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.words import words
 from reshard.diagnosis.history.table import PACKAGES
 from reshard.diagnosis.text.tracebacks import Traceback

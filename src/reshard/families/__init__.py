@@ -14,7 +14,7 @@ from typing import Any
 from reshard.base.plugins import Registry
 from reshard.families import architectures
 from reshard.families.family import Family
-from reshard.families.live import Live
+from reshard.families.transformers_5 import MemoryNames
 
 
 def declarations(package: ModuleType, like: str = "") -> Iterator[Family]:
@@ -58,14 +58,14 @@ def declared(model_type: Any) -> Family | None:
     return next((each for each in found if model_type in (each.name, *each.aliases)), None)
 
 
-def live_names(config: Mapping[str, Any], name: str | None = None) -> Live | None:
+def live_names(config: Mapping[str, Any], name: str | None = None) -> MemoryNames | None:
     """How in-memory names of a config's model differ from the Hub's; None if they do not.
 
     `name` is the family, if the config does not tell. A model that is not declared has the names of transformers.
     """
     if family := declared(name or config.get("model_type")):
         return family.live.of(config) if family.live else None
-    live = Live(None, config=config)
+    live = MemoryNames(None, config=config)
     return live if live.rules or live.tied else None
 
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.algebra.views import Piece, View, covered, overlaps
-from reshard.families.rules import Change, Native, Rule
+from reshard.families.rules import Native, ReversibleStep, Rule
 
 
-class Dropped(NamedTuple):
+class DroppedElements(NamedTuple):
     """A source of elements that the other side does not have; `reason` names the rule."""
 
     reason: str
 
 
-class Bound(NamedTuple):
+class BoundTensor(NamedTuple):
     """One tensor: the template that declares it, with its layer and expert filled in."""
 
-    template: _Template
+    template: _TensorTemplate
     layer: int | None
     expert: int | None
 
@@ -28,7 +28,7 @@ class Bound(NamedTuple):
         return self.template.view.shape
 
     @property
-    def change(self) -> Change | None:
+    def change(self) -> ReversibleStep | None:
         """What is done to each element of `view`."""
         return self.template.change
 
@@ -47,58 +47,58 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Template:
+class _TensorTemplate:
     name: str
     view: View  # over name patterns of the other side, or Dropped
     layers: Sequence[int]
     experts: int
     copy: bool = False
     written: bool = True
-    change: Change | None = None
+    change: ReversibleStep | None = None
 
-    def instances(self) -> Iterator[tuple[str, Bound]]:
+    def instances(self) -> Iterator[tuple[str, BoundTensor]]:
         for layer in self.layers or (None,):
             for expert in range(self.experts) if self.experts else (None,):
-                yield self.name.format(layer=layer, expert=expert), Bound(self, layer, expert)
+                yield self.name.format(layer=layer, expert=expert), BoundTensor(self, layer, expert)
 
 
 class Binding:
     """Both sides of a model, bound name by name.
 
-    `hf` and `native` map tensor names to `Bound`s. Copies are in `copies`, not in `hf`. Raises ValueError
+    `hf` and `native` map tensor names to `BoundTensor`s. Copies are in `copies`, not in `hf`. Raises ValueError
     if the rules are not a bijection, which is a bug in the family and not the user's fault.
     """
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         rules = list(rules)
-        self.hf: dict[str, Bound] = {}
-        self.copies: dict[str, Bound] = {}
+        self.hf: dict[str, BoundTensor] = {}
+        self.copies: dict[str, BoundTensor] = {}
         for rule in rules:
             if rule.hf:
                 view = rule.view.renamed(lambda source: source.name)  # type: ignore[attr-defined]
-                template = _Template(
+                template = _TensorTemplate(
                     rule.hf, view, rule.layers, rule.experts, rule.copy, rule.written, rule.change
                 )
                 (self.copies if rule.copy else self.hf).update(template.instances())
-        self.native: dict[str, Bound] = {}
+        self.native: dict[str, BoundTensor] = {}
         for template in _inverted(rules):
             self.native.update(template.instances())
 
-    def written(self) -> Iterator[tuple[str, Bound]]:
+    def written(self) -> Iterator[tuple[str, BoundTensor]]:
         """The tensors of a Hugging Face folder, including those copies that the Hub stores."""
         yield from self.hf.items()
         yield from ((name, bound) for name, bound in self.copies.items() if bound.template.written)
 
 
-def _inverted(rules: Iterable[Rule]) -> Iterator[_Template]:
+def _inverted(rules: Iterable[Rule]) -> Iterator[_TensorTemplate]:
     """Invert the rules: each native tensor as a view over the Hugging Face tensors that it contains."""
-    pieces: dict[tuple[Native, tuple[int, ...], int, Change | None], list[Piece]] = {}
+    pieces: dict[tuple[Native, tuple[int, ...], int, ReversibleStep | None], list[Piece]] = {}
     for rule in rules:
         if rule.copy:
             continue
         for piece in rule.view.pieces:
             assert isinstance(piece.source, Native)
-            source: Hashable = rule.hf or Dropped(rule.reason)
+            source: Hashable = rule.hf or DroppedElements(rule.reason)
             back = rule.change.reversed if rule.change else None
             key = (piece.source, tuple(rule.layers), rule.experts, back)
             pieces.setdefault(key, []).append(piece.swapped(source))
@@ -106,4 +106,4 @@ def _inverted(rules: Iterable[Rule]) -> Iterator[_Template]:
         view = View(tensor.shape, tuple(parts))
         if overlaps(view) or covered(view) != view.numel:
             raise ValueError(f"the rules for {tensor.name} {list(tensor.shape)} are no bijection")
-        yield _Template(tensor.name, view, layers, experts, change=change)
+        yield _TensorTemplate(tensor.name, view, layers, experts, change=change)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.families.config import ConfigMap
-from reshard.families.entries import RULE, Args, Config, Const, Values
+from reshard.families.config_entries import RULE, Args, Config, Const, Values
+from reshard.families.config_map import ConfigMap
 from reshard.families.mechanisms import MECHANISMS, REARRANGED
 
 RUN_CHOICES = {
@@ -67,7 +67,7 @@ def agreed(
     return config, {**table.to_args(config), **args}, [replace(each, file=file) for each in warnings]
 
 
-class Difference(NamedTuple):
+class ConfigDifference(NamedTuple):
     """A key of the config and its two values. `wanted` are the arguments that correspond to the config's value."""
 
     key: str
@@ -105,7 +105,7 @@ class Difference(NamedTuple):
         )
 
 
-def differences(table: ConfigMap, config: Config, args: Args) -> list[Difference]:
+def differences(table: ConfigMap, config: Config, args: Args) -> list[ConfigDifference]:
     """Where a config and the arguments of a checkpoint describe different models.
 
     Missing arguments are ignored. The vocabulary is not compared, because Megatron-LM pads it, nor is
@@ -115,13 +115,13 @@ def differences(table: ConfigMap, config: Config, args: Args) -> list[Difference
     expected = table.to_config(wanted)
     said = {key: (value, entry) for entry in table.entries for key, value in entry.told(wanted, args).items()}
     return [
-        Difference(key, expected[key], value, entry.to_args(config))
+        ConfigDifference(key, expected[key], value, entry.to_args(config))
         for key, (value, entry) in said.items()
         if key in expected and key not in RUN_CHOICES and expected[key] != value
     ]
 
 
-def changed(table: ConfigMap, config: Config, differences: Iterable[Difference]) -> Values:
+def changed(table: ConfigMap, config: Config, differences: Iterable[ConfigDifference]) -> Values:
     """`config` with the values of the arguments, and without other spellings of the same facts."""
     values, args = {each.key: each.args for each in differences}, table.to_args(config)
     told = (entry for entry in table.entries if values.keys() & entry.to_config(args).keys())

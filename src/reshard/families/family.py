@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.families.config import ConfigMap, config_map
-from reshard.families.entries import Entry
-from reshard.families.live import Live
+from reshard.families.config_entries import ConfigEntry
+from reshard.families.config_map import ConfigMap, config_map
+from reshard.families.outer_model import OuterModel
 from reshard.families.rules import Dims, Rule
-from reshard.families.within import Within
+from reshard.families.transformers_5 import MemoryNames
 
 Rules = Callable[[Dims], Iterable[Rule]]
 
@@ -62,13 +62,13 @@ class Family:
     name: str
     architecture: str
     rules: Rules
-    entries: tuple[Entry, ...]
+    entries: tuple[ConfigEntry, ...]
     dialects: Mapping[str, Rules] = field(default_factory=dict)
-    live: Live | None = None
+    live: MemoryNames | None = None
     aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     precedence: int = 0
     computed_by: str = MCORE
-    within: Within | None = None
+    within: OuterModel | None = None
     judged: tuple[str, ...] = ()
     drops_router_bias: bool = False
     turned_pairs: bool = False

@@ -42,7 +42,7 @@ def is_newer(config: Mapping[str, Any]) -> bool:
     return False
 
 
-class _Part(NamedTuple):
+class _Submodule(NamedTuple):
     """A module of a model that may have rules: its path, its class and its model type."""
 
     path: str
@@ -77,7 +77,7 @@ def renamings(config: Mapping[str, Any], table: Table | None = None) -> tuple[Re
     kept = re.compile(names) if names else None
     found: list[Renaming] = []
     seen: dict[str, list[str]] = {}
-    for part in [_Part("", kind, model_type), *_parts(config, entry, table)]:
+    for part in [_Submodule("", kind, model_type), *_parts(config, entry, table)]:
         data, name = _rules_of(part, seen, table)
         if data is None:
             continue
@@ -97,20 +97,20 @@ def _paths(path: str, base: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(((f"{base}." if base else "") + scope, scope)))
 
 
-def _parts(config: Mapping[str, Any], entry: Mapping[str, Any], table: Table) -> Iterator[_Part]:
+def _parts(config: Mapping[str, Any], entry: Mapping[str, Any], table: Table) -> Iterator[_Submodule]:
     for path, part in entry.get("parts", {}).items():
         if not isinstance(part, str):
-            yield _Part(path, *part)
+            yield _Submodule(path, *part)
             continue
         inner = config.get(part)
         model_type = inner.get("model_type") if isinstance(inner, dict) else None
         known = table["parts"].get(model_type, {})
-        yield _Part(path, known.get("class", ""), model_type or "")
+        yield _Submodule(path, known.get("class", ""), model_type or "")
         for below, (kind, inner_type) in known.get("parts", {}).items():
-            yield _Part(f"{path}.{below}", kind, inner_type)
+            yield _Submodule(f"{path}.{below}", kind, inner_type)
 
 
-def _rules_of(part: _Part, seen: Mapping[str, list[str]], table: Table) -> tuple[list[Any] | None, str]:
+def _rules_of(part: _Submodule, seen: Mapping[str, list[str]], table: Table) -> tuple[list[Any] | None, str]:
     """The rules of a part, and the name that they are listed under; None if what contains it has them already."""
 
     def is_covered(name: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from reshard.families.entries import Args, first, window_of
+from reshard.families.config_entries import Args, first, window_of
 
 
 def _always(args: Args) -> bool:

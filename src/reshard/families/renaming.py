@@ -117,7 +117,7 @@ class Renaming:
         return self.applied(name).matched == 0
 
 
-class Paired(Renaming):
+class LayerPair(Renaming):
     """A layer that the Hub has as two: one of attention, and one of the MLP. Saving does not undo it."""
 
     def applied(self, name: str, *, guard: bool = True) -> Renamed:
@@ -158,7 +158,7 @@ def renaming(
         return replace(_of_prefix(data, tuple(below)), kept=kept)
     hub, memory = (tuple([each] if isinstance(each, str) else each) for each in (data["hub"], data["memory"]))
     operations, kind, offset = tuple(data.get("operations", ())), data.get("kind", ""), data.get("offset", 0)
-    return (Paired if kind == PAIRED else Renaming)(
+    return (LayerPair if kind == PAIRED else Renaming)(
         hub, memory, operations, tuple(below), kind, offset, kept=kept
     )
 

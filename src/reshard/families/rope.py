@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.families.entries import Args, Config, Entry, Values, contradiction, first
+from reshard.families.config_entries import Args, Config, ConfigEntry, Values, contradiction, first
 
 
 def rope_parameters(config: Config) -> Values:
@@ -31,7 +31,7 @@ PARTIAL = "partial_rotary_factor"
 """The fraction of a head that is rotated. transformers 4 writes it next to `rope_theta`, transformers 5 within it."""
 
 
-KINDS = {"su": "longrope", "mrope": "default"}
+ROPE_TYPE_ALIASES = {"su": "longrope", "mrope": "default"}
 """Other names of rope types. The multimodal part of "mrope" is in `mrope_section`."""
 
 
@@ -43,7 +43,7 @@ def rope_contradictions(config: Config) -> Iterator[str]:
         for key, value in values.items() if isinstance(values, Mapping) else ():
             same = "rope_type" if key == "type" else key
             said.setdefault(same, {})[f"{place}.{key}"] = (
-                KINDS.get(value, value) if same == "rope_type" else value
+                ROPE_TYPE_ALIASES.get(value, value) if same == "rope_type" else value
             )
     for values in said.values():
         yield from contradiction(values)
@@ -68,7 +68,7 @@ DIVISOR = "rotary_seq_len_interpolation_factor"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-class RotaryEmbedding(Entry):
+class RotaryEmbedding(ConfigEntry):
     """The base of all rotary embeddings: keys of transformers 4 that `rope_parameters` replaces."""
 
     def spellings(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class Rope(RotaryEmbedding):
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         rope = rope_parameters(config)
-        kind = KINDS.get(rope.get("rope_type", "default"), rope.get("rope_type", "default"))
+        kind = ROPE_TYPE_ALIASES.get(rope.get("rope_type", "default"), rope.get("rope_type", "default"))
         if kind == "llama3":
             for name, value in LLAMA3.items():
                 if rope.get(name, value) != value:
@@ -157,7 +157,7 @@ class MultimodalRope(Rope):
 DYNAMIC = "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
 
 
-class RopeLayers(Entry):
+class RopeLayers(ConfigEntry):
     """SmolLM3: which layers apply the rotary embedding; Megatron-LM's `no_rope_freq` lists those that do not.
 
     Source: `TransformerConfig` of megatron-core 0.13 to 0.16, `no_rope_freq_type` of Megatron-LM's arguments.py.

@@ -33,7 +33,7 @@ class Step(NamedTuple):
     over: float = 1.0
 
 
-class Change(NamedTuple):
+class ReversibleStep(NamedTuple):
     """The step from a view to a tensor, and the step `back`.
 
     If `rounds`, the engine itself stores rounded results, so that nothing else is expected.
@@ -44,14 +44,14 @@ class Change(NamedTuple):
     rounds: bool = False
 
     @property
-    def reversed(self) -> Change:
+    def reversed(self) -> ReversibleStep:
         """The change of the other side."""
-        return Change(self.back, self.step, self.rounds)
+        return ReversibleStep(self.back, self.step, self.rounds)
 
 
-def plus(number: float, *, rounds: bool = False) -> Change:
+def plus(number: float, *, rounds: bool = False) -> ReversibleStep:
     """A number is added, and subtracted on the other side."""
-    return Change(Step(plus=number), Step(plus=-number), rounds)
+    return ReversibleStep(Step(plus=number), Step(plus=-number), rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Rule:
     copy: bool = False
     written: bool = True
     reason: str = ""
-    change: Change | None = None
+    change: ReversibleStep | None = None
 
 
 Block = list[Rule]
@@ -86,7 +86,7 @@ def same(hf: str, mcore: str, *shape: int) -> Rule:
     return Rule(hf, native(mcore, *shape))
 
 
-LARGEST = 1 << 31
+MAX_NUMBER = 1 << 31
 MOST_MODULES = 1 << 18
 """Limit on the experts of all layers: more than ten times those of the largest models."""
 
@@ -138,7 +138,7 @@ class Dims:
         for name in self.__slots__:
             value = getattr(self, name)
             if not all(
-                isinstance(n, int) and 0 <= n < LARGEST
+                isinstance(n, int) and 0 <= n < MAX_NUMBER
                 for n in (value if isinstance(value, tuple) else [value])
             ):
                 raise ValueError(f"{name} is {reprlib.repr(value)}")

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, understood
-from reshard.base.plain import CODE_MOST, JSON_MOST, JSON_WEIGHT, json_of, kind_of, to_json
-from reshard.folders.places import belongs
+from reshard.base.plain_json import JSON_MOST, JSON_WEIGHT, MAX_CODE_BYTES, json_of, kind_of, to_json
+from reshard.folders.allowed_paths import belongs
 from reshard.stores import as_path
 from reshard.transfer.plan import OutputFile
-from reshard.transfer.sources import Sources, windows
+from reshard.transfer.source_files import Sources, windows
 
 RECORD = "reshard.json"
-FILES = "files"
+FILES_KEY = "files"
 """The key under which `reshard.json` names the files written with it, as a list or as the keys of an object."""
 
 CONFIG = "config.json"
@@ -46,7 +46,7 @@ OF_MODELOPT = "hf_quant_config.json"
 QUANTIZATION = ("quantize_config.json", "quant_config.json", OF_MODELOPT)
 """Quantization settings that AutoGPTQ, AutoAWQ and ModelOpt store outside the config; TensorRT-LLM reads the last."""
 
-BESIDES = (
+MODEL_FILES = (
     CONFIG,
     *QUANTIZATION,
     "generation_config.json",
@@ -55,7 +55,7 @@ BESIDES = (
     f"{TEMPLATES}/*.jinja",
     "*processor_config.json",  # preprocessor_config.json, processor_config.json, video_preprocessor_config.json
 )
-USUAL = (
+USUAL_FILES = (
     CONFIG,
     "generation_config.json",
     "tokenizer.json",
@@ -287,7 +287,7 @@ def _artifact(name: str) -> str | None:
 def _plain_of(folder: Path) -> Iterator[Path]:
     """Paths of possible companions; they may not exist."""
     yield from (path for path in _matching(folder / "*_*") if _artifact(path.name))
-    for pattern in (*BESIDES, *TOKENIZER):
+    for pattern in (*MODEL_FILES, *TOKENIZER):
         # Fixed names are not globbed: a glob treats a file that it cannot access as missing.
         yield from _matching(folder / pattern) if "*" in pattern else [folder / pattern]
 
@@ -309,7 +309,7 @@ def _code_of(folder: Path, sources: Sources) -> Iterator[Path]:
         if module not in seen and path.is_file():
             yield path
             if belongs(path, folder, sources):
-                text = sources.read(path, CODE_MOST).decode(errors="replace")
+                text = sources.read(path, MAX_CODE_BYTES).decode(errors="replace")
                 waiting += [first or second for first, second in _IMPORT.findall(text)]
         seen.add(module)
 

@@ -13,7 +13,7 @@ Iteration = int | str
 """The step of a training run, or "release", Megatron-LM's name for weights that none of its runs wrote."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
-LONGEST = 20
+MAX_TRACKER_CHARACTERS = 20
 """A tracker file is shorter than this, in characters."""
 _NAME = re.compile(r"iter_(\d{7,})")
 
@@ -118,8 +118,8 @@ def _tracked(tracker: Path, listed: str) -> Iteration:
         )
     # Not read through `sources`: a running job rewrites it, and it is not needed once the iteration is chosen.
     with open_file(tracker) as file:
-        text = file.read(0, LONGEST + 1).decode("utf-8", "replace").strip()
-    if text != "release" and not (text.isascii() and text.isdigit() and len(text) < LONGEST):
+        text = file.read(0, MAX_TRACKER_CHARACTERS + 1).decode("utf-8", "replace").strip()
+    if text != "release" and not (text.isascii() and text.isdigit() and len(text) < MAX_TRACKER_CHARACTERS):
         raise ReshardError(
             "tracker-unreadable",
             "the tracker file cannot be read",

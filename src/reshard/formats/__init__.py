@@ -14,9 +14,9 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import UNUSABLE, ReshardError, said, size, understood
 from reshard.base.plugins import Registry, leave_out
 from reshard.base.suggest import did_you_mean
-from reshard.folders import companions, descent
+from reshard.folders import companions, find_weights
+from reshard.folders.allowed_paths import belongs, check_open
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import belongs, check_open
 from reshard.formats import (
     dcp,
     deepspeed,
@@ -31,15 +31,15 @@ from reshard.formats import (
     orbax,
     peft,
     quantization,
+    state_dict_names,
     tables,
-    wrappers,
 )
-from reshard.formats.checkpoint import Checkpoint, States
-from reshard.formats.target import Format, Target
-from reshard.stores import names
-from reshard.transfer.marker import MARKER, parsed_marker
-from reshard.transfer.memory import uncollected
-from reshard.transfer.sources import Sources
+from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.contract import Format, Target
+from reshard.stores import checkpoint_names
+from reshard.transfer.memory_budget import uncollected
+from reshard.transfer.source_files import Sources
+from reshard.transfer.unfinished_marker import MARKER, parsed_marker
 
 FORMATS = Registry(
     "reshard.formats",
@@ -67,22 +67,24 @@ FORMATS = Registry(
 """Formats by name, in the order of detection: the first match wins."""
 
 
-def _file_names() -> names.FileNames:
+def _file_names() -> checkpoint_names.FileNames:
     """What stores are told of the names of files."""
     formats = FORMATS.values()
-    naming: dict[str, names.Named] = {companions.RECORD: lambda record: record[companions.FILES]}
+    naming: dict[str, checkpoint_names.Named] = {
+        companions.RECORD: lambda record: record[companions.FILES_KEY]
+    }
     for each in formats:
         naming.update(each.naming)
-    return names.FileNames(
-        usual=tuple({*companions.USUAL, *naming, *(file for each in formats for file in each.files)}),
+    return checkpoint_names.FileNames(
+        usual=tuple({*companions.USUAL_FILES, *naming, *(file for each in formats for file in each.files)}),
         naming=naming,
         weights=huggingface.WEIGHTS,
-        other=huggingface.OTHER,
-        twice=huggingface.TWICE,
+        other=huggingface.FOR_OTHER_PROGRAMS,
+        twice=huggingface.STORED_AGAIN,
     )
 
 
-names.declare(_file_names)
+checkpoint_names.declare(_file_names)
 
 
 def written() -> dict[str, Target]:
@@ -157,7 +159,7 @@ def detect(path: Path) -> str | None:
 
 def _is_part(file: Path) -> bool:
     """Whether a file may be a part of a checkpoint: of an engine's, or the optimizer next to any."""
-    if wrappers.NO_WEIGHTS.search(file.stem):
+    if state_dict_names.NO_WEIGHTS.search(file.stem):
         return True
     above = [*file.absolute().parents][: not_found.ABOVE]
     apart = (huggingface.NAME, gguf.FORMAT.name)
@@ -200,7 +202,7 @@ def open_checkpoint(
     check_open(path)
     path = foreign.in_archive(path)
     refuse_unfinished(path, sources)
-    folder, was_step = descent.descend(path, lambda place: detect(place) is not None, iteration)
+    folder, was_step = find_weights.descend(path, lambda place: detect(place) is not None, iteration)
     iteration = None if was_step else iteration
     name = detect(folder) if folder else None
     if folder is None or name is None:
@@ -216,10 +218,10 @@ def open_checkpoint(
         raise ReshardError(of_tool)
     with understood(folder):
         found = FORMATS[name].open(folder, sources, iteration)
-    root = descent.find_root(found.root, path)
+    root = find_weights.find_root(found.root, path)
     beside, linked = _without_links(found.beside, root, sources)
     told = [] if folder == path else [f"the weights are in {folder.relative_to(path)}"]
-    tensors = wrappers.all_stripped(found.tensors, strip)
+    tensors = state_dict_names.all_stripped(found.tensors, strip)
     return _recognized(
         replace(
             found,
@@ -227,10 +229,10 @@ def open_checkpoint(
             root=root,
             beside=beside,
             tensors=tensors,
-            states=States(
+            states=OptimizerStates(
                 {kind: partial(_state, found.states, kind, strip, folder) for kind in found.states}
             ),
-            problems=[*found.problems, *wrappers.wrapper_problems(tensors, str(folder))],
+            problems=[*found.problems, *state_dict_names.wrapper_problems(tensors, str(folder))],
             notes=[*told, *found.notes, *linked, *_other_weights(found.format, folder)],
         ),
         folder,
@@ -313,4 +315,4 @@ def _state(
     states: Mapping[str, Mapping[str, Tensor]], kind: str, strip: tuple[str, ...], folder: Path
 ) -> dict[str, Tensor]:
     with understood(folder):
-        return wrappers.all_stripped(states[kind], strip)
+        return state_dict_names.all_stripped(states[kind], strip)

@@ -14,10 +14,10 @@ from reshard.base.errors import Problem, count, size
 from reshard.families.dialect import HUB, MEGATRON, Dialect
 from reshard.folders.iterations import Iteration
 from reshard.formats.quantization import Quantization
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 
-class States(Mapping[str, Mapping[str, Tensor]]):
+class OptimizerStates(Mapping[str, Mapping[str, Tensor]]):
     """Optimizer states by name, each looked up on first use: they have three times the chunks of the weights."""
 
     def __init__(self, readers: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:

@@ -10,22 +10,22 @@ from typing import Any
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.base.plain import JSON_MOST, json_of, kind_of, to_json
+from reshard.base.plain_json import JSON_MOST, json_of, kind_of, to_json
 from reshard.containers import distributed_safetensors, safetensors
-from reshard.containers.paths import below
+from reshard.containers.file_names import below
 from reshard.containers.torchfiles.read import read_dict
 from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import Format, Request, Target
-from reshard.formats.wrappers import config_in, state_dict_in, without_buffers
+from reshard.formats.contract import Format, Request, Target
+from reshard.formats.state_dict_names import config_in, state_dict_in, without_buffers
 from reshard.stores import as_path, fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "huggingface"
-KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
+WEIGHT_FILES = (("model", "safetensors"), ("pytorch_model", "bin"))
 SHARD = re.compile(r"(?P<stem>.+[-_.])(?P<number>\d{1,6})-of-(?P<count>\d{1,6})(?P<suffix>\.\w+)")
 """The name of one of several files: `model-00002-of-00006.safetensors`."""
 
@@ -80,7 +80,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _read_all(files: Iterable[Path], sources: Sources, problems: list[Problem]) -> dict[str, Tensor]:
     """The tensors of all files; adds to `problems` those of files, and of tensors that are in several."""
-    found: dict[str, list[distributed_safetensors.Part]] = defaultdict(list)
+    found: dict[str, list[distributed_safetensors.TensorSlice]] = defaultdict(list)
     for file in files:
         for name, part in _parts_in(file, sources, problems).items():
             found[name].append(part)
@@ -96,7 +96,7 @@ def _read_all(files: Iterable[Path], sources: Sources, problems: list[Problem]) 
 
 def _parts_in(
     file: Path, sources: Sources, problems: list[Problem]
-) -> dict[str, distributed_safetensors.Part]:
+) -> dict[str, distributed_safetensors.TensorSlice]:
     try:
         return distributed_safetensors.parts_in(file, *_read(file, sources))
     except ReshardError as error:
@@ -106,7 +106,7 @@ def _parts_in(
 
 def weights_in(folder: Path) -> Path | None:
     """The file in `folder` that identifies a model's weights, which users may pass instead of the folder; or None."""
-    singles = (folder / f"{stem}.{suffix}" for stem, suffix in KINDS)
+    singles = (folder / f"{stem}.{suffix}" for stem, suffix in WEIGHT_FILES)
     return _index(folder) or next((single for single in singles if single.is_file()), None)
 
 
@@ -114,7 +114,7 @@ def _index(path: Path) -> Path | None:
     """The index at `path`, or in it."""
     if path.is_file():
         return path if path.name.endswith(".index.json") else None
-    names = [path / f"{stem}.{suffix}.index.json" for stem, suffix in KINDS]
+    names = [path / f"{stem}.{suffix}.index.json" for stem, suffix in WEIGHT_FILES]
     return next((name for name in names if name.is_file()), None)
 
 
@@ -193,7 +193,7 @@ def _incomplete(files: Iterable[Path]) -> Iterator[Problem]:
 def _plain_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    for stem, suffix in KINDS:
+    for stem, suffix in WEIGHT_FILES:
         single = path / f"{stem}.{suffix}"
         found = [single] if single.is_file() else sorted(path.glob(f"*.{suffix}"))
         if suffix == "bin":
@@ -289,9 +289,19 @@ QUANTIZED = ("fp8", "fp8-ue8m0", "mxfp4", "nvfp4")
 """The values of `--quantize`: `model/quantizer.py` computes them."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 """Suffixes of files of weights on the Hub."""
-OTHER = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.onnx_data")
+FOR_OTHER_PROGRAMS = (
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.h5",
+    "*.msgpack",
+    "*.ot",
+    "*.gguf",
+    "*.onnx",
+    "*.onnx_data",
+)
 """The same weights for other programs, not needed in addition to safetensors."""
-TWICE = ("original/*", "consolidated*")
+STORED_AGAIN = ("original/*", "consolidated*")
 """Where Llama and Mistral store the same weights again, under their makers' names."""
 
 
@@ -309,7 +319,7 @@ FORMAT = Format(
     Target(lay_out, quantized=True, quantizes=QUANTIZED),
     aliases=("hf", "transformers", "safetensors"),
     parts=("*.index.json",),
-    files=tuple(f"{stem}.{suffix}" for stem, suffix in KINDS),
-    naming={f"{stem}.{suffix}.index.json": shards_in for stem, suffix in KINDS},
+    files=tuple(f"{stem}.{suffix}" for stem, suffix in WEIGHT_FILES),
+    naming={f"{stem}.{suffix}.index.json": shards_in for stem, suffix in WEIGHT_FILES},
     judged=("transformers", "Composer"),
 )

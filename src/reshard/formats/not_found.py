@@ -9,15 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.base.installing import install_command
+from reshard.base.missing_packages import install_command
+from reshard.folders.allowed_paths import can_list, folders_in
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import can_list, folders_in
 from reshard.formats import foreign
 from reshard.stores import is_remote
 from reshard.stores.hub import HubStore
 
 NOTHING_FOUND = "checkpoint-not-found"
-ANYWHERE = "pass the folder with the weights, or an iteration folder"
+PASS_WEIGHTS = "pass the folder with the weights, or an iteration folder"
 """The code and, if nothing nearby is one, the remedy for a path without a checkpoint."""
 ABOVE, DEPTH, BELOW = 3, 5, 64
 """Levels of parent folders and of subfolders that are examined, and how many subfolders of each level."""
@@ -99,7 +99,7 @@ def no_checkpoint(
     elif closed:
         remedy = f"if the weights are in {_listed(closed)}, ask its owner for permission to read it"
     else:
-        remedy = ANYWHERE
+        remedy = PASS_WEIGHTS
     return ReshardError(
         Problem(
             NOTHING_FOUND,

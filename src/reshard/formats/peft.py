@@ -8,36 +8,38 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.algebra.tensors import Replica, Tensor
-from reshard.base.plain import to_json
+from reshard.base.plain_json import to_json
 from reshard.containers import safetensors
 from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import Format, Kind, Request, Target
+from reshard.formats.contract import CheckpointKind, Format, Request, Target
 from reshard.transfer.plan import OutputFile
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "peft"
 CONFIG = "adapter_config.json"
 SAVED = ".modules_to_save."
-FILES = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def detect(path: Path) -> bool:
     """Whether `path` is a folder with an adapter and no model, or the file of an adapter."""
     if path.is_file():
-        return path.name in FILES
-    model = [path / f"{stem}.{suffix}" for stem, suffix in huggingface.KINDS]
-    model += [path / f"{stem}.{suffix}.index.json" for stem, suffix in huggingface.KINDS]
-    return any((path / name).is_file() for name in FILES) and not any(file.is_file() for file in model)
+        return path.name in WEIGHTS_FILES
+    model = [path / f"{stem}.{suffix}" for stem, suffix in huggingface.WEIGHT_FILES]
+    model += [path / f"{stem}.{suffix}.index.json" for stem, suffix in huggingface.WEIGHT_FILES]
+    return any((path / name).is_file() for name in WEIGHTS_FILES) and not any(
+        file.is_file() for file in model
+    )
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open an adapter. Its tensors keep PEFT's names, which `adapters.find` reads. Raises ReshardError if damaged."""
     iterations.refuse(path, iteration, "an adapter")
-    file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
+    file = path if path.is_file() else next(path / name for name in WEIGHTS_FILES if (path / name).is_file())
     tensors = huggingface.read_weights(file, sources)
     replicas = _taken_twice(tensors)
     return Checkpoint(
@@ -68,7 +70,7 @@ def _taken_twice(tensors: dict[str, Tensor]) -> list[Replica]:
 def lay_out(request: Request) -> list[OutputFile]:
     """The two files of an adapter; its settings become adapter_config.json."""
     config = OutputFile.of_bytes(CONFIG, to_json(dict(request.adapter or {})))
-    return [safetensors.output_file(FILES[0], request.tensors), config]
+    return [safetensors.output_file(WEIGHTS_FILES[0], request.tensors), config]
 
 
 FORMAT = Format(
@@ -76,9 +78,9 @@ FORMAT = Format(
     "LoRA adapter of PEFT: adapter_model.safetensors; adapter_model.bin is read",
     detect,
     open_checkpoint,
-    Target(lay_out, holds=frozenset({Kind.ADAPTER})),
+    Target(lay_out, holds=frozenset({CheckpointKind.ADAPTER})),
     aliases=("lora",),
-    files=("adapter_config.json", *FILES),
+    files=("adapter_config.json", *WEIGHTS_FILES),
     seen={"LoRA adapter": r"adapter_(?:model|config)\.|(?:^|/)adapter(?:_\w+)?/?$"},
     judged=("PEFT",),
 )

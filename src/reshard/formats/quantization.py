@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed, one_for_all
-from reshard.formats.told import MODELOPT
+from reshard.formats.module_quantization import MODELOPT
 
 Shape = tuple[int, ...]
 Wide = Callable[[int], int]
 """The number of elements in this many items."""
 
 FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-BYTES = ("int8", "uint8")
-FP4 = ("float4_e2m1fn_x2", *BYTES)
-PLAIN = ("float64", "float32", "bfloat16", "float16", "int64", "bool")
+BYTE_DTYPES = ("int8", "uint8")
+FP4 = ("float4_e2m1fn_x2", *BYTE_DTYPES)
+PLAIN_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "bool")
 
 
 def _rows(shape: Shape, wide: Wide) -> Shape:
@@ -40,7 +40,7 @@ def _experts(shape: Shape, wide: Wide) -> Shape:
     return (shape[0], shape[2] * wide(shape[3]), shape[1]) if len(shape) == 4 else shape
 
 
-class Scheme(NamedTuple):
+class QuantizationScheme(NamedTuple):
     """How a weight is stored. Names are those in its module; {} is the name of the weight itself (`weight`).
 
     `values` names the tensor with its elements of `bits` bits (0: those of its dtype; None: as in the settings), in
@@ -69,27 +69,29 @@ _NESTED = ("{}.nested_absmax", "{}.nested_quant_map")
 _STATES = ("{}.quant_state.bitsandbytes__nf4", "{}.quant_state.bitsandbytes__fp4")
 SCHEMES = (
     # DeepSeek, which names scales differently in its own code, and transformers; experts may be packed FP4
-    Scheme("FP8", "{}", ("{}_scale_inv",), FP8, 8),
-    Scheme("FP4", "{}", ("{}_scale_inv",), FP4, 4),
-    Scheme("FP8", "{}", ("scale",), FP8, 8),
-    Scheme("FP4", "{}", ("scale",), FP4, 4),
+    QuantizationScheme("FP8", "{}", ("{}_scale_inv",), FP8, 8),
+    QuantizationScheme("FP4", "{}", ("{}_scale_inv",), FP4, 4),
+    QuantizationScheme("FP8", "{}", ("scale",), FP8, 8),
+    QuantizationScheme("FP4", "{}", ("scale",), FP4, 4),
     # compressed-tensors, FBGEMM, ModelOpt, Quark
-    Scheme("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4, 4, more=_FOLDED),
-    Scheme("FP8", "{}", ("{}_scale",), FP8, 8, more=(*_OFFSETS, *_FOLDED)),
-    Scheme("int8", "{}", ("{}_scale",), ("int8",), 8, more=(*_OFFSETS, *_FOLDED)),
-    Scheme("FP4", "{}", ("{}_scale",), FP4, 4, more=_FOLDED),
-    Scheme("rounded", "{}", ("{}_scale",), PLAIN[:4], 0, more=_OFFSETS),  # but not compressed
-    Scheme("packed int", "{}_packed", ("{}_scale", "{}_shape"), ("int32",), more=_OFFSETS),
-    Scheme("NVFP4", "{}_packed", ("{}_scale", "{}_global_scale"), BYTES, 4, more=_OFFSETS),
-    Scheme("MX", "{}_packed", ("{}_scale",), BYTES, more=_OFFSETS),
+    QuantizationScheme("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4, 4, more=_FOLDED),
+    QuantizationScheme("FP8", "{}", ("{}_scale",), FP8, 8, more=(*_OFFSETS, *_FOLDED)),
+    QuantizationScheme("int8", "{}", ("{}_scale",), ("int8",), 8, more=(*_OFFSETS, *_FOLDED)),
+    QuantizationScheme("FP4", "{}", ("{}_scale",), FP4, 4, more=_FOLDED),
+    QuantizationScheme(
+        "rounded", "{}", ("{}_scale",), PLAIN_DTYPES[:4], 0, more=_OFFSETS
+    ),  # but not compressed
+    QuantizationScheme("packed int", "{}_packed", ("{}_scale", "{}_shape"), ("int32",), more=_OFFSETS),
+    QuantizationScheme("NVFP4", "{}_packed", ("{}_scale", "{}_global_scale"), BYTE_DTYPES, 4, more=_OFFSETS),
+    QuantizationScheme("MX", "{}_packed", ("{}_scale",), BYTE_DTYPES, more=_OFFSETS),
     # gpt-oss
-    Scheme("MXFP4", "{}_blocks", ("{}_scales",), ("uint8",), 4, _experts),
+    QuantizationScheme("MXFP4", "{}_blocks", ("{}_scales",), ("uint8",), 4, _experts),
     # AutoGPTQ, AutoAWQ, auto-round: packed along either axis
-    Scheme("GPTQ", "qweight", ("qzeros", "scales", "g_idx"), ("int32",), None, None),
-    Scheme("AWQ", "qweight", ("qzeros", "scales"), ("int32",), None, None),
+    QuantizationScheme("GPTQ", "qweight", ("qzeros", "scales", "g_idx"), ("int32",), None, None),
+    QuantizationScheme("AWQ", "qweight", ("qzeros", "scales"), ("int32",), None, None),
     # bitsandbytes; four bits are flat, in items of any type
-    Scheme("4 bits", "{}", ("{}.absmax", "{}.quant_map"), (), 4, None, (*_NESTED, *_STATES)),
-    Scheme("int8", "{}", ("SCB",), ("int8",), 8, more=("weight_format",)),
+    QuantizationScheme("4 bits", "{}", ("{}.absmax", "{}.quant_map"), (), 4, None, (*_NESTED, *_STATES)),
+    QuantizationScheme("int8", "{}", ("SCB",), ("int8",), 8, more=("weight_format",)),
 )
 """All known ways of storing quantized weights. The first that fits is used."""
 
@@ -111,7 +113,7 @@ OF_ACTIVATIONS = (
 )
 """Scales that belong to no weight."""
 
-ALONE = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"}, *({role} for role in _FOLDED))
+AMBIGUOUS_ROLES = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"}, *({role} for role in _FOLDED))
 """Roles whose names plain models may have, too: alone they do not indicate a quantized weight."""
 
 _MODULES = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
@@ -122,7 +124,7 @@ UNTOLD = (
 )
 
 
-class _Part(NamedTuple):
+class _WeightPart(NamedTuple):
     """The tensor `local` of a module is the part `role` of its parameter `weight`."""
 
     local: str
@@ -136,17 +138,17 @@ _PARTS = {
     for role in (scheme.values, *scheme.beside, *scheme.more)
     for weight in WEIGHTS
     if role != "{}" and (weight == "weight" or ("{}" in role and "." not in role))
-    for part in (_Part(role.format(weight), role, weight),)
+    for part in (_WeightPart(role.format(weight), role, weight),)
 }
 """By the last component of the tensor name."""
 
 _VALUES = {scheme.values for scheme in SCHEMES}
 
 
-class Weight(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """A quantized weight: the tensor with its elements, and the bits of each."""
 
-    scheme: Scheme
+    scheme: QuantizationScheme
     values: str
     bits: int
 
@@ -177,7 +179,7 @@ class Quantization:
     """
 
     settings: Mapping[str, Any]
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, QuantizedWeight]
     beside: frozenset[str] = frozenset()
     incomplete: frozenset[str] = frozenset()
 
@@ -310,14 +312,16 @@ def find(
     settings = settings_of(config)
     groups, beside = _grouped(tensors, told=bool(settings))
     if not groups:
-        plain = not settings or all(tensor.dtype.name in PLAIN for tensor in tensors.values())
+        plain = not settings or all(tensor.dtype.name in PLAIN_DTYPES for tensor in tensors.values())
         return (None if plain else Quantization(settings, {})), []
     weights, problems = {}, {}
     for name, parts in groups.items():
         schemes = _schemes_with(frozenset(parts))
         scheme = next((each for each in schemes if each.has(tensors[parts[each.values]].dtype)), None)
         if scheme:
-            weights[name] = Weight(scheme, parts[scheme.values], _bits(scheme, parts, tensors, settings))
+            weights[name] = QuantizedWeight(
+                scheme, parts[scheme.values], _bits(scheme, parts, tensors, settings)
+            )
         else:
             problems[name] = _incomplete(name, parts, tensors)
     if problems and not _is_known(settings):
@@ -344,7 +348,9 @@ def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, di
             groups.setdefault(name[: -len(part.local)] + part.weight, {})[part.role] = name
         elif told and last in WEIGHTS and tensor.dtype.name in (*FP8, *FP4):
             small.add(name)
-    groups = {name: parts for name, parts in groups.items() if name in small or parts.keys() not in ALONE}
+    groups = {
+        name: parts for name, parts in groups.items() if name in small or parts.keys() not in AMBIGUOUS_ROLES
+    }
     for name in small:
         groups.setdefault(name, {})
     beside = {name for parts in groups.values() for role, name in parts.items() if role not in _VALUES}
@@ -356,7 +362,7 @@ def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, di
 
 
 @cache
-def _schemes_with(roles: frozenset[str]) -> tuple[Scheme, ...]:
+def _schemes_with(roles: frozenset[str]) -> tuple[QuantizationScheme, ...]:
     """The schemes in which a weight has parts of these roles."""
     return tuple(
         each
@@ -366,7 +372,10 @@ def _schemes_with(roles: frozenset[str]) -> tuple[Scheme, ...]:
 
 
 def _bits(
-    scheme: Scheme, parts: Mapping[str, str], tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+    scheme: QuantizationScheme,
+    parts: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
 ) -> int:
     if scheme.bits is not None:
         return scheme.bits or 8 * tensors[parts[scheme.values]].dtype.itemsize
@@ -379,7 +388,7 @@ def _bits(
 def _incomplete(name: str, parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Problem:
     """The problem of an incomplete weight, by the scheme that is closest to it."""
 
-    def distance(scheme: Scheme) -> tuple[int, int]:
+    def distance(scheme: QuantizationScheme) -> tuple[int, int]:
         needed = {scheme.values, *scheme.beside}
         return len(parts.keys() - needed - {*scheme.more}), len(needed - parts.keys())
 

@@ -15,7 +15,7 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import View, concat
 from reshard.base.errors import Problem
-from reshard.containers.torchfiles.write import Slot
+from reshard.containers.torchfiles.write import TensorSlot
 from reshard.transfer.plan import Block, Planned
 
 
@@ -26,7 +26,7 @@ class Split(NamedTuple):
     parts: int = 1
 
 
-class Box(NamedTuple):
+class Region(NamedTuple):
     """A part of a tensor: its offset and its size on each axis."""
 
     low: tuple[int, ...]
@@ -34,14 +34,14 @@ class Box(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def shard_boxes(shape: tuple[int, ...], split: Split | None, rank: int, ranks: int) -> tuple[Box, ...]:
+def shard_boxes(shape: tuple[int, ...], split: Split | None, rank: int, ranks: int) -> tuple[Region, ...]:
     """The boxes of a tensor of `shape` that make up the shard of one of `ranks`; one for each part."""
     if split is None:
-        return (Box((0,) * len(shape), shape),)
+        return (Region((0,) * len(shape), shape),)
     axis, part = split.axis, shape[split.axis] // split.parts
     step = part // ranks
     return tuple(
-        Box(
+        Region(
             tuple(index * part + rank * step if i == axis else 0 for i in range(len(shape))),
             (*shape[:axis], step, *shape[axis + 1 :]),
         )
@@ -122,13 +122,13 @@ def shard_of(tensor: Planned, split: Split | None, index: int, ranks: int) -> Sh
     return Shard(tensor, tuple(shape), lambda: shard(tensor.source(), split, index, ranks))
 
 
-def blocks_of(shards: Iterable[tuple[Shard, Slot]]) -> Iterator[Block]:
+def blocks_of(shards: Iterable[tuple[Shard, TensorSlot]]) -> Iterator[Block]:
     """The blocks of a torch.save file, from shards and their slots."""
     for held, slot in shards:
         yield Block(held.tensor.name, held.dtype, slot.shape, held.source, slot.offset, slot.crc_at)
 
 
-class Share(NamedTuple):
+class SharedSize(NamedTuple):
     """A size that parallel ranks share, which numbers of ranks can share it, and how to describe them."""
 
     what: str
@@ -136,12 +136,12 @@ class Share(NamedTuple):
     expected: str
 
 
-def divided(what: str, size: int) -> Share:
+def divided(what: str, size: int) -> SharedSize:
     """A size that is divided equally among the ranks."""
-    return Share(what, lambda ranks: size % ranks == 0, f"a divisor of {size}")
+    return SharedSize(what, lambda ranks: size % ranks == 0, f"a divisor of {size}")
 
 
-def misfits(flag: str, ranks: int, shares: Sequence[Share]) -> Iterator[Problem]:
+def misfits(flag: str, ranks: int, shares: Sequence[SharedSize]) -> Iterator[Problem]:
     """A problem for each size that this number of ranks cannot share."""
     choices = [n for n in range(1, 65) if all(share.fits(n) for share in shares)]
     for what, fits, expected in shares:

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reshard.base.arguments import Arguments
-from reshard.base.boundary import for_users
+from reshard.base.argument_checks import Arguments
 from reshard.base.errors import ReshardError
+from reshard.base.exceptions_to_problems import for_users
 from reshard.base.interrupts import ignored
-from reshard.base.plain import put
+from reshard.base.plain_json import put
 from reshard.guard.before.checks import Checked, check
 from reshard.guard.before.outputs import of_options
 from reshard.guard.before.resources import models_of

@@ -280,7 +280,7 @@ def explained() -> Iterator[None]:
 
 
 def _diagnosis(error: Exception) -> str:
-    from reshard.base.text import locale_language
+    from reshard.base.languages import locale_language
     from reshard.checks.words import aside
     from reshard.diagnosis.logs import diagnose_text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reshard.base.shown import escape, escape_lines
+from reshard.base.foreign_text import escape, escape_lines
 from reshard.guard.supervise.relay import Relay
 from reshard.guard.watch.watching import Notice
 

@@ -11,13 +11,13 @@ import yaml
 
 from reshard.algebra.layout import SavedLayout
 from reshard.base.errors import ReshardError, size
-from reshard.base.plain_yaml import YAML_MOST, yaml_of
+from reshard.base.plain_yaml import MAX_YAML_BYTES, yaml_of
 from reshard.folders import companions
-from reshard.folders.provenance import BASE, find_hints
+from reshard.folders.base_hints import BASE, find_hints
 from reshard.formats import peft
-from reshard.formats.target import Options
+from reshard.formats.contract import ConversionOptions
 from reshard.transfer.plan import Plan
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 README = "README.md"
 SIGNED = "<!-- written by reshard convert --push-to-hub -->"
@@ -31,7 +31,7 @@ _CACHED = re.compile(r"models--([^/]+)--([^/]+)")
 """The folder of a repository in huggingface_hub's cache."""
 
 
-def model_card(plan: Plan, options: Options, repository: str) -> bytes:
+def model_card(plan: Plan, options: ConversionOptions, repository: str) -> bytes:
     """The README.md of a repository (`Org/Name`) for the output of a plan. It contains no path of this machine."""
     about = yaml.safe_dump(_metadata(plan, options), sort_keys=False, allow_unicode=True)
     parts = [
@@ -54,7 +54,7 @@ reshard verify model
 """
 
 
-def _metadata(plan: Plan, options: Options) -> dict[str, Any]:
+def _metadata(plan: Plan, options: ConversionOptions) -> dict[str, Any]:
     """What the Hub reads from a card. Unknown values are left out."""
     is_adapter = plan.target == peft.NAME
     folders = _folders(plan)
@@ -108,7 +108,7 @@ def _front_matter(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        text = Sources().read(path, YAML_MOST).decode()
+        text = Sources().read(path, MAX_YAML_BYTES).decode()
         match = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
         found = yaml_of(match[1].encode()) if match else {}
     except (OSError, ReshardError, ValueError):
@@ -129,7 +129,7 @@ def _origin(plan: Plan) -> str:
     return " ".join(words) + "."
 
 
-def _table(plan: Plan, options: Options) -> str:
+def _table(plan: Plan, options: ConversionOptions) -> str:
     """What the output is, and how it was changed beyond reordering elements."""
     facts = plan.facts
     rows = {
@@ -145,7 +145,7 @@ def _table(plan: Plan, options: Options) -> str:
     )
 
 
-def _changes(options: Options) -> list[str]:
+def _changes(options: ConversionOptions) -> list[str]:
     """The options that make the weights differ from the source's."""
     given = {"--dtype": options.dtype, "--quantize": options.quantize}
     return [f"{flag} {value}" for flag, value in given.items() if value] + ["--merge"] * options.merge

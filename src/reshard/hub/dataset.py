@@ -15,8 +15,8 @@ from typing import Any
 
 from reshard.base.errors import ReshardError, size
 from reshard.base.suggest import did_you_mean
-from reshard.stores.errors import translated
 from reshard.stores.hub import HubStore
+from reshard.stores.store_errors import translated
 
 PREFIX = "hf://datasets/"
 CARDS = ("README.md", ".huggingface.yaml")

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 from reshard.base.errors import ReshardError, size
+from reshard.stores.checkpoint_names import declared
 from reshard.stores.hub import HubStore, cached, url_of
-from reshard.stores.names import declared
 
 SAFE = ".safetensors"
 COMMIT = re.compile("[0-9a-f]{40}")

@@ -17,12 +17,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from reshard.base.errors import ReshardError, listed, said
-from reshard.base.installing import install_command
-from reshard.base.plain import json_of
-from reshard.base.shown import without_secrets
-from reshard.folders.companions import FILES, RECORD
+from reshard.base.foreign_text import without_secrets
+from reshard.base.missing_packages import install_command
+from reshard.base.plain_json import json_of
+from reshard.folders.companions import FILES_KEY, RECORD
 from reshard.formats import written
-from reshard.formats.target import HUB, Options
+from reshard.formats.contract import HUB, ConversionOptions
 from reshard.hub.card import README, SIGNED, model_card
 from reshard.transfer.plan import Plan
 from reshard.version import __version__
@@ -124,7 +124,7 @@ class Upload:
                 found=listed(sorted(there - set(KEPT)), 5),
                 remedy="choose another repository, or pass --overwrite to replace its files (its history keeps them)",
             )
-        files = record.get(FILES)
+        files = record.get(FILES_KEY)
         old = {RECORD, *files} if isinstance(files, dict | list) else set()
         if foreign := sorted(there - old - ours - set(KEPT)):
             raise ReshardError(
@@ -149,7 +149,7 @@ class Upload:
         with TemporaryDirectory() as folder:
             return Path(self._api.hf_hub_download(self.name, name, local_dir=folder)).read_bytes()
 
-    def send(self, folder: Path, options: Options, on_upload: OnUpload) -> None:
+    def send(self, folder: Path, options: ConversionOptions, on_upload: OnUpload) -> None:
         """Upload all files of the plan from `folder`, and the model card, unless the repository has another's."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 

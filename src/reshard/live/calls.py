@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.api.weights import opened
-from reshard.base.arguments import Arguments, StrPath
-from reshard.base.boundary import for_users
+from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.errors import ReshardError
+from reshard.base.exceptions_to_problems import for_users
 from reshard.commands.streaming import How
 from reshard.commands.weights import Weights
 from reshard.live import megatron, modules, pretrained

@@ -13,11 +13,11 @@ from reshard.engines.megatron.shards import Coordinates, sharded
 from reshard.engines.megatron.shards import Weights as Shards
 from reshard.families.family import ENGINES, MCORE
 from reshard.live.modules import Loaded
-from reshard.model.logical import logical_tensors
+from reshard.model.logical_tensors import logical_tensors
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.gather import check_sums
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.memory import shared
+from reshard.transfer.memory_budget import shared
 
 if TYPE_CHECKING:
     import torch

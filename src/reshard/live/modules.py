@@ -14,12 +14,12 @@ from reshard.commands.lazy import as_torch
 from reshard.commands.streaming import How, place, read
 from reshard.commands.weights import Weights
 from reshard.live.fillable import not_in_place, sharded_otherwise
-from reshard.model.sizes import is_mtp
+from reshard.model.model_sizes import is_mtp
 from reshard.transfer.compare import unequal_replicas
-from reshard.transfer.elements import RAW, castable
-from reshard.transfer.memory import shared
+from reshard.transfer.elements import RAW_DTYPES, castable
+from reshard.transfer.memory_budget import shared
 from reshard.transfer.plan import Planned
-from reshard.transfer.prefetch import Wanted
+from reshard.transfer.prefetch import WantedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -219,12 +219,12 @@ def _dtype_of(tensor: torch.Tensor) -> DType:
     return BY_NAME.get(name) or DType(name, tensor.dtype.itemsize, "", None)
 
 
-def _wanted(planned: Planned, target: _Place) -> Wanted:
+def _wanted(planned: Planned, target: _Place) -> WantedTensor:
     """The part of a tensor that the module holds, read into its memory if that is possible."""
     local = target.local
     view = planned.source()
     tensor = Tensor(_dtype_of(local), view[target.box] if target.box else view)
-    return Wanted(planned.name, tensor, _raw(local) if _is_direct(local) else None)
+    return WantedTensor(planned.name, tensor, _raw(local) if _is_direct(local) else None)
 
 
 def _is_direct(tensor: torch.Tensor) -> bool:
@@ -238,4 +238,4 @@ def _raw(tensor: torch.Tensor) -> Any:
     """The elements of a contiguous tensor on the CPU as integers of the same width, sharing its memory."""
     import torch
 
-    return tensor.reshape(-1).view(torch.uint8).numpy().view(RAW[tensor.element_size()])
+    return tensor.reshape(-1).view(torch.uint8).numpy().view(RAW_DTYPES[tensor.element_size()])

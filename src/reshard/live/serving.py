@@ -18,7 +18,7 @@ from reshard.base.suggest import meant
 from reshard.commands.weights import Weights
 from reshard.live.deferred import DeferredTensor, Tally
 from reshard.live.parameters import Loading
-from reshard.model.configs import config_of
+from reshard.model.find_config import config_of
 from reshard.stores import source_path
 
 NAME = "reshard"

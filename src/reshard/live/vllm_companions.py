@@ -19,7 +19,7 @@ from vllm.transformers_utils.config import HFConfigParser, register_config_parse
 from reshard.api.weights import open as open_weights
 from reshard.base.errors import ReshardError
 from reshard.folders.companions import find_companions
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 
 def register(name: str) -> None:

@@ -13,23 +13,23 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.algebra.tensors import Computed, Read, Tensor
+from reshard.algebra.tensors import Computed, InputReader, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError
-from reshard.base.plain import json_of
-from reshard.formats.quantization import Weight, part_of
-from reshard.model.blocks import Floats
-from reshard.transfer.elements import CAST
-from reshard.transfer.files import Files
+from reshard.base.plain_json import json_of
+from reshard.formats.quantization import QuantizedWeight, part_of
+from reshard.model.block_grid import Floats
+from reshard.transfer.elements import CAST_BYTES_EACH
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 
 FLOAT32 = dtype("float32")
 RECIPROCAL_OF_127 = np.float32(7.874015718698502e-3)
-NESTED = ("nested_absmax", "nested_quant_map")
+NESTED_ROLES = ("nested_absmax", "nested_quant_map")
 STATES = ("nf4", "fp4")
 
 
-class LookedUp(Computed):
+class LookedUpWeight(Computed):
     """A flat weight of 4 bits, the high half of a byte first: a table entry times the scale of its block.
 
     `inputs` are the values, `absmax` of each block of `size` values, and the table; if `absmax` is quantized as well,
@@ -42,7 +42,7 @@ class LookedUp(Computed):
         self.dtype, self.inputs = wanted, inputs
         self._size, self._nested, self._offset = size, nested, np.float32(offset)
 
-    def values(self, begin: int, end: int, read: Read) -> Floats:
+    def values(self, begin: int, end: int, read: InputReader) -> Floats:
         packed, _, table = self.inputs[:3]
         each = 2 * packed.dtype.itemsize
         first, last = begin // each, -(-end // each)
@@ -56,9 +56,9 @@ class LookedUp(Computed):
         return read.cast(floats.view(np.uint32), FLOAT32, self.dtype)
 
     def room(self, count: int) -> int:
-        return count * (12 + CAST) + (self._size + self._nested) * 24 + (1 << 14)
+        return count * (12 + CAST_BYTES_EACH) + (self._size + self._nested) * 24 + (1 << 14)
 
-    def _scales(self, low: int, high: int, read: Read) -> Floats:
+    def _scales(self, low: int, high: int, read: InputReader) -> Floats:
         raw = read(self.inputs[1], low, high)
         if not self._nested:
             scales: Floats = raw.view(np.float32)
@@ -71,16 +71,16 @@ class LookedUp(Computed):
         return nested
 
 
-class Rowwise(Computed):
+class RowwiseWeight(Computed):
     """A weight [rows, columns] of int8: each value times the largest magnitude of its row, divided by 127."""
 
     def __init__(self, packed: Tensor, largest: Tensor, wanted: DType) -> None:
         self.dtype, self.inputs = wanted, (packed, largest)
 
     def room(self, count: int) -> int:
-        return count * (12 + CAST) + 16 * self.inputs[0].shape[1]
+        return count * (12 + CAST_BYTES_EACH) + 16 * self.inputs[0].shape[1]
 
-    def values(self, begin: int, end: int, read: Read) -> Floats:
+    def values(self, begin: int, end: int, read: InputReader) -> Floats:
         packed, largest = self.inputs
         columns = packed.shape[1]
         first, last = begin // columns, -(-end // columns)
@@ -91,7 +91,7 @@ class Rowwise(Computed):
         return read.cast(floats.view(np.uint32), FLOAT32, self.dtype)
 
 
-def plain(name: str, weight: Weight, tensors: Mapping[str, Tensor], wanted: DType) -> Tensor | None:
+def plain(name: str, weight: QuantizedWeight, tensors: Mapping[str, Tensor], wanted: DType) -> Tensor | None:
     """The weight `name`; None if its parts do not match each other. Raises ReshardError if a part cannot be read."""
     packed = tensors[weight.values]
     if weight.scheme.beside == ("SCB",):
@@ -99,14 +99,14 @@ def plain(name: str, weight: Weight, tensors: Mapping[str, Tensor], wanted: DTyp
         order = tensors.get(part_of(name, "weight_format"))
         in_rows = order is None or not stored_values(order).any()
         fits = len(packed.shape) == 2 and largest.shape == packed.shape[:1] and largest.dtype == FLOAT32
-        view = View.of(Rowwise(packed, largest, wanted), *packed.shape) if fits and in_rows else None
+        view = View.of(RowwiseWeight(packed, largest, wanted), *packed.shape) if fits and in_rows else None
         return Tensor(wanted, view) if view else None
     kind = next((each for each in STATES if f"{name}.quant_state.bitsandbytes__{each}" in tensors), None)
     if kind is None:
         return None
     state = _state(tensors[f"{name}.quant_state.bitsandbytes__{kind}"])
-    is_nested = f"{name}.{NESTED[0]}" in tensors
-    there = [tensors.get(f"{name}.{part}") for part in ("absmax", "quant_map", *NESTED * is_nested)]
+    is_nested = f"{name}.{NESTED_ROLES[0]}" in tensors
+    there = [tensors.get(f"{name}.{part}") for part in ("absmax", "quant_map", *NESTED_ROLES * is_nested)]
     inputs = (packed, *(tensor for tensor in there if tensor))
     shape, offset = state.get("shape"), state.get("nested_offset", 0.0)
     sizes = [state.get("blocksize"), *[state.get("nested_blocksize")] * is_nested]
@@ -114,7 +114,7 @@ def plain(name: str, weight: Weight, tensors: Mapping[str, Tensor], wanted: DTyp
         return None
     if None in there or not _fit(inputs, shape, sizes):
         return None
-    source = LookedUp(inputs, sizes[0], sizes[1] if is_nested else 0, float(offset), wanted)
+    source = LookedUpWeight(inputs, sizes[0], sizes[1] if is_nested else 0, float(offset), wanted)
     return Tensor(wanted, View.of(source, prod(shape)).reshape(*shape))
 
 
@@ -149,7 +149,7 @@ def _state(tensor: Tensor) -> Mapping[str, Any]:
 
 def stored_values(tensor: Tensor) -> Floats:
     """The elements of a small tensor that describes others."""
-    files = Files()
+    files = OpenFiles()
     try:
         return Gatherer(files, None).read(tensor, 0, min(tensor.view.numel, 1 << 16))
     finally:

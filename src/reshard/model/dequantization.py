@@ -20,33 +20,33 @@ from typing import Any
 import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.algebra.tensors import FEW, Computed, Read, Tensor
+from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, one_for_all
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.module_quantization import ModuleQuantization, QuantizationSettings
 from reshard.formats.quantization import (
     Quantization,
+    QuantizedWeight,
     Shape,
-    Weight,
     blocks_told,
     of_first_group,
     part_of,
     refusal,
 )
-from reshard.formats.told import Settings, Told
 from reshard.model import bitsandbytes
-from reshard.model.blocks import Blocks, Floats, small_floats
-from reshard.model.groups import grouped, no_such_group, packing_of
-from reshard.model.kinds import MULTIPLIED, Kind, disagreements, is_outer, kind_of, module_of
-from reshard.transfer.elements import CAST, RAW, as_float, castable
+from reshard.model.block_grid import BlockGrid, Floats, small_floats
+from reshard.model.grouped_weights import grouped, no_such_group, packing_of
+from reshard.model.weight_kinds import MULTIPLIED, WeightKind, disagreements, is_outer, kind_of, module_of
+from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, as_float, castable
 
 FLOAT32 = dtype("float32")
 BFLOAT16, FLOAT16 = dtype("bfloat16"), dtype("float16")
 
-BLOCK = 1 << 17
+BLOCK_ELEMENTS = 1 << 17
 """Elements computed at a time: their float32 values fit in the cache of a core."""
 
-UNUSED = "quantization data"
+UNUSED_SCALES = "quantization data"
 """The rule for dropping scales of activations and similar tensors."""
 
 
@@ -63,7 +63,7 @@ _E4M3 = small_floats(4, 3, 7, "fn")
 
 
 @dataclass(frozen=True)
-class _Arithmetic:
+class _WeightArithmetic:
     """What weights of one shape have in common.
 
     `shape` is [..., rows, columns], with a scale for each of its `blocks`. A row has `items` items of packed values;
@@ -72,9 +72,9 @@ class _Arithmetic:
     """
 
     shape: Shape
-    blocks: Blocks
+    blocks: BlockGrid
     items: int
-    kind: Kind
+    kind: WeightKind
     packed: DType
     scales: DType
     dtype: DType
@@ -97,18 +97,18 @@ class _Arithmetic:
         blocks = self.blocks
         read = rows * (columns * self.items // blocks.columns + 1) * self.packed.itemsize
         read += blocks.scales_of(rows) * blocks.across * (self.scales.itemsize + 20)
-        step = max(BLOCK, columns) * (8 + CAST)
+        step = max(BLOCK_ELEMENTS, columns) * (8 + CAST_BYTES_EACH)
         if self.reordered:
-            step += max(BLOCK, columns) * 8 + blocks.columns * 20
+            step += max(BLOCK_ELEMENTS, columns) * 8 + blocks.columns * 20
         return read + rows * (columns * self.dtype.itemsize + 24) + step
 
     @cached_property
     def least(self) -> int:
-        """The value of `Dequantized.least` for each weight."""
-        return self.room(FEW)
+        """The value of `DequantizedWeight.least` for each weight."""
+        return self.room(MIN_READ_ELEMENTS)
 
 
-class Dequantized(Computed):
+class DequantizedWeight(Computed):
     """A weight [..., rows, columns] of `packed` values, each times the scale of its block.
 
     `more` are the groups of columns [columns], if these are not in order, and the scale of the complete weight, if
@@ -116,13 +116,13 @@ class Dequantized(Computed):
     """
 
     def __init__(
-        self, packed: Tensor, scales: Tensor, arithmetic: _Arithmetic, more: Sequence[Tensor] = ()
+        self, packed: Tensor, scales: Tensor, arithmetic: _WeightArithmetic, more: Sequence[Tensor] = ()
     ) -> None:
         self.inputs = (packed, scales, *more)
         self.dtype = arithmetic.dtype
         self._arithmetic = arithmetic
 
-    def values(self, begin: int, end: int, read: Read) -> Floats:
+    def values(self, begin: int, end: int, read: InputReader) -> Floats:
         columns = self._blocks.columns
         first, last = begin // columns, -(-end // columns)
         packed = read(self.inputs[0], first * self._items, last * self._items)
@@ -143,7 +143,7 @@ class Dequantized(Computed):
         return self._arithmetic.room_of_rows(count, length + 2 * unit) + count * length * self.dtype.itemsize
 
     @property
-    def _blocks(self) -> Blocks:
+    def _blocks(self) -> BlockGrid:
         return self._arithmetic.blocks
 
     @property
@@ -155,7 +155,7 @@ class Dequantized(Computed):
         """The smallest number of columns that can be computed separately: complete blocks of complete items."""
         return lcm(self._blocks.wide, self._blocks.columns // self._items)
 
-    def runs(self, begin: int, count: int, step: int, length: int, read: Read) -> Floats:
+    def runs(self, begin: int, count: int, step: int, length: int, read: InputReader) -> Floats:
         """Some columns, as a row-parallel rank needs them: only the blocks that contain them are computed."""
         first, low = divmod(begin, self._blocks.columns)
         packed, each, unit = self.inputs[0], self._blocks.columns // self._items, self._unit
@@ -172,7 +172,7 @@ class Dequantized(Computed):
         out = self._computed(raw, first, first + count, slice(start, stop), read)
         return out[:, low - start : low - start + length].flatten()
 
-    def _computed(self, packed: Floats, first: int, last: int, columns: slice, read: Read) -> Floats:
+    def _computed(self, packed: Floats, first: int, last: int, columns: slice, read: InputReader) -> Floats:
         """Raw elements of rows `first` to `last` in complete blocks of columns; `packed` has their values."""
         packed = packed.view(np.uint8).reshape(last - first, -1)
         index = self._blocks.of_rows(first, last)
@@ -182,8 +182,8 @@ class Dequantized(Computed):
             wide = self._blocks.wide
             scales = scales[:, columns.start // wide : -(-columns.stop // wide)]
         index -= index[0]
-        out = np.empty((last - first, columns.stop - columns.start), RAW[self.dtype.itemsize])
-        step = max(1, BLOCK // out.shape[1])
+        out = np.empty((last - first, columns.stop - columns.start), RAW_DTYPES[self.dtype.itemsize])
+        step = max(1, BLOCK_ELEMENTS // out.shape[1])
         for low in range(0, last - first, step):
             part = slice(low, low + step)
             values = np.take(self._arithmetic.table, packed[part]).view(np.float32)
@@ -195,7 +195,7 @@ class Dequantized(Computed):
             out[part] = read.cast(values.view(np.uint32), FLOAT32, self.dtype)
         return out
 
-    def _groups(self, columns: slice, read: Read) -> Floats | None:
+    def _groups(self, columns: slice, read: InputReader) -> Floats | None:
         """The group of each of these columns; None if columns are in order, which -1 says, too."""
         if not self._arithmetic.reordered:
             return None
@@ -207,7 +207,7 @@ class Dequantized(Computed):
             raise no_such_group(self.inputs[2], self._blocks.across)
         return groups[columns]
 
-    def _scales(self, first: int, last: int, read: Read) -> Floats:
+    def _scales(self, first: int, last: int, read: InputReader) -> Floats:
         """The rows of scales `first` to `last`."""
         tensor, across, kind = self.inputs[1], self._blocks.across, self._arithmetic.kind
         scales = _floats(read(tensor, first * across, last * across), tensor.dtype).reshape(-1, across)
@@ -244,7 +244,7 @@ def dequantized(
     found = checkpoint.quantization
     if found is None:
         return checkpoint
-    plainly = _Plainly(found, checkpoint.tensors, wanted or BFLOAT16)
+    plainly = _Dequantizer(found, checkpoint.tensors, wanted or BFLOAT16)
     if problems := disagreements(found, checkpoint.tensors, plainly.settings):
         raise ReshardError(one_for_all(problems, found.weights, str(checkpoint.path)))
     if not found.weights or not all(plainly.knows(*each) for each in found.weights.items()):
@@ -257,7 +257,7 @@ def dequantized(
     dropped = checkpoint.dropped.copy()
     used = {part_of(name, role) for name, weight in found.weights.items() for role in _used(weight)}
     if unused := sum(checkpoint.tensors[name].nbytes for name in found.beside - used):
-        dropped[UNUSED] += unused
+        dropped[UNUSED_SCALES] += unused
     names = {weight.values: name for name, weight in found.weights.items()}
     plain = {names.get(name, name): tensor for name, tensor in checkpoint.tensors.items()}
     return replace(
@@ -279,7 +279,7 @@ def _dtype_of_scales(checkpoint: Checkpoint) -> DType:
     return FLOAT16 if kinds == {FLOAT16} else BFLOAT16
 
 
-def _used(weight: Weight) -> tuple[str, ...]:
+def _used(weight: QuantizedWeight) -> tuple[str, ...]:
     """The parts that make up a weight in addition to its values, the scales last."""
     roles = weight.scheme.beside
     if roles[0] in ("SCB", "{}.absmax"):
@@ -291,18 +291,18 @@ def _used(weight: Weight) -> tuple[str, ...]:
     return ("g_idx", "qzeros", "scales") if "qzeros" in roles else roles[:1]
 
 
-class _Plainly:
+class _Dequantizer:
     """Makes plain weights of dtype `wanted`. What layers share is determined once."""
 
     def __init__(self, found: Quantization, tensors: Mapping[str, Tensor], wanted: DType) -> None:
         self.wanted = wanted
-        self._found, self._tensors, self.settings = found, tensors, Settings(found.settings)
+        self._found, self._tensors, self.settings = found, tensors, QuantizationSettings(found.settings)
         self._packing = packing_of(found.settings)
         self._is_bitsandbytes = found.settings.get("quant_method") == "bitsandbytes"
-        self._kinds: dict[tuple[Any, ...], Kind | None] = {}
-        self._known: dict[tuple[Any, ...], _Arithmetic | None] = {}
+        self._kinds: dict[tuple[Any, ...], WeightKind | None] = {}
+        self._known: dict[tuple[Any, ...], _WeightArithmetic | None] = {}
 
-    def knows(self, name: str, weight: Weight) -> bool:
+    def knows(self, name: str, weight: QuantizedWeight) -> bool:
         """Whether the arithmetic of a weight is known."""
         if self._is_bitsandbytes:
             return True
@@ -310,14 +310,14 @@ class _Plainly:
             return self._packing is not None
         return self._kind(name, weight)[1] is not None
 
-    def _kind(self, name: str, weight: Weight) -> tuple[Told, Kind | None]:
+    def _kind(self, name: str, weight: QuantizedWeight) -> tuple[ModuleQuantization, WeightKind | None]:
         told = self.settings.of(module_of(name))
         key = (weight.scheme, self._tensors[weight.values].dtype, told)
         if key not in self._kinds:
             self._kinds[key] = kind_of(weight, told, self._found, self._tensors)
         return told, self._kinds[key]
 
-    def plain(self, name: str, weight: Weight) -> Tensor | Problem:
+    def plain(self, name: str, weight: QuantizedWeight) -> Tensor | Problem:
         """One plain weight, or a problem if its scales do not match it."""
         found, tensors, wanted = self._found, self._tensors, self.wanted
         packed, scales = tensors[weight.values], tensors[part_of(name, _used(weight)[-1])]
@@ -339,7 +339,7 @@ class _Plainly:
         arithmetic = self._known[key]
         if arithmetic is None or not {*extra} <= {*used}:
             return _misfit(name, packed, scales, found, extra)
-        source = Dequantized(packed, scales, arithmetic, more)
+        source = DequantizedWeight(packed, scales, arithmetic, more)
         view = View.of(source, *arithmetic.shape)
         if weight.scheme.name != "MXFP4":
             return Tensor(wanted, view)
@@ -348,8 +348,13 @@ class _Plainly:
         return Tensor(wanted, view.permute(0, 2, 1))
 
     def _arithmetic(
-        self, name: str, weight: Weight, told: Told, kind: Kind, inputs: Sequence[Tensor]
-    ) -> _Arithmetic | None:
+        self,
+        name: str,
+        weight: QuantizedWeight,
+        told: ModuleQuantization,
+        kind: WeightKind,
+        inputs: Sequence[Tensor],
+    ) -> _WeightArithmetic | None:
         """How to compute a weight from its inputs; None if it cannot be determined."""
         found, (packed, scales, *more) = self._found, inputs
         # Experts of MXFP4 are stored as [expert, out, block, items of a block]; the weight is [expert, in, out].
@@ -370,9 +375,9 @@ class _Plainly:
             return None
         rows = prod(shape[:-1])
         height = rows if scales.view.numel == 1 else shape[-2]
-        return _Arithmetic(
+        return _WeightArithmetic(
             shape,
-            Blocks(height, shape[-1], *blocks),
+            BlockGrid(height, shape[-1], *blocks),
             packed.view.numel // rows,
             kind,
             packed.dtype,
@@ -381,7 +386,7 @@ class _Plainly:
             groups is not None,
         )
 
-    def _blocks_of_ints(self, name: str, told: Told, shape: Shape) -> tuple[int, int] | None:
+    def _blocks_of_ints(self, name: str, told: ModuleQuantization, shape: Shape) -> tuple[int, int] | None:
         """How many rows and columns of packed integers share a scale; None if rows end in partly filled items."""
         if bitsandbytes.stored_values(self._tensors[part_of(name, "{}_shape")]).tolist() != list(shape):
             return None
@@ -395,7 +400,7 @@ class _Plainly:
         return None
 
 
-def _fits(kind: Kind, blocks: tuple[int, int], told: Told, scales: Tensor) -> bool:
+def _fits(kind: WeightKind, blocks: tuple[int, int], told: ModuleQuantization, scales: Tensor) -> bool:
     """Whether scales of NVFP4 are stored in FP8, and of blocks as large as the settings say; of others, neither."""
     if not kind.outer:
         return scales.dtype.name != "float8_e4m3fn"

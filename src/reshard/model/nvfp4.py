@@ -14,26 +14,26 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.algebra.tensors import FEW, Computed, Read, Tensor, least_room
+from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor, least_room
 from reshard.algebra.views import View
 from reshard.formats.quantization import not_finite
-from reshard.model.blocks import STEP, Blocks, Floats, codes_of, nearest_codes, small_floats
+from reshard.model.block_grid import STEP_ELEMENTS, BlockGrid, Floats, codes_of, nearest_codes, small_floats
 from reshard.transfer.elements import as_float, cast
-from reshard.transfer.memory import Need, most
+from reshard.transfer.memory_budget import MemoryNeed, most
 from reshard.transfer.overflow import Overflows
 from reshard.transfer.plan import Planned
 
 FLOAT32, UINT8, FP8 = dtype("float32"), dtype("uint8"), dtype("float8_e4m3fn")
-WIDE = 16
+BLOCK_ELEMENTS = 16
 """Elements that share a scale."""
 
-READ = 1 << 18
+READ_ELEMENTS = 1 << 18
 """Elements read at a time to find the largest."""
 
 _FP8 = small_floats(4, 3, 7, "fn")
 _TO_FP8, _TO_FP4 = nearest_codes(_FP8), nearest_codes(small_floats(2, 1, 1))
-_LARGEST = np.float32(448 * 6)
-_EIGHTH = 0x20
+_LARGEST_VALUE = np.float32(448 * 6)
+_SCALE_OF_ZEROS = 0x20
 """The code of the scale of a block of zeros."""
 
 JOINED = (
@@ -58,18 +58,18 @@ class GlobalScale(Computed):
         return 1
 
     def room(self, count: int) -> int:
-        return READ * 3 * max(tensor.dtype.itemsize for tensor in self.inputs) + 4096
+        return READ_ELEMENTS * 3 * max(tensor.dtype.itemsize for tensor in self.inputs) + 4096
 
-    def values(self, begin: int, end: int, read: Read) -> Floats:
+    def values(self, begin: int, end: int, read: InputReader) -> Floats:
         if "scale" not in self._known:
             self._known["scale"] = self._computed(read)
         return self._known["scale"].view(np.uint32)[begin:end]
 
-    def _computed(self, read: Read) -> Floats:
+    def _computed(self, read: InputReader) -> Floats:
         largest, kind = np.zeros(1, np.float32), self.inputs[0].dtype
         for name, tensor in zip(self._names, self.inputs, strict=True):
-            for low in range(0, tensor.view.numel, READ):
-                raw = read(tensor, low, min(low + READ, tensor.view.numel))
+            for low in range(0, tensor.view.numel, READ_ELEMENTS):
+                raw = read(tensor, low, min(low + READ_ELEMENTS, tensor.view.numel))
                 high = (raw & raw.dtype.type((1 << (8 * raw.itemsize - 1)) - 1)).max(keepdims=True)
                 largest = np.maximum(largest, as_float(high, tensor.dtype).astype(np.float32))
             if not np.isfinite(largest[0]):
@@ -79,7 +79,7 @@ class GlobalScale(Computed):
             inverse = _in(
                 np.float32(1) / np.maximum(largest, least), kind
             )  # as torch divides a number by a tensor
-            scale = _in(inverse * _LARGEST, kind)
+            scale = _in(inverse * _LARGEST_VALUE, kind)
         return np.where(np.isfinite(scale), scale, np.float32(1))
 
 
@@ -89,13 +89,13 @@ def _in(values: Floats, kind: DType) -> Floats:
     return as_float(raw, kind).astype(np.float32)
 
 
-class _Part(Computed):
+class _Nvfp4Part(Computed):
     """The common base of values and scales. `inputs` are the weight [..., rows, columns] and its scale."""
 
     def __init__(self, weight: Tensor, outer: Tensor) -> None:
         self.inputs = (weight, outer)
         rows = weight.view.numel // weight.shape[-1]
-        self._blocks = Blocks(rows, weight.shape[-1], 1, WIDE)
+        self._blocks = BlockGrid(rows, weight.shape[-1], 1, BLOCK_ELEMENTS)
 
     def _codes(self, raw: Floats, outer: Floats) -> Floats:
         """The codes of the scales of some rows."""
@@ -104,12 +104,12 @@ class _Part(Computed):
         floats = as_float(largest, kind).astype(np.float32)
         scales = np.minimum(_in(floats / np.float32(6), kind) * outer, np.float32(448))
         codes = codes_of(np.ascontiguousarray(scales), _TO_FP8)
-        return np.where(codes == 0, np.uint8(_EIGHTH), codes)
+        return np.where(codes == 0, np.uint8(_SCALE_OF_ZEROS), codes)
 
-    def _rows(self, first: int, last: int, read: Read) -> Iterator[tuple[int, Floats]]:
+    def _rows(self, first: int, last: int, read: InputReader) -> Iterator[tuple[int, Floats]]:
         """Some rows at a time, and how many came before."""
         columns, weight = self._blocks.columns, self.inputs[0]
-        step = max(1, STEP // columns)
+        step = max(1, STEP_ELEMENTS // columns)
         for low in range(first, last, step):
             high = min(low + step, last)
             raw = read(weight, low * columns, high * columns).reshape(high - low, columns)
@@ -117,14 +117,14 @@ class _Part(Computed):
 
     def _room(self, rows: int) -> int:
         columns = self._blocks.columns
-        return rows * columns + max(STEP, columns) * 64 + 4096
+        return rows * columns + max(STEP_ELEMENTS, columns) * 64 + 4096
 
     @property
     def few(self) -> int:
-        return max(FEW, self._blocks.columns)
+        return max(MIN_READ_ELEMENTS, self._blocks.columns)
 
 
-class Nvfp4Scales(_Part):
+class Nvfp4Scales(_Nvfp4Part):
     """The scales of the blocks of a weight, in FP8."""
 
     dtype = FP8
@@ -132,7 +132,7 @@ class Nvfp4Scales(_Part):
     def room(self, count: int) -> int:
         return self._room(count // self._blocks.across + 2)
 
-    def values(self, begin: int, end: int, read: Read) -> Floats:
+    def values(self, begin: int, end: int, read: InputReader) -> Floats:
         across, outer = self._blocks.across, read(self.inputs[1], 0, 1).view(np.float32)
         first, last = begin // across, -(-end // across)
         out = np.empty((last - first, across), np.uint8)
@@ -141,7 +141,7 @@ class Nvfp4Scales(_Part):
         return out.reshape(-1)[begin - first * across : end - first * across]
 
 
-class Nvfp4Values(_Part):
+class Nvfp4Values(_Nvfp4Part):
     """The values of a weight, two in a byte: each element over the scale of its block, to the nearest, ties to even."""
 
     dtype = UINT8
@@ -149,7 +149,7 @@ class Nvfp4Values(_Part):
     def room(self, count: int) -> int:
         return self._room(2 * count // self._blocks.columns + 2)
 
-    def values(self, begin: int, end: int, read: Read) -> Floats:
+    def values(self, begin: int, end: int, read: InputReader) -> Floats:
         items, outer = self._blocks.columns // 2, read(self.inputs[1], 0, 1).view(np.float32)
         first, last = begin // items, -(-end // items)
         out = np.empty((last - first, items), np.uint8)
@@ -161,7 +161,7 @@ class Nvfp4Values(_Part):
     def _packed(self, raw: Floats, scales: Floats) -> Floats:
         floats = as_float(raw, self.inputs[0].dtype).astype(np.float32)
         with np.errstate(over="ignore"):
-            floats = (floats.reshape(len(raw), -1, WIDE) / scales[:, :, None]).reshape(raw.shape)
+            floats = (floats.reshape(len(raw), -1, BLOCK_ELEMENTS) / scales[:, :, None]).reshape(raw.shape)
         codes = codes_of(floats, _TO_FP4)
         codes[floats == 0] = 0  # also of -0, as there
         packed: Floats = codes[:, 0::2] | codes[:, 1::2] << 4
@@ -172,7 +172,7 @@ class Nvfp4(NamedTuple):
     """The storage of weights for `--quantize nvfp4`: three tensors each, of which some weights share the last."""
 
     names: tuple[str, ...] = ("_packed", "_scale", "_global_scale")
-    blocks: tuple[int, int] = (1, WIDE)
+    blocks: tuple[int, int] = (1, BLOCK_ELEMENTS)
 
     def parts(
         self,
@@ -189,14 +189,14 @@ class Nvfp4(NamedTuple):
         values, scales = Nvfp4Values(weight, outer), Nvfp4Scales(weight, outer)
         return (
             Tensor(UINT8, View.of(values, *rows, columns // 2)),
-            Tensor(FP8, View.of(scales, *rows, columns // WIDE)),
+            Tensor(FP8, View.of(scales, *rows, columns // BLOCK_ELEMENTS)),
             outer,
         )
 
-    def need(self, names: Mapping[tuple[DType, tuple[int, ...]], str]) -> Need:
+    def need(self, names: Mapping[tuple[DType, tuple[int, ...]], str]) -> MemoryNeed:
         """The least memory for quantizing weights; `names` has an example name for each dtype and shape."""
         return most(
-            Need(least_room(part.view), name)
+            MemoryNeed(least_room(part.view), name)
             for (kind, shape), name in names.items()
             for part in self.parts(name, Tensor(kind, View.of(None, *shape)))
         )
@@ -262,7 +262,7 @@ def settings_of(
     ignored = dict.fromkeys(["lm_head", *(_pattern(name, inner(name), ends, chosen) for name in matrices)])
     weights = {
         "dynamic": False,
-        "group_size": WIDE,
+        "group_size": BLOCK_ELEMENTS,
         "num_bits": 4,
         "scale_dtype": "torch.float8_e4m3fn",
         "strategy": "tensor_group",

@@ -14,32 +14,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.algebra.tensors import FEW, Computed, Read, Tensor, least_room
+from reshard.algebra.tensors import MIN_READ_ELEMENTS, Computed, InputReader, Tensor, least_room
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import blocks_told, not_finite, part_of
 from reshard.model import nvfp4
-from reshard.model.blocks import STEP, Blocks, Floats, codes_of, nearest_codes, small_floats
+from reshard.model.block_grid import STEP_ELEMENTS, BlockGrid, Floats, codes_of, nearest_codes, small_floats
 from reshard.model.nvfp4 import Nvfp4
 from reshard.transfer.elements import as_float, castable
-from reshard.transfer.memory import Need, most
+from reshard.transfer.memory_budget import MemoryNeed, most
 from reshard.transfer.plan import Planned
 
 FLOAT32, BFLOAT16, UINT8 = dtype("float32"), dtype("bfloat16"), dtype("uint8")
 
-READ = 1 << 22
+READ_ELEMENTS = 1 << 22
 """Elements read at a time to compute scales: if a source is transposed, one read serves many rows."""
 
 
-class Scales(NamedTuple):
+class BlockScales(NamedTuple):
     """The scales of some blocks: as stored, and the factors that scale the weight to the range of the format."""
 
     stored: Floats
     factors: Floats
 
 
-class Method(NamedTuple):
+class QuantizationMethod(NamedTuple):
     """How values and scales are computed from a weight, and how they are stored.
 
     `table` rounds (`nearest_codes`), and `packed` values make an item of dtype `values`. `scales` computes scales from
@@ -51,54 +51,54 @@ class Method(NamedTuple):
     values: DType
     packed: int
     stored: DType
-    scales: Callable[[Floats], Scales]
+    scales: Callable[[Floats], BlockScales]
     reads: DType | None = None
     finite: bool = False
 
 
-def _fp8_scales(largest: Floats) -> Scales:
+def _fp8_scales(largest: Floats) -> BlockScales:
     with np.errstate(divide="ignore", invalid="ignore"):
         reciprocals = np.float32(1) / largest  # torch also divides a number by a tensor this way
         factors = np.where(largest > 0, reciprocals * np.float32(448), np.float32(1))
-        return Scales(np.float32(1) / factors, factors)
+        return BlockScales(np.float32(1) / factors, factors)
 
 
-def _ue8m0_scales(largest: Floats) -> Scales:
+def _ue8m0_scales(largest: Floats) -> BlockScales:
     """Powers of two, not below the usual FP8 scale. Infinity is stored as NaN."""
     stored = _fp8_scales(largest).stored
     tiny = np.finfo(np.float32).tiny
     exponents = np.ceil(np.log2(np.maximum(stored, tiny).astype(np.float64)).astype(np.float32))
     powers = np.where(exponents <= 127, np.exp2(np.minimum(exponents, 127)), np.float32(np.nan))
-    return Scales(powers.astype(np.float32), np.float32(1) / powers.astype(np.float32))
+    return BlockScales(powers.astype(np.float32), np.float32(1) / powers.astype(np.float32))
 
 
-def _mx_scales(largest: Floats) -> Scales:
+def _mx_scales(largest: Floats) -> BlockScales:
     """The exponents of powers of two, not below the largest magnitude over 6. Below 2^-126, scale and values are 0."""
     bits = (largest / np.float32(6)).view(np.uint32)
     exponents = (bits + np.uint32(0x7FFFFF)) >> 23
     powers = (exponents << 23).view(np.float32)
     with np.errstate(divide="ignore"):
         factors = np.where(exponents > 0, np.float32(1) / powers, np.float32(0))
-    return Scales(exponents.astype(np.uint8), factors)
+    return BlockScales(exponents.astype(np.uint8), factors)
 
 
 _E4M3 = nearest_codes(small_floats(4, 3, 7, "fn"))
 _E2M1 = nearest_codes(small_floats(2, 1, 1))
-FP8 = Method(_E4M3, dtype("float8_e4m3fn"), 1, FLOAT32, _fp8_scales)
-UE8M0 = Method(_E4M3, dtype("float8_e4m3fn"), 1, FLOAT32, _ue8m0_scales)
-MXFP4 = Method(_E2M1, UINT8, 2, UINT8, _mx_scales, reads=BFLOAT16, finite=True)
+FP8 = QuantizationMethod(_E4M3, dtype("float8_e4m3fn"), 1, FLOAT32, _fp8_scales)
+UE8M0 = QuantizationMethod(_E4M3, dtype("float8_e4m3fn"), 1, FLOAT32, _ue8m0_scales)
+MXFP4 = QuantizationMethod(_E2M1, UINT8, 2, UINT8, _mx_scales, reads=BFLOAT16, finite=True)
 
 
-class _Quantized(Computed):
+class _QuantizedPart(Computed):
     """The common base of the two parts of a quantized weight [..., rows, columns]."""
 
-    def __init__(self, name: str, weight: Tensor, method: Method, tall: int, wide: int) -> None:
+    def __init__(self, name: str, weight: Tensor, method: QuantizationMethod, tall: int, wide: int) -> None:
         kind = method.reads or (weight.dtype if weight.dtype.itemsize <= 4 else FLOAT32)
         self.inputs = (Tensor(kind, weight.view),)
         self._name, self._method = name, method
-        self._blocks = Blocks(weight.shape[-2], weight.shape[-1], tall, wide)
+        self._blocks = BlockGrid(weight.shape[-2], weight.shape[-1], tall, wide)
 
-    def _read(self, first: int, last: int, read: Read) -> tuple[Floats, int, Floats]:
+    def _read(self, first: int, last: int, read: InputReader) -> tuple[Floats, int, Floats]:
         """All rows under the rows of scales `first` to `last`, the index of the first, and the largest magnitudes."""
         blocks, weight = self._blocks, self.inputs[0]
         begin, end = blocks.rows_of(first)[0], blocks.rows_of(last - 1)[1]
@@ -113,32 +113,32 @@ class _Quantized(Computed):
         """Bytes needed to read `rows` rows at a time, and to compute `scales` rows of scales."""
         blocks = self._blocks
         read = rows * blocks.columns * self.inputs[0].dtype.itemsize
-        return read + scales * blocks.across * 32 + max(STEP, blocks.columns) * 48
+        return read + scales * blocks.across * 32 + max(STEP_ELEMENTS, blocks.columns) * 48
 
 
-class QuantizedScales(_Quantized):
+class QuantizedScales(_QuantizedPart):
     """The scales of a weight."""
 
-    def __init__(self, name: str, weight: Tensor, method: Method, tall: int, wide: int) -> None:
+    def __init__(self, name: str, weight: Tensor, method: QuantizationMethod, tall: int, wide: int) -> None:
         super().__init__(name, weight, method, tall, wide)
         self.dtype = method.stored
 
     @property
     def few(self) -> int:
         blocks = self._blocks
-        return max(blocks.across, READ // 4 // (blocks.tall * blocks.wide))
+        return max(blocks.across, READ_ELEMENTS // 4 // (blocks.tall * blocks.wide))
 
     def room(self, count: int) -> int:
         blocks = self._blocks
         scales = count // blocks.across + 2
-        rows = min(scales * blocks.tall, max(READ // blocks.columns, blocks.tall))
+        rows = min(scales * blocks.tall, max(READ_ELEMENTS // blocks.columns, blocks.tall))
         return self._room(scales, rows) + count * self.dtype.itemsize
 
-    def values(self, begin: int, end: int, read: Read) -> Floats:
+    def values(self, begin: int, end: int, read: InputReader) -> Floats:
         across = self._blocks.across
         first, last = begin // across, -(-end // across)
         out = np.empty((last - first, across), np.uint32 if self.dtype == FLOAT32 else np.uint8)
-        step = max(1, READ // (self._blocks.tall * self._blocks.columns))
+        step = max(1, READ_ELEMENTS // (self._blocks.tall * self._blocks.columns))
         for low in range(first, last, step):
             high = min(low + step, last)
             _, _, largest = self._read(low, high, read)
@@ -146,16 +146,16 @@ class QuantizedScales(_Quantized):
         return out.reshape(-1)[begin - first * across : end - first * across]
 
 
-class QuantizedValues(_Quantized):
+class QuantizedValues(_QuantizedPart):
     """The values of a weight, each the nearest code to its element times the factor of its block."""
 
-    def __init__(self, name: str, weight: Tensor, method: Method, tall: int, wide: int) -> None:
+    def __init__(self, name: str, weight: Tensor, method: QuantizationMethod, tall: int, wide: int) -> None:
         super().__init__(name, weight, method, tall, wide)
         self.dtype = method.values
 
     @property
     def few(self) -> int:
-        return max(FEW, self._blocks.tall * self._blocks.columns)
+        return max(MIN_READ_ELEMENTS, self._blocks.tall * self._blocks.columns)
 
     def room(self, count: int) -> int:
         blocks = self._blocks
@@ -164,7 +164,7 @@ class QuantizedValues(_Quantized):
             self._room(blocks.scales_of(rows), rows + 2 * blocks.tall) + rows * (blocks.columns + 24) + count
         )
 
-    def values(self, begin: int, end: int, read: Read) -> Floats:
+    def values(self, begin: int, end: int, read: InputReader) -> Floats:
         blocks, packed = self._blocks, self._method.packed
         items = blocks.columns // packed  # per row
         first, last = begin // items, -(-end // items)
@@ -172,7 +172,7 @@ class QuantizedValues(_Quantized):
         raw, start, largest = self._read(int(index[0]), int(index[-1]) + 1, read)
         factors = self._method.scales(largest).factors
         out = np.empty((last - first, items), np.uint8)
-        step = max(1, STEP // blocks.columns)
+        step = max(1, STEP_ELEMENTS // blocks.columns)
         for low in range(0, last - first, step):
             part = slice(low, min(low + step, last - first))
             rows = raw[first - start + part.start : first - start + part.stop]
@@ -191,13 +191,13 @@ class QuantizedValues(_Quantized):
         return halves
 
 
-class Storage(NamedTuple):
+class QuantizedStorage(NamedTuple):
     """The storage of weights for one value of `--quantize`.
 
     A weight becomes two tensors, named by appending each of `names`. The elements of each of `blocks` share a scale.
     """
 
-    method: Method
+    method: QuantizationMethod
     names: tuple[str, str]
     blocks: tuple[int, int]
 
@@ -216,10 +216,10 @@ class Storage(NamedTuple):
             Tensor(scales.dtype, View.of(scales, *grid)),
         )
 
-    def need(self, names: Mapping[tuple[DType, tuple[int, ...]], str]) -> Need:
+    def need(self, names: Mapping[tuple[DType, tuple[int, ...]], str]) -> MemoryNeed:
         """The least memory for quantizing weights; `names` has an example name for each dtype and shape."""
         return most(
-            Need(least_room(part.view), name)
+            MemoryNeed(least_room(part.view), name)
             for (dtype, shape), name in names.items()
             for part in self.parts(name, Tensor(dtype, View.of(None, *shape)))
         )
@@ -241,24 +241,24 @@ class Storage(NamedTuple):
         return lambda: self.parts(tensor.name, Tensor(tensor.dtype, tensor.source()))[index].view
 
 
-STORAGES: dict[str, Storage | Nvfp4] = {
-    "fp8": Storage(FP8, ("", "_scale_inv"), (128, 128)),
-    "fp8-ue8m0": Storage(UE8M0, ("", "_scale_inv"), (128, 128)),
-    "mxfp4": (_MXFP4 := Storage(MXFP4, ("_blocks", "_scales"), (1, 32))),
+STORAGES: dict[str, QuantizedStorage | Nvfp4] = {
+    "fp8": QuantizedStorage(FP8, ("", "_scale_inv"), (128, 128)),
+    "fp8-ue8m0": QuantizedStorage(UE8M0, ("", "_scale_inv"), (128, 128)),
+    "mxfp4": (_MXFP4 := QuantizedStorage(MXFP4, ("_blocks", "_scales"), (1, 32))),
     "nvfp4": Nvfp4(),
 }
 """The values of `--quantize`."""
 
 
-class Stored(NamedTuple):
+class StoredWeight(NamedTuple):
     """A quantized weight of a checkpoint, and how it is stored."""
 
-    storage: Storage
+    storage: QuantizedStorage
     values: Tensor
     scales: Tensor
 
 
-def stored_weights(checkpoint: Checkpoint) -> dict[str, Stored]:
+def stored_weights(checkpoint: Checkpoint) -> dict[str, StoredWeight]:
     """The weights that are stored as `--quantize` does, with blocks of any size, by name."""
     found = checkpoint.quantization
     result = {}
@@ -266,11 +266,11 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, Stored]:
         storage = _storage(found.settings, weight.scheme.name) if found else None
         scales = checkpoint.tensors[part_of(name, weight.scheme.beside[0])]
         if storage and scales.dtype == storage.method.stored:
-            result[name] = Stored(storage, checkpoint.tensors[weight.values], scales)
+            result[name] = StoredWeight(storage, checkpoint.tensors[weight.values], scales)
     return result
 
 
-def _storage(settings: Mapping[str, Any], scheme: str) -> Storage | None:
+def _storage(settings: Mapping[str, Any], scheme: str) -> QuantizedStorage | None:
     """The storage that `settings` describe, if `--quantize` has it."""
     if scheme == "MXFP4":
         return _MXFP4
@@ -278,13 +278,13 @@ def _storage(settings: Mapping[str, Any], scheme: str) -> Storage | None:
     if scheme != "FP8" or settings.get("quant_method") != "fp8" or not blocks:
         return None
     method = UE8M0 if settings.get("scale_fmt") == "ue8m0" else FP8
-    return Storage(method, ("", "_scale_inv"), blocks)
+    return QuantizedStorage(method, ("", "_scale_inv"), blocks)
 
 
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|llm|thinker|mtp)\.)*layers\.\d+\.(.+)")
 """Names of decoder layers, excluding those of towers and talkers."""
 
-_KEPT = {
+_UNQUANTIZED_MODULES = {
     *("gate", "router", "shared_expert_gate", "eh_proj", "embed_tokens", "shared_head", "conv1d"),
     *("in_proj_a", "in_proj_b", "in_proj_ba", "weights_proj"),
 }
@@ -305,7 +305,7 @@ def _is_linear(tensor: Planned) -> bool:
     if not match or not castable(tensor.dtype) or len(tensor.shape) != 2:
         return False
     module, _, last = match[1].rpartition(".")
-    return last == "weight" and _KEPT.isdisjoint(module.split("."))
+    return last == "weight" and _UNQUANTIZED_MODULES.isdisjoint(module.split("."))
 
 
 def _is_stacked(tensor: Planned) -> bool:
@@ -314,16 +314,16 @@ def _is_stacked(tensor: Planned) -> bool:
     return bool(match) and len(tensor.shape) == 3 and tensor.name.endswith(_STACKED)
 
 
-class Quantized(NamedTuple):
+class QuantizedTensors(NamedTuple):
     """The tensors of a Hugging Face folder, its `quantization_config`, notes for users, and the memory needed."""
 
     tensors: list[Planned]
     settings: dict[str, Any]
     notes: list[str]
-    need: Need
+    need: MemoryNeed
 
 
-def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -> Quantized:
+def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -> QuantizedTensors:
     """A Hugging Face folder with its linear layers quantized.
 
     `config` is the model's config. Raises ReshardError if nothing loads such weights for this model.
@@ -347,7 +347,7 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
     )
     weights = [t for t in tensors if t.name in chosen]
     need = storage.need({(t.dtype, t.shape): t.name for t in weights})
-    return Quantized(stored, settings, _notes(how, storage.blocks, weights), need)
+    return QuantizedTensors(stored, settings, _notes(how, storage.blocks, weights), need)
 
 
 def _is_cut(size: int, block: int) -> bool:

@@ -14,8 +14,8 @@ from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.formats import huggingface, written
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import CheckpointKind
 from reshard.formats.megatron.writers import MODEL_TYPE
-from reshard.formats.target import Kind
 from reshard.model.vocabulary import embedding_rows, padded_rows
 
 
@@ -75,7 +75,7 @@ def _keeping() -> str:
     fit = (
         name
         for name, to in written().items()
-        if to.takes_any_model and not to.ranks and Kind.MODEL in to.holds
+        if to.takes_any_model and not to.ranks and CheckpointKind.MODEL in to.holds
     )
     *others, last = (f"--to {name}" for name in sorted(fit, key=lambda name: name != huggingface.NAME))
     return f"{', '.join(others)} or {last} keeps the model as it is"
@@ -124,7 +124,7 @@ def _unsupported(model_type: Any, checkpoint: Checkpoint) -> Problem:
     )
 
 
-class _Fit(NamedTuple):
+class _FamilyFit(NamedTuple):
     """The tensor shapes that a family expects for a config, and those in the checkpoint."""
 
     family: Family
@@ -151,7 +151,7 @@ class _Fit(NamedTuple):
         return one_for_all(misfits, self.have.keys() | self.want.keys(), file)
 
 
-def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _Fit | None:
+def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _FamilyFit | None:
     """How a checkpoint fits a family; None if its config cannot be read as one of that family."""
     try:
         text = family.config.text(config)
@@ -167,7 +167,7 @@ def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _
     want = {name: bound.shape for name, bound in bounds.items()}
     apart = {*binding.copies, *family.carried(checkpoint.tensors, native=checkpoint.has_megatron_names)}
     have = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in apart}
-    return _Fit(family, want, have)
+    return _FamilyFit(family, want, have)
 
 
 def by_args(checkpoint: Checkpoint, family: Family | None) -> tuple[Family, list[str]]:

@@ -9,21 +9,21 @@ from typing import Any
 
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, understood
 from reshard.families import Family
+from reshard.families.config_entries import first
 from reshard.families.disagreements import COMPUTED, agreed
-from reshard.families.entries import first
-from reshard.families.model import Model
+from reshard.families.sized_family import Model
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import refusal
 from reshard.model import recognition, vocabulary
-from reshard.model.configs import contradictions
-from reshard.model.described import Described
-from reshard.model.sizes import MTP_LAYERS, disagreements, mtp_layers, plain_names, sizes
-from reshard.model.unusual import why
+from reshard.model.described_checkpoint import DescribedCheckpoint
+from reshard.model.find_config import contradictions
+from reshard.model.model_sizes import MTP_LAYERS, disagreements, mtp_layers, plain_names, sizes
+from reshard.model.unusual_configs import why
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedCheckpoint:
     """A checkpoint whose model is known, or whose names are used as hub names: the basis of logical tensors.
 
     The tensors of `checkpoint` have the names of its dialect, and their shapes. `model` is None for an
@@ -42,7 +42,9 @@ class Resolved:
         return self.model
 
 
-def resolve(described: Described, trust: str = "checkpoint", *, computes: bool = True) -> Resolved:
+def resolve(
+    described: DescribedCheckpoint, trust: str = "checkpoint", *, computes: bool = True
+) -> ResolvedCheckpoint:
     """Find the family and the sizes of a checkpoint, and check that config and checkpoint agree.
 
     If there is no config, the checkpoint's own arguments (Megatron) tell. If arguments and config disagree on something
@@ -54,7 +56,7 @@ def resolve(described: Described, trust: str = "checkpoint", *, computes: bool =
         return _resolved(described, trust, computes=computes)
 
 
-def _resolved(described: Described, trust: str, *, computes: bool) -> Resolved:
+def _resolved(described: DescribedCheckpoint, trust: str, *, computes: bool) -> ResolvedCheckpoint:
     checkpoint, config, file = described.checkpoint, described.config, described.file
     if computes and checkpoint.quantization:
         raise refusal(checkpoint.quantization, checkpoint.path)
@@ -103,7 +105,7 @@ def _resolved(described: Described, trust: str, *, computes: bool) -> Resolved:
         warnings += differing
     config = found.config.whole(config, text)
     model = Model(found, config, args, dims, tuple(notes), tuple(warnings), carried)
-    return Resolved(checkpoint, model, model.config)
+    return ResolvedCheckpoint(checkpoint, model, model.config)
 
 
 def _agreed(

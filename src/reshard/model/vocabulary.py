@@ -13,13 +13,13 @@ import numpy as np
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.families import Family
-from reshard.families.model import Model
+from reshard.families.sized_family import Model
 from reshard.folders.companions import find_companions
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron.mcore import padded_vocabulary
-from reshard.formats.wrappers import prefix_problem
-from reshard.transfer.files import Files
+from reshard.formats.state_dict_names import prefix_problem
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 
 SPARE_ROWS = 1024
 """The most rows beyond the tokens that count as padding and not as another model's vocabulary."""
@@ -124,7 +124,7 @@ def _has_values(table: Tensor, begin: int, end: int) -> bool:
     """Whether rows `begin` to `end` contain anything but zeros. They are read, because no header tells."""
     rows = max(table.shape[0], 1)
     width = table.view.numel // rows
-    with closing(Files()) as files:
+    with closing(OpenFiles()) as files:
         found = Gatherer(files, None).read(table, min(begin, rows) * width, min(end, rows) * width)
     return bool(np.any(found))
 

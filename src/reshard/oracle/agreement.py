@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.installing import remedy
+from reshard.base.missing_packages import remedy
 from reshard.commands.verification import Side
 from reshard.families.family import ENGINES, MCORE
 from reshard.model.vocabulary import embedding_rows

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.model.heads import head_of
+from reshard.model.model_heads import head_of
 
 Logits = npt.NDArray[np.float32]
 RULE = "strict loading by transformers"

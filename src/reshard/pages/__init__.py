@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from reshard.base.shown import shown
+from reshard.base.foreign_text import shown
 from reshard.pages.writing import charts_script
 from reshard.version import __version__
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import cells_of
 from reshard.base.errors import ReshardError, size
-from reshard.base.shown import shown
+from reshard.base.foreign_text import shown
 from reshard.commands.inspection import Inspection
-from reshard.families.model import Model
+from reshard.families.sized_family import Model
 from reshard.formats.checkpoint import Checkpoint
 
 MOST = 1_024

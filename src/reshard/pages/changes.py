@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import isfinite, sqrt
 from typing import Any
 
-from reshard.base.shown import shown
+from reshard.base.foreign_text import shown
 from reshard.commands.verification import Change, Comparison
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

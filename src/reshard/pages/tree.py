@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.algebra.tensors import Tensor, cells_of
 from reshard.base.errors import count, size
-from reshard.base.shown import shown
+from reshard.base.foreign_text import shown
 from reshard.formats.checkpoint import Checkpoint
 
 EXPERTS = ("experts", "local_experts")

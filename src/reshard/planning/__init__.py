@@ -14,30 +14,45 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Replica
 from reshard.base.errors import Problem, ReshardError, along_with
-from reshard.base.plain import to_json
+from reshard.base.plain_json import to_json
 from reshard.families.family import MCORE
 from reshard.folders import companions
-from reshard.folders.provenance import BASE, find_hints
+from reshard.folders.base_hints import BASE, find_hints
 from reshard.formats import huggingface, open_checkpoint, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import (
+    MASTER_STATE,
+    CheckpointKind,
+    ConversionOptions,
+    Format,
+    Request,
+    Target,
+    main_dtype,
+)
 from reshard.formats.quantization import UNTOLD, refusal, settings_of
-from reshard.formats.target import MASTERS, Format, Kind, Options, Request, Target, main_dtype
-from reshard.model.configs import contradictions
 from reshard.model.dequantization import dequantized
-from reshard.model.described import describe
-from reshard.model.heads import refuse_other_head, resolve_if_declared
-from reshard.model.logical import logical_tensors
+from reshard.model.described_checkpoint import describe
+from reshard.model.find_config import contradictions
+from reshard.model.logical_tensors import logical_tensors
+from reshard.model.model_heads import refuse_other_head, resolve_if_declared
 from reshard.model.quantizer import quantized
-from reshard.model.resolve import Resolved, resolve
+from reshard.model.resolve import ResolvedCheckpoint, resolve
 from reshard.model.vocabulary import lost_padding
-from reshard.planning import adapters, average, beside, merge, optimizer, served
-from reshard.planning.naming import Types, elements, names_of, recast
-from reshard.planning.tensors import Tensors
-from reshard.transfer.memory import NOTHING, Meter, Need, uncollected
+from reshard.planning import (
+    adapter_tensors,
+    averaged_source,
+    merged_source,
+    optimizer_tensors,
+    output_companions,
+    served_adapter,
+)
+from reshard.planning.hub_tensors import HubTensors
+from reshard.planning.target_tensors import OutputTypes, elements, names_of, recast
+from reshard.transfer.memory_budget import NOTHING, MemoryMeter, MemoryNeed, uncollected
 from reshard.transfer.plan import OutputFile, Plan
-from reshard.transfer.sources import OnStep, Sources
+from reshard.transfer.source_files import OnStep, Sources
 
-__all__ = ["IS_ADAPTER", "Options", "Tensors", "plan_conversion", "planned_tensors"]
+__all__ = ["IS_ADAPTER", "ConversionOptions", "HubTensors", "plan_conversion", "planned_tensors"]
 
 IS_ADAPTER = "source-is-an-adapter"
 """The code of the problem that a source is an adapter, but a model is requested."""
@@ -45,7 +60,10 @@ IS_ADAPTER = "source-is-an-adapter"
 
 @uncollected()
 def plan_conversion(
-    source: Path, options: Options, on_step: OnStep = lambda step: None, meter: Meter | None = None
+    source: Path,
+    options: ConversionOptions,
+    on_step: OnStep = lambda step: None,
+    meter: MemoryMeter | None = None,
 ) -> Plan:
     """Plan the conversion of `source`. Raises ReshardError. `on_step` receives a description of each step.
 
@@ -60,73 +78,75 @@ def plan_conversion(
 
 
 @uncollected()
-def planned_tensors(checkpoint: Checkpoint, options: Options) -> Tensors:
+def planned_tensors(checkpoint: Checkpoint, options: ConversionOptions) -> HubTensors:
     """The tensors that a conversion to a Hugging Face folder (for an adapter, to PEFT's) would write.
 
     No files are planned, and no tokenizer is needed. Raises ReshardError.
     """
-    is_model = options.merge or kind_of(checkpoint) is Kind.MODEL
+    is_model = options.merge or kind_of(checkpoint) is CheckpointKind.MODEL
     to = huggingface.NAME if is_model else peft.NAME
     merged = _merged(checkpoint.path, checkpoint, replace(options, to=to, no_tokenizer=True))
     prepared = _prepared(*merged)
     content = _content(*prepared)
-    return Tensors(prepared.source, content.request, content.replicas, content.need, content.dropped)
+    return HubTensors(prepared.source, content.request, content.replicas, content.need, content.dropped)
 
 
-def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
+def _planned(source: Path, checkpoint: Checkpoint, options: ConversionOptions) -> Plan:
     checkpoint, kind, format, options = _merged(source, checkpoint, options)
-    with along_with(beside.lacking(checkpoint, kind, options)):
+    with along_with(output_companions.lacking(checkpoint, kind, options)):
         return _plan(*_prepared(checkpoint, kind, format, options))
 
 
 def _merged(
-    source: Path, checkpoint: Checkpoint, options: Options
-) -> tuple[Checkpoint, Kind, Format, Options]:
+    source: Path, checkpoint: Checkpoint, options: ConversionOptions
+) -> tuple[Checkpoint, CheckpointKind, Format, ConversionOptions]:
     """The source, averaged or with its adapter merged, and its base; its kind, its output format, the other options."""
     if options.average:
-        checkpoint = average.averaged_source(checkpoint, options, planned_tensors)
+        checkpoint = averaged_source.averaged_source(checkpoint, options, planned_tensors)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     kind = kind_of(checkpoint)
-    if kind is Kind.FUSED_ADAPTER:
-        checkpoint, kind = merge.hub_adapter(checkpoint, options), Kind.ADAPTER
+    if kind is CheckpointKind.FUSED_ADAPTER:
+        checkpoint, kind = merged_source.hub_adapter(checkpoint, options), CheckpointKind.ADAPTER
     if options.merge:
         _refuse_nothing_to_merge(checkpoint, kind)
-        checkpoint, options = merge.merged_source(checkpoint, options)
-        kind = Kind.MODEL
+        checkpoint, options = merged_source.merged_source(checkpoint, options)
+        kind = CheckpointKind.MODEL
     format = _format(source, checkpoint, kind, options)
     checkpoint, options = _with_hinted_base(checkpoint, options)
     return checkpoint, kind, format, options
 
 
-class _Prepared(NamedTuple):
+class _PreparedSource(NamedTuple):
     """A source prepared for its target, with its model: dequantized if the target cannot store scales."""
 
-    source: Resolved
-    kind: Kind
+    source: ResolvedCheckpoint
+    kind: CheckpointKind
     format: Format
     target: Target
-    options: Options
+    options: ConversionOptions
 
 
-def _prepared(checkpoint: Checkpoint, kind: Kind, format: Format, options: Options) -> _Prepared:
+def _prepared(
+    checkpoint: Checkpoint, kind: CheckpointKind, format: Format, options: ConversionOptions
+) -> _PreparedSource:
     target = _target(format, checkpoint, kind, options)
     if checkpoint.quantization and (options.dtype or options.quantize or not target.quantized):
         flags = {"--dtype": options.dtype, "--quantize": options.quantize, "--to": format.name}
         why = next(f"{flag} {value}" for flag, value in flags.items() if value)
-        wanted = Types("float32" if options.quantize and target.typed else options.dtype).wanted
+        wanted = OutputTypes("float32" if options.quantize and target.typed else options.dtype).wanted
         checkpoint = dequantized(checkpoint, wanted, partial(refusal, wanted=why))
     if options.with_optimizer:
-        optimizer.refuse_unable(checkpoint, format)
-    if kind is Kind.ADAPTER:
-        resolved = adapters.resolved(checkpoint, target, options)
+        optimizer_tensors.refuse_unable(checkpoint, format)
+    if kind is CheckpointKind.ADAPTER:
+        resolved = adapter_tensors.resolved(checkpoint, target, options)
     else:
         resolved = _resolved(checkpoint, target, options)
-    return _Prepared(resolved, kind, format, target, options)
+    return _PreparedSource(resolved, kind, format, target, options)
 
 
-def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: Kind) -> None:
-    if kind is Kind.MODEL:
+def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: CheckpointKind) -> None:
+    if kind is CheckpointKind.MODEL:
         raise ReshardError(
             "merge-without-adapter",
             "no adapter to merge",
@@ -136,11 +156,11 @@ def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: Kind) -> None:
         )
 
 
-def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) -> Format:
+def _format(source: Path, checkpoint: Checkpoint, kind: CheckpointKind, options: ConversionOptions) -> Format:
     """The requested format. By default, an adapter stays an adapter, and a model becomes a Hugging Face folder."""
     if options.to:
         return writable(options.to)
-    if kind is Kind.ADAPTER:
+    if kind is CheckpointKind.ADAPTER:
         return peft.FORMAT
     if checkpoint.format == huggingface.NAME and source.is_dir() and not _changes_anything(options):
         raise ReshardError(
@@ -153,14 +173,16 @@ def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) 
     return huggingface.FORMAT
 
 
-def _changes_anything(options: Options) -> bool:
+def _changes_anything(options: ConversionOptions) -> bool:
     """Whether the options ask for another output than a copy of the source; how it is read changes nothing."""
     read = ("iteration", "family", "trust", "no_tokenizer", "beside")
-    plain = {name: getattr(Options(), name) for name in read}
-    return replace(options, **plain).meant != Options().meant
+    plain = {name: getattr(ConversionOptions(), name) for name in read}
+    return replace(options, **plain).meant != ConversionOptions().meant
 
 
-def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options) -> Target:
+def _target(
+    format: Format, checkpoint: Checkpoint, kind: CheckpointKind, options: ConversionOptions
+) -> Target:
     """The target of the format. Raises ReshardError with all options that it does not support."""
     target = written()[format.name]
     if kind not in target.holds:
@@ -184,7 +206,9 @@ def _divided(target: Target) -> str:
     return f"is divided over ranks by {axes} only" if axes else "has no parallel layout"
 
 
-def _unfit(format: Format, target: Target, kind: Kind, options: Options) -> Iterator[Problem]:
+def _unfit(
+    format: Format, target: Target, kind: CheckpointKind, options: ConversionOptions
+) -> Iterator[Problem]:
     chosen = f"--to {options.to}" if options.to else f"{format.name}, the default"
     if beyond := _flags(options.layout, target.layout):
         yield Problem(
@@ -209,14 +233,15 @@ def _unfit(format: Format, target: Target, kind: Kind, options: Options) -> Iter
             found=f"--engine {options.engine}; the format is {chosen}",
             remedy=f"leave out --engine (reshard detects who saved the source), or pass --to {' or --to '.join(able)}",
         )
-    if options.adapter_for and (kind is Kind.MODEL or format.name != peft.NAME):
+    if options.adapter_for and (kind is CheckpointKind.MODEL or format.name != peft.NAME):
         yield Problem(
             "adapter-for-without-adapter",
             "--for is for adapters of PEFT",
-            found=f"--for {options.adapter_for}; the output is {'a model' if kind is Kind.MODEL else format.name}",
+            found=f"--for {options.adapter_for}; the output is "
+            f"{'a model' if kind is CheckpointKind.MODEL else format.name}",
             remedy="leave out --for, or leave out --merge and pass --to peft for an adapter as the source",
         )
-    if target.dtype and Types(options.dtype).wanted not in (None, dtype(target.dtype)):
+    if target.dtype and OutputTypes(options.dtype).wanted not in (None, dtype(target.dtype)):
         yield Problem(
             "format-dtype-fixed",
             f"{format.name} stores weights in {target.dtype} only",
@@ -247,8 +272,8 @@ def _quantizing(how: str) -> list[str]:
     return [name for name, target in written().items() if how in target.quantizes]
 
 
-def _not_held(checkpoint: Checkpoint, kind: Kind, format: Format) -> ReshardError:
-    if kind is Kind.MODEL:
+def _not_held(checkpoint: Checkpoint, kind: CheckpointKind, format: Format) -> ReshardError:
+    if kind is CheckpointKind.MODEL:
         return ReshardError(
             "adapter-not-in-source",
             "the source contains no adapter",
@@ -265,11 +290,13 @@ def _not_held(checkpoint: Checkpoint, kind: Kind, format: Format) -> ReshardErro
     )
 
 
-def _able(kind: Kind) -> list[str]:
+def _able(kind: CheckpointKind) -> list[str]:
     return [name for name, target in written().items() if kind in target.holds]
 
 
-def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Options]:
+def _with_hinted_base(
+    checkpoint: Checkpoint, options: ConversionOptions
+) -> tuple[Checkpoint, ConversionOptions]:
     """If config or tokenizer is missing, use the base that another tool recorded, if it exists.
 
     `resolve` then checks that its config belongs to these weights.
@@ -285,7 +312,7 @@ def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpo
     return checkpoint, options
 
 
-def _resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolved:
+def _resolved(checkpoint: Checkpoint, target: Target, options: ConversionOptions) -> ResolvedCheckpoint:
     """The model of a checkpoint. If names are not converted, its family need not be declared."""
     described = describe(checkpoint, options.base_path, options.family)
     if not target.keeps_names:
@@ -299,7 +326,13 @@ def _resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resol
     return resolve_if_declared(replace(described, checkpoint=told), options.trust)
 
 
-def _content(source: Resolved, kind: Kind, format: Format, target: Target, options: Options) -> _Content:
+def _content(
+    source: ResolvedCheckpoint,
+    kind: CheckpointKind,
+    format: Format,
+    target: Target,
+    options: ConversionOptions,
+) -> _RequestContent:
     """The tensors under the target's names."""
     checkpoint, model = source.checkpoint, source.model
     request = target.fit(
@@ -315,22 +348,28 @@ def _content(source: Resolved, kind: Kind, format: Format, target: Target, optio
             native=checkpoint.native,
         )
     )
-    if kind is Kind.ADAPTER:
+    if kind is CheckpointKind.ADAPTER:
         return _adapter(source, request)
     return _model(source, format.name, target, request)
 
 
-def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options: Options) -> Plan:
+def _plan(
+    source: ResolvedCheckpoint,
+    kind: CheckpointKind,
+    format: Format,
+    target: Target,
+    options: ConversionOptions,
+) -> Plan:
     """The plan, audited: tensors under the target's names, laid out in files, with companions and other files."""
     checkpoint, model = source.checkpoint, source.model
     content = _content(source, kind, format, target, options)
-    found = beside.find_companions(checkpoint, content.request)
+    found = output_companions.find_companions(checkpoint, content.request)
     if target.embeds:
-        request = target.complete(beside.embedding(checkpoint, content.request, found))
+        request = target.complete(output_companions.embedding(checkpoint, content.request, found))
         files = target.lay_out(request)
     else:
         request = target.complete(content.request)
-        near = beside.companion_files(checkpoint, request, found)
+        near = output_companions.companion_files(checkpoint, request, found)
         files = [
             *target.lay_out(request),
             *(replace(file, path=(PurePath(target.beside) / file.path).as_posix()) for file in near),
@@ -338,7 +377,7 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
     planned = {file.path for file in files}
     given = {name: path for name, path in options.beside.items() if name not in planned}
     files += [OutputFile.of_bytes(name, checkpoint.sources.read(path)) for name, path in given.items()]
-    facts = beside.facts(checkpoint, format, request, content.dropped)
+    facts = output_companions.facts(checkpoint, format, request, content.dropped)
     facts["files"] = sorted(file.path for file in files)
     files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
     told = [*checkpoint.notes, *found.notes, *source.notes, *(model.notes if model else ())]
@@ -365,7 +404,7 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
     return plan
 
 
-class _Content(NamedTuple):
+class _RequestContent(NamedTuple):
     """A request with its tensors, their parameters, dropped bytes by rule, replicas, notes, and the memory needed.
 
     `left_out` are the rules for tensors that have no place in the output.
@@ -376,23 +415,25 @@ class _Content(NamedTuple):
     dropped: Counter[str]
     replicas: list[Replica]
     notes: list[str]
-    need: Need
+    need: MemoryNeed
     left_out: frozenset[str] = frozenset()
 
 
-def _adapter(source: Resolved, request: Request) -> _Content:
-    name = served.served if request.options.adapter_for else adapters.named
+def _adapter(source: ResolvedCheckpoint, request: Request) -> _RequestContent:
+    name = served_adapter.served if request.options.adapter_for else adapter_tensors.named
     request, base, notes = name(source.checkpoint, request)
     dropped = +(Counter(source.checkpoint.dropped) + Counter(base))
-    return _Content(request, elements(request.tensors), dropped, source.checkpoint.replicas, notes, NOTHING)
+    return _RequestContent(
+        request, elements(request.tensors), dropped, source.checkpoint.replicas, notes, NOTHING
+    )
 
 
-def _model(source: Resolved, format: str, target: Target, request: Request) -> _Content:
+def _model(source: ResolvedCheckpoint, format: str, target: Target, request: Request) -> _RequestContent:
     """The weights of a model, and its optimizer states if requested."""
     options, checkpoint = request.options, source.checkpoint
     dtype = target.dtype or options.dtype
     if options.with_optimizer or (target.dtype and not checkpoint.ordered_states):
-        checkpoint = optimizer.with_masters(checkpoint, dtype)
+        checkpoint = optimizer_tensors.with_masters(checkpoint, dtype)
     dropped = Counter(checkpoint.dropped)
     model, sized = source.model, request.model
     if model and sized:
@@ -407,18 +448,18 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
     left = names.dropped(logical)
     dropped += left
     states, notes, replicas = {}, [], logical.replicas
-    if checkpoint.proof and (options.with_optimizer or optimizer.REPLACED in dropped):
+    if checkpoint.proof and (options.with_optimizer or optimizer_tensors.REPLACED in dropped):
         replicas = [*replicas, *checkpoint.proof()]
     if options.with_optimizer:
-        states = optimizer.logical_states(logical)
-        dropped -= optimizer.carried(checkpoint, target.states)
-        if MASTERS in checkpoint.states and MASTERS not in target.states:
+        states = optimizer_tensors.logical_states(logical)
+        dropped -= optimizer_tensors.carried(checkpoint, target.states)
+        if MASTER_STATE in checkpoint.states and MASTER_STATE not in target.states:
             notes.append("the fp32 masters are optimizer states too; --dtype float32 makes them the weights")
     if checkpoint.quantization and not (checkpoint.quantization.settings or settings_of(request.config)):
         notes.append(UNTOLD)
-    types = Types(dtype, logical.tensors.values(), widened=checkpoint.dialect.widened)
+    types = OutputTypes(dtype, logical.tensors.values(), widened=checkpoint.dialect.widened)
     typed = target.typed(request, types.main) if target.typed else None
-    tensors, settings, need = names.tensors(logical, types, typed), None, Need.of(checkpoint.tensors)
+    tensors, settings, need = names.tensors(logical, types, typed), None, MemoryNeed.of(checkpoint.tensors)
     parameters = checkpoint.parameters if checkpoint.quantization else elements(tensors)
     if target.dtype and not options.dtype:
         notes += recast(format, logical, types)
@@ -428,4 +469,4 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
         notes, need = [*notes, *told], need.beside(more)
     held = names.states({state: states[state] for state in states if state in target.states})
     request = replace(request, tensors=tensors, states=held, quantization=settings)
-    return _Content(request, parameters, dropped, replicas, notes, need, frozenset(left))
+    return _RequestContent(request, parameters, dropped, replicas, notes, need, frozenset(left))

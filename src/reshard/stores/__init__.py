@@ -7,9 +7,8 @@ opens either for positioned reads. No module above this package needs to know wh
 
 from __future__ import annotations
 
-from reshard.stores.ahead import fetch_ahead, fetch_heads
-from reshard.stores.entry import Stamp
-from reshard.stores.files import File
+from reshard.stores.file_info import Stamp
+from reshard.stores.open_file import OpenFile
 from reshard.stores.path import (
     StorePath,
     arrays_of,
@@ -23,14 +22,15 @@ from reshard.stores.path import (
     source_path,
     typed_path,
 )
+from reshard.stores.read_ahead import fetch_ahead, fetch_heads
 from reshard.stores.registry import refresh
-from reshard.stores.remote import CONNECTIONS, HEADS, REQUEST
+from reshard.stores.remote_file import CONNECTIONS, MAX_HEADS_BYTES, MAX_REQUEST_BYTES
 
 __all__ = [
     "CONNECTIONS",
-    "HEADS",
-    "REQUEST",
-    "File",
+    "MAX_HEADS_BYTES",
+    "MAX_REQUEST_BYTES",
+    "OpenFile",
     "Stamp",
     "StorePath",
     "arrays_of",

@@ -13,7 +13,7 @@ from reshard.base.errors import ReshardError
 
 
 @dataclass(frozen=True)
-class Kind:
+class StoreKind:
     """What all stores of a kind have in common.
 
     `schemes` are those of their URLs, `package` opens them, `sign_in` says where it finds its credentials, and
@@ -35,7 +35,7 @@ class Address(NamedTuple):
     query: str = ""
 
 
-def shown(scheme: str, rest: str, kind: Kind) -> str:
+def shown(scheme: str, rest: str, kind: StoreKind) -> str:
     """The URL that names a file or folder, in one spelling. Raises ReshardError if it names nothing."""
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if not parts or "\0" in rest:
@@ -43,7 +43,7 @@ def shown(scheme: str, rest: str, kind: Kind) -> str:
     return f"{scheme}://{'/'.join(parts)}"
 
 
-def incomplete(scheme: str, kind: Kind, found: str) -> ReshardError:
+def incomplete(scheme: str, kind: StoreKind, found: str) -> ReshardError:
     """The error for a URL that cannot be used."""
     return ReshardError(
         "url-incomplete",
@@ -54,7 +54,7 @@ def incomplete(scheme: str, kind: Kind, found: str) -> ReshardError:
     )
 
 
-def with_password(scheme: str, kind: Kind) -> ReshardError:
+def with_password(scheme: str, kind: StoreKind) -> ReshardError:
     """The error for a URL that contains a user with a password."""
     return ReshardError(
         "url-with-credentials",

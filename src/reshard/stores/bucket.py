@@ -12,20 +12,20 @@ from typing import Any
 
 from reshard.base.errors import ReshardError, said
 from reshard.stores import registry
-from reshard.stores.address import Kind
-from reshard.stores.entry import Entry
-from reshard.stores.errors import DENIED, missing, retried, status_of
-from reshard.stores.objects import ObjectStore, entry_of
+from reshard.stores.address import StoreKind
+from reshard.stores.file_info import FileInfo
+from reshard.stores.object_stores import ObjectStore, entry_of
 from reshard.stores.path import StorePath
+from reshard.stores.store_errors import DENIED_STATUSES, missing, retried, status_of
 
 SMALLEST, LARGEST, PARTS = 5 << 20, 64 << 20, 9_000
 """Part sizes in bytes, and parts per file: S3 allows 10,000 of at least 5 MiB (the last one may be smaller)."""
 
-PAGE = 1000
+OBJECTS_PER_REMOVAL = 1000
 """Objects removed in one request."""
 
 
-class StoppedError(Exception):
+class UploadStoppedError(Exception):
     """The run ended before an upload did."""
 
 
@@ -43,14 +43,14 @@ class Bucket:
             raise read_only(self.url)
         self._store = there
 
-    def listing(self) -> dict[str, Entry]:
+    def listing(self) -> dict[str, FileInfo]:
         """All objects, by name."""
         with self._asked(self.url, "list"):
             found = self._store._find(self.url, deep=True)
         below = len(self.url) + 1
         return {url[below:]: entry for url, entry in found.items() if url.startswith(self.url + "/")}
 
-    def look(self, name: str) -> Entry | None:
+    def look(self, name: str) -> FileInfo | None:
         """One object, or None."""
         with self._asked(self.url, "read"), suppress(FileNotFoundError):
             return entry_of(retried(lambda: self._fs.info(self._key(name))))
@@ -102,9 +102,9 @@ class Bucket:
     def remove(self, names: Iterable[str]) -> None:
         """Remove existing objects."""
         keys = [self._key(name) for name in names]
-        for begin in range(0, len(keys), PAGE):
+        for begin in range(0, len(keys), OBJECTS_PER_REMOVAL):
             with self._asked(self.url, "remove"):
-                self._fs.rm(keys[begin : begin + PAGE])
+                self._fs.rm(keys[begin : begin + OBJECTS_PER_REMOVAL])
 
     def forget(self) -> None:
         """Make paths below the URL list the store again."""
@@ -148,7 +148,7 @@ def _passed(on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> 
 
         def relative_update(self, inc: int = 1) -> None:
             if is_stopped():
-                raise StoppedError
+                raise UploadStoppedError
             self.sent += inc
             on_bytes(inc)
 
@@ -162,11 +162,11 @@ def _passed(on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> 
 
 
 @contextmanager
-def asked(url: str, what: str, kind: Kind) -> Iterator[None]:
+def asked(url: str, what: str, kind: StoreKind) -> Iterator[None]:
     """Raise ReshardError for anything that a store, its package or the network refuses."""
     try:
         yield
-    except (FileExistsError, MemoryError, StoppedError):
+    except (FileExistsError, MemoryError, UploadStoppedError):
         raise
     except FileNotFoundError as error:
         if what == "read":
@@ -188,7 +188,7 @@ def asked(url: str, what: str, kind: Kind) -> Iterator[None]:
         found = said(error)
         is_denied = (
             isinstance(error, PermissionError)
-            or status_of(error) in DENIED
+            or status_of(error) in DENIED_STATUSES
             or "Credential" in str(type(error))
         )
         if is_denied:

@@ -11,12 +11,12 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from reshard.base.errors import ReshardError
-from reshard.stores.address import Address, Kind, shown, with_password
-from reshard.stores.entry import Entry
-from reshard.stores.errors import retried
-from reshard.stores.names import declared
-from reshard.stores.ranges import PATIENCE, Body, Wanted
+from reshard.stores.address import Address, StoreKind, shown, with_password
+from reshard.stores.checkpoint_names import declared
+from reshard.stores.file_info import FileInfo
+from reshard.stores.range_responses import TIMEOUT_SECONDS, RangeRequest, ResponseBody
 from reshard.stores.store import Store
+from reshard.stores.store_errors import retried
 
 ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PAGE = re.compile(r"/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?")
@@ -27,7 +27,7 @@ _SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$"
 class HubStore(Store):
     """A repository. A branch or tag is resolved once, so that all bytes belong to one commit."""
 
-    kind = Kind(
+    kind = StoreKind(
         ("hf",),
         "huggingface_hub",
         "run `hf auth login`, and accept the terms of the model on its page if it has any",
@@ -100,14 +100,14 @@ class HubStore(Store):
         )
 
     @cached_property
-    def _files(self) -> dict[str, Entry]:
+    def _files(self) -> dict[str, FileInfo]:
         """All files of the commit, by path."""
         from huggingface_hub import HfApi, constants
 
         if constants.HF_HUB_OFFLINE and (folder := cached(self.name, self.commit)):
             blobs = {path: path.resolve() for path in folder.rglob("*") if path.is_file()}
             return {
-                path.relative_to(folder).as_posix(): Entry(blob.stat().st_size, 0, blob.name)
+                path.relative_to(folder).as_posix(): FileInfo(blob.stat().st_size, 0, blob.name)
                 for path, blob in blobs.items()
             }
         with self.translated(self.url):
@@ -115,7 +115,7 @@ class HubStore(Store):
                 lambda: list(HfApi().list_repo_tree(self.name, recursive=True, revision=self.commit))
             )
         return {
-            each.path: Entry(each.size, 0, each.lfs.sha256 if each.lfs else each.blob_id)
+            each.path: FileInfo(each.size, 0, each.lfs.sha256 if each.lfs else each.blob_id)
             for each in tree
             if hasattr(each, "blob_id")
         }
@@ -123,14 +123,14 @@ class HubStore(Store):
     def _in(self, url: str) -> str:
         return url[len(self.url) + 1 :]
 
-    def _find(self, root: str, *, deep: bool) -> dict[str, Entry]:
+    def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
         found = {f"{self.url}/{path}": entry for path, entry in self._files.items()}
         return {url: entry for url, entry in found.items() if url == root or url.startswith(root + "/")}
 
-    def _look(self, url: str) -> Entry | None:
+    def _look(self, url: str) -> FileInfo | None:
         return self._files.get(self._in(url))
 
-    def fetch(self, wanted: Wanted) -> bytes:
+    def fetch(self, wanted: RangeRequest) -> bytes:
         from huggingface_hub import hf_hub_url, try_to_load_from_cache
 
         path = self._in(wanted.url)
@@ -144,7 +144,7 @@ class HubStore(Store):
         return _downloaded(hf_hub_url(self.name, path, revision=self.commit), wanted)
 
 
-def _downloaded(url: str, wanted: Wanted) -> bytes:
+def _downloaded(url: str, wanted: RangeRequest) -> bytes:
     """A range of bytes. No ETag is compared: a commit does not change, and servers behind the Hub have their own."""
     from huggingface_hub import utils
 
@@ -155,7 +155,7 @@ def _downloaded(url: str, wanted: Wanted) -> bytes:
             "Accept-Encoding": "identity",
             **utils.build_hf_headers(),
         },
-        "timeout": PATIENCE,
+        "timeout": TIMEOUT_SECONDS,
     }
     stream = getattr(utils, "http_stream_backoff", None)  # since huggingface_hub 1
     with (
@@ -165,7 +165,7 @@ def _downloaded(url: str, wanted: Wanted) -> bytes:
     ):
         utils.hf_raise_for_status(response)
         wanted.check_coding(response.headers.get("Content-Encoding"))
-        body = Body(wanted, wanted.size_in(response.headers.get("Content-Range")))
+        body = ResponseBody(wanted, wanted.size_in(response.headers.get("Content-Range")))
         for part in response.iter_bytes() if stream else response.iter_content(1 << 16):
             body.add(part)
         return body.content()

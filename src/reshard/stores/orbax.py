@@ -24,16 +24,16 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from reshard.base.errors import ReshardError
-from reshard.base.installing import install_command
-from reshard.stores.address import Address, Kind, shown
-from reshard.stores.entry import Entry, Stamp
-from reshard.stores.files import File, LocalFile
-from reshard.stores.ranges import Wanted
+from reshard.base.missing_packages import install_command
+from reshard.stores.address import Address, StoreKind, shown
+from reshard.stores.file_info import FileInfo, Stamp
+from reshard.stores.open_file import LocalFile, OpenFile
+from reshard.stores.range_responses import RangeRequest
 from reshard.stores.store import Store
 
 SCHEME, PACKAGE = "orbax", "tensorstore"
 METADATA, DATABASE = "_METADATA", "manifest.ocdbt"
-LARGE = 256 << 20
+LARGE_CHUNK_BYTES = 256 << 20
 """Bytes of a chunk above which its parts are decoded one by one, if it has parts."""
 
 _numbers = count()
@@ -41,7 +41,7 @@ _decoding = RLock()
 """One chunk is decoded at a time, so that memory for one is enough."""
 
 
-class Array(NamedTuple):
+class ArrayShape(NamedTuple):
     """The shapes of an array and of its chunks, and its dtype under numpy's name."""
 
     dtype: str
@@ -60,7 +60,7 @@ class Array(NamedTuple):
         return low, tuple(size)
 
 
-class Container:
+class ArrayFolder:
     """One folder of arrays. What opens them raises ReshardError if tensorstore is missing, or cannot read them."""
 
     def __init__(self, folder: Path) -> None:
@@ -121,15 +121,15 @@ class Container:
             return False
         return b'"compressor":null' in _content(file).replace(b" ", b"")
 
-    def array(self, name: str) -> Array:
+    def array(self, name: str) -> ArrayShape:
         """An array, from its metadata."""
         opened = self._open(name)
         shape, dtype = tuple(opened.shape), opened.dtype
         layout = opened.chunk_layout
         chunk = tuple(layout.write_chunk.shape or ())
-        if prod(chunk) * dtype.numpy_dtype.itemsize > LARGE:
+        if prod(chunk) * dtype.numpy_dtype.itemsize > LARGE_CHUNK_BYTES:
             chunk = tuple(layout.read_chunk.shape or ())
-        return Array(dtype.name, shape, chunk)
+        return ArrayShape(dtype.name, shape, chunk)
 
     def missing(self, name: str) -> list[str]:
         """The names of chunks that are not stored."""
@@ -185,7 +185,7 @@ def places(counts: Sequence[int]) -> Iterable[tuple[int, ...]]:
 class OrbaxStore(Store):
     """One container. It is never listed: readers know its arrays from its metadata."""
 
-    kind = Kind((SCHEME,), PACKAGE, "", "FOLDER/ARRAY/CHUNK")
+    kind = StoreKind((SCHEME,), PACKAGE, "", "FOLDER/ARRAY/CHUNK")
 
     @classmethod
     def address(cls, url: str) -> Address:
@@ -197,29 +197,29 @@ class OrbaxStore(Store):
         return cls(place.shown.rsplit("/", 2)[0])
 
     @cached_property
-    def container(self) -> Container:
+    def container(self) -> ArrayFolder:
         """What decodes it."""
-        return Container(Path("/", *self.url.split("/")[2:]))
+        return ArrayFolder(Path("/", *self.url.split("/")[2:]))
 
     def forget(self) -> None:
         """Remove the temporary files."""
         self.container.forget()
 
-    def _find(self, root: str, *, deep: bool) -> dict[str, Entry]:
+    def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
         return {}
 
-    def _look(self, url: str) -> Entry | None:
+    def _look(self, url: str) -> FileInfo | None:
         if not _CHUNK.fullmatch(url):
             return None  # somebody typed it
         name, at = _chunk_of(url)
         array = self.container.array(name)
         size = self.container._open(name).dtype.numpy_dtype.itemsize * prod(array.box(at)[1])
-        return Entry(size, self.container.modified(name))
+        return FileInfo(size, self.container.modified(name))
 
-    def opened(self, url: str, entry: Entry) -> File:
-        return _Chunk(self.container, *_chunk_of(url), entry)
+    def opened(self, url: str, entry: FileInfo) -> OpenFile:
+        return _OpenChunk(self.container, *_chunk_of(url), entry)
 
-    def fetch(self, wanted: Wanted) -> bytes:
+    def fetch(self, wanted: RangeRequest) -> bytes:
         with LocalFile(self.container.decoded(*_chunk_of(wanted.url))) as file:
             return file.read(wanted.begin, wanted.end - wanted.begin)
 
@@ -242,10 +242,10 @@ def _chunk_of(url: str) -> tuple[str, tuple[int, ...]]:
     return name, () if at == "all" else tuple(map(int, at.split(".")))
 
 
-class _Chunk:
+class _OpenChunk:
     """A chunk, open for reading; it is decoded when something is read."""
 
-    def __init__(self, container: Container, name: str, at: tuple[int, ...], entry: Entry) -> None:
+    def __init__(self, container: ArrayFolder, name: str, at: tuple[int, ...], entry: FileInfo) -> None:
         self._container, self._name, self._at, self._entry = container, name, at, entry
         self._found: LocalFile | None = None
 
@@ -273,7 +273,7 @@ class _Chunk:
             self._found.close()
             self._found = None
 
-    def __enter__(self) -> _Chunk:
+    def __enter__(self) -> _OpenChunk:
         return self
 
     def __exit__(

@@ -18,11 +18,11 @@ from pathlib import Path, PosixPath
 from typing import IO, Any
 
 from reshard.stores import hub, registry
-from reshard.stores.archive import inside
-from reshard.stores.entry import Entry
-from reshard.stores.files import File, LocalFile
+from reshard.stores.file_info import FileInfo
+from reshard.stores.open_file import LocalFile, OpenFile
 from reshard.stores.orbax import arrays_in
-from reshard.stores.remote import RemoteFile
+from reshard.stores.remote_file import RemoteFile
+from reshard.stores.tar_store import inside
 
 
 class StorePath(PosixPath):
@@ -32,16 +32,16 @@ class StorePath(PosixPath):
         scheme, *rest = self.parts or ("",)
         return f"{scheme}//{'/'.join(rest)}" if scheme.endswith(":") else "/".join([scheme, *rest])
 
-    def opened(self) -> File:
+    def opened(self) -> OpenFile:
         """The file, open for reading. Raises OSError if it does not exist."""
         url, entry = str(self), self._status()
         store = registry.at(url)
         return store.opened(url, entry) or RemoteFile(url, entry, store)
 
-    def _entry(self) -> Entry | None:
+    def _entry(self) -> FileInfo | None:
         return registry.at(str(self)).entry(str(self))
 
-    def _status(self) -> Entry:
+    def _status(self) -> FileInfo:
         found = self._entry()
         if found is None or found.is_folder:
             code = ENOENT if found is None else EISDIR
@@ -109,7 +109,7 @@ class StorePath(PosixPath):
     ) -> IO[Any]:
         if set(mode) - set("rtb"):
             raise OSError(EINVAL, "a store is opened for reading only", str(self))
-        raw = io.BufferedReader(_Raw(self.opened()), 1 << 16)
+        raw = io.BufferedReader(_RawFile(self.opened()), 1 << 16)
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding or "utf-8", errors, newline)
 
     def read_bytes(self) -> bytes:
@@ -142,10 +142,10 @@ class StorePath(PosixPath):
         return 1 + registry.kind_of(str(self)).top(str(self)) if is_whole else 1
 
 
-class _Raw(io.RawIOBase):
+class _RawFile(io.RawIOBase):
     """A file of a store as Python's `io` reads it."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: OpenFile) -> None:
         super().__init__()
         self._file, self._at = file, 0
 
@@ -223,7 +223,7 @@ def as_path(kept: str | PathLike[str]) -> Path:
     return StorePath(kept) if is_remote(kept) else Path(kept)
 
 
-def open_file(path: str | Path) -> File:
+def open_file(path: str | Path) -> OpenFile:
     """Open a file on a disk or in a store. Raises OSError, and ReshardError for anything but a regular file."""
     place = as_path(path)
     return place.opened() if isinstance(place, StorePath) else LocalFile(place)

@@ -9,21 +9,21 @@ from threading import RLock
 
 from reshard.base.errors import ReshardError
 from reshard.stores.address import Address
-from reshard.stores.archive import ArchiveStore
 from reshard.stores.hub import HubStore, url_of_page
-from reshard.stores.objects import AlibabaOss, AzureBlobs, GoogleCloud
-from reshard.stores.orbax import Container, OrbaxStore, arrays_in
+from reshard.stores.object_stores import AlibabaOss, AzureBlobs, GoogleCloud
+from reshard.stores.orbax import ArrayFolder, OrbaxStore, arrays_in
 from reshard.stores.s3 import S3
 from reshard.stores.store import Store
+from reshard.stores.tar_store import ArchiveStore
 from reshard.stores.web import WebStore
 
-KINDS: tuple[type[Store], ...] = (
+STORES: tuple[type[Store], ...] = (
     *(S3, GoogleCloud, AlibabaOss, AzureBlobs, HubStore, WebStore),
     *(ArchiveStore, OrbaxStore),
 )
 """All kinds of stores."""
 
-SCHEMES = {scheme: each for each in KINDS for scheme in each.kind.schemes}
+SCHEMES = {scheme: each for each in STORES for scheme in each.kind.schemes}
 """The kind of store behind each scheme."""
 
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://")
@@ -74,7 +74,7 @@ def connect(typed: str) -> str:
     return place.shown
 
 
-def container(folder: Path) -> Container:
+def container(folder: Path) -> ArrayFolder:
     """The arrays in a folder of Orbax, as it is now; what was decoded of them before is forgotten."""
     made = OrbaxStore(arrays_in(folder))
     with _lock:

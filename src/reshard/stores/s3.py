@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from reshard.stores.address import Kind
-from reshard.stores.entry import Entry
-from reshard.stores.objects import ObjectStore
-from reshard.stores.ranges import Body, Wanted
+from reshard.stores.address import StoreKind
+from reshard.stores.file_info import FileInfo
+from reshard.stores.object_stores import ObjectStore
+from reshard.stores.range_responses import RangeRequest, ResponseBody
 
 
 class S3(ObjectStore):
     """A bucket of S3."""
 
-    kind = Kind(
+    kind = StoreKind(
         ("s3", "s3a"),
         "s3fs",
         "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3_ANON=true; "
         "`aws s3 ls URL` tells whether they work",
     )
 
-    def fetch(self, wanted: Wanted) -> bytes:
+    def fetch(self, wanted: RangeRequest) -> bytes:
         from fsspec.asyn import sync
 
         content: bytes = sync(self.fs.loop, self._fetched, wanted)
         return content
 
-    async def _fetched(self, wanted: Wanted) -> bytes:
+    async def _fetched(self, wanted: RangeRequest) -> bytes:
         """Not by the `cat_file` of s3fs, which does not compare the range and the ETag of an answer."""
         bucket, key, version = self.fs.split_path(self._key(wanted.url))
         of_version = {"VersionId": version} if version else {}
@@ -33,8 +33,8 @@ class S3(ObjectStore):
         body = answer["Body"]
         try:
             size = wanted.size_in(answer.get("ContentRange"))
-            wanted.check_state(Entry(size, 0, answer.get("ETag", "").strip('"')))
-            content = Body(wanted, size)
+            wanted.check_state(FileInfo(size, 0, answer.get("ETag", "").strip('"')))
+            content = ResponseBody(wanted, size)
             while part := await body.read(1 << 20):
                 content.add(part)
             return content.content()

@@ -11,17 +11,17 @@ from contextlib import AbstractContextManager
 from threading import RLock
 from typing import ClassVar
 
-from reshard.stores.address import Address, Kind
-from reshard.stores.entry import FOLDER, Entry
-from reshard.stores.errors import translated
-from reshard.stores.files import File
-from reshard.stores.ranges import Wanted
+from reshard.stores.address import Address, StoreKind
+from reshard.stores.file_info import FOLDER, FileInfo
+from reshard.stores.open_file import OpenFile
+from reshard.stores.range_responses import RangeRequest
+from reshard.stores.store_errors import translated
 
 
 class Store(ABC):
     """One bucket, repository or web server. All paths in it begin with `url`: a scheme, and `depth` parts."""
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[StoreKind]
     depth: ClassVar[int] = 1
 
     @classmethod
@@ -39,7 +39,7 @@ class Store(ABC):
         """The number of parts, after the scheme, of the URL of the store that contains `url`."""
         return cls.depth
 
-    def opened(self, url: str, entry: Entry) -> File | None:
+    def opened(self, url: str, entry: FileInfo) -> OpenFile | None:
         """The file at `url`, if it is not read in ranges by `fetch`."""
         return None
 
@@ -50,7 +50,7 @@ class Store(ABC):
     def __init__(self, url: str) -> None:
         self.url = url
         self._listed: dict[str, Listing | None] = {}
-        self._outside: dict[str, Entry | None] = {}
+        self._outside: dict[str, FileInfo | None] = {}
         self._children: dict[str, list[str]] = {}
         """The names in folders outside all typed URLs, as the folder of a typed file is."""
         self._lock = RLock()
@@ -75,7 +75,7 @@ class Store(ABC):
         for kept in (self._outside, self._children, self.heads, self.ahead):
             kept.clear()
 
-    def entry(self, url: str) -> Entry | None:
+    def entry(self, url: str) -> FileInfo | None:
         """The file or folder at `url`, or None. Raises ReshardError if the store does not answer."""
         with self._lock:
             if listing := self._listing(url):
@@ -108,22 +108,22 @@ class Store(ABC):
         return None
 
     @abstractmethod
-    def _find(self, root: str, *, deep: bool) -> dict[str, Entry]:
+    def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
         """All files at or below `root`, by URL; without `deep`, the files and folders directly in it."""
 
     @abstractmethod
-    def _look(self, url: str) -> Entry | None:
+    def _look(self, url: str) -> FileInfo | None:
         """The entry at a single URL; None if there is nothing."""
 
     @abstractmethod
-    def fetch(self, wanted: Wanted) -> bytes:
+    def fetch(self, wanted: RangeRequest) -> bytes:
         """A range of bytes of a file, in one request. Raises ReshardError for those of another range or version."""
 
 
 class Listing:
     """Files below one URL, and the folders implied by their names."""
 
-    def __init__(self, root: str, files: dict[str, Entry]) -> None:
+    def __init__(self, root: str, files: dict[str, FileInfo]) -> None:
         self.entries = dict(files)
         self.children: dict[str, set[str]] = {}
         for file in files:

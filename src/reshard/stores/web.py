@@ -17,34 +17,34 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from reshard.base.errors import ReshardError
-from reshard.base.plain import JSON_MOST, json_of
-from reshard.stores.address import Address, Kind, incomplete, shown
-from reshard.stores.entry import Entry
-from reshard.stores.errors import DENIED, PASSING, retried, status_of
-from reshard.stores.names import declared
-from reshard.stores.ranges import INSTEAD, PATIENCE, Body, Wanted
-from reshard.stores.remote import AHEAD, HEADS, RemoteFile, pool
+from reshard.base.plain_json import JSON_MOST, json_of
+from reshard.stores.address import Address, StoreKind, incomplete, shown
+from reshard.stores.checkpoint_names import declared
+from reshard.stores.file_info import FileInfo
+from reshard.stores.range_responses import DOWNLOAD_INSTEAD, TIMEOUT_SECONDS, RangeRequest, ResponseBody
+from reshard.stores.remote_file import MAX_HEADS_BYTES, MIN_READ_BYTES, RemoteFile, pool
 from reshard.stores.store import Store
+from reshard.stores.store_errors import DENIED_STATUSES, TRANSIENT_STATUSES, retried, status_of
 
 A = TypeVar("A")
 T = TypeVar("T")
 
-BEGUN = (".json", ".jinja", ".txt", ".safetensors")
+READ_FROM_BEGINNING = (".json", ".jinja", ".txt", ".safetensors")
 """Files that are read from their beginning once found: the first request for them fetches it too."""
 
-DEPTH = 3
+MAX_DEPTH = 3
 """Levels of nested folders whose links are followed."""
 
-FILES = 20_000
+MAX_FILES = 20_000
 """Most files below a URL: each takes a request."""
 
-PAGE = 8 << 20
+MAX_PAGE_BYTES = 8 << 20
 """Most bytes of a page of links."""
 
-PAGES = 64 << 20
+MAX_PAGES_BYTES = 64 << 20
 """Most bytes of all pages below a URL."""
 
-AT_ONCE = 16
+PAGES_AT_ONCE = 16
 """Pages that are asked for before the limits are checked again."""
 
 _LINK = re.compile(r"""<a\s[^<>]*?\bhref\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"'<>]+))""", re.IGNORECASE)
@@ -53,7 +53,7 @@ _LINK = re.compile(r"""<a\s[^<>]*?\bhref\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"
 class WebStore(Store):
     """A web server. The user and query of a typed URL are sent only with requests at or below that URL."""
 
-    kind = Kind(
+    kind = StoreKind(
         ("http", "https"),
         "aiohttp",
         "check that the URL works in a browser, and has not expired",
@@ -97,7 +97,9 @@ class WebStore(Store):
             import aiohttp
             from fsspec.implementations.http import HTTPFileSystem
 
-            limits = aiohttp.ClientTimeout(total=None, sock_connect=PATIENCE, sock_read=PATIENCE)
+            limits = aiohttp.ClientTimeout(
+                total=None, sock_connect=TIMEOUT_SECONDS, sock_read=TIMEOUT_SECONDS
+            )
             return HTTPFileSystem(
                 encoded=True,
                 use_listings_cache=False,
@@ -115,14 +117,14 @@ class WebStore(Store):
         host, _, path = rest.partition("/")
         return f"{scheme}://{user}{host}/{quote(path, safe='/~!$&()*+,;=:@')}{query}"
 
-    def fetch(self, wanted: Wanted) -> bytes:
+    def fetch(self, wanted: RangeRequest) -> bytes:
         return self._ask(wanted)[1]
 
-    def _ask(self, wanted: Wanted) -> tuple[Entry, bytes]:
+    def _ask(self, wanted: RangeRequest) -> tuple[FileInfo, bytes]:
         """The file as an answer describes it, and the bytes wanted; fewer if it is not known and ends before."""
         return self._in_loop(self._asked, wanted)
 
-    async def _asked(self, wanted: Wanted) -> tuple[Entry, bytes]:
+    async def _asked(self, wanted: RangeRequest) -> tuple[FileInfo, bytes]:
         async with await self._opened(wanted.url, Range=f"bytes={wanted.begin}-{wanted.end - 1}") as response:
             entry = _entry(response.headers)
             if response.status == 416:  # nothing from this byte on
@@ -143,7 +145,7 @@ class WebStore(Store):
             wanted.check_coding(response.headers.get("Content-Encoding"))
             entry = entry._replace(size=wanted.size_in(response.headers.get("Content-Range")))
             wanted.check_state(entry)
-            body = Body(wanted, entry.size)
+            body = ResponseBody(wanted, entry.size)
             async for part in response.content.iter_any():
                 body.add(part)
             return entry, body.content()
@@ -158,9 +160,9 @@ class WebStore(Store):
             self.fs.encode_url(self._whole(url)), headers={"Accept-Encoding": "identity", **headers}
         )
         try:
-            response = await asyncio.wait_for(asked, PATIENCE)
+            response = await asyncio.wait_for(asked, TIMEOUT_SECONDS)
         except asyncio.TimeoutError:
-            raise TimeoutError(f"no answer for {PATIENCE} seconds") from None
+            raise TimeoutError(f"no answer for {TIMEOUT_SECONDS} seconds") from None
         if response.status == 404:
             response.close()
             raise FileNotFoundError(url)
@@ -174,15 +176,15 @@ class WebStore(Store):
         found: T = sync(self.fs.loop, function, argument)
         return found
 
-    def _look(self, url: str, most: int = 1) -> Entry | None:
+    def _look(self, url: str, most: int = 1) -> FileInfo | None:
         """The entry at a URL. Its first `most` bytes are fetched too, and kept if there is more than one."""
         with self.translated(url):
             try:
-                entry, content = retried(lambda: self._ask(Wanted(url, 0, most)))
+                entry, content = retried(lambda: self._ask(RangeRequest(url, 0, most)))
             except FileNotFoundError:
                 return None
             except Exception as error:
-                if status_of(error) in DENIED and not self._is_typed(url):
+                if status_of(error) in DENIED_STATUSES and not self._is_typed(url):
                     return None  # a signature or a password is valid only for what was typed
                 raise
             if most > 1:
@@ -192,7 +194,7 @@ class WebStore(Store):
     def _is_typed(self, url: str) -> bool:
         return any(url == each or url.startswith(each + "/") for each in self._typed)
 
-    def _find(self, root: str, *, deep: bool) -> dict[str, Entry]:
+    def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
         if self._seen:
             known = sorted(url for url in self._seen if url == root or url.startswith(root + "/"))
             looked = zip(known, pool().map(self._look, known), strict=True)
@@ -204,7 +206,7 @@ class WebStore(Store):
             self._outside.update(self._present(f"{folder}/{name}" for name in beside))
         if found:
             return found
-        links = self._links(root, DEPTH if deep else 1)
+        links = self._links(root, MAX_DEPTH if deep else 1)
         if links:
             return self._present(links)
         found = self._present(f"{root}/{name}" for name in declared().usual)
@@ -228,13 +230,13 @@ class WebStore(Store):
         pages, files, seen, received = [root], set[str](), set[str](), 0
         for _ in range(depth):
             seen.update(pages)
-            for some in (pages[at : at + AT_ONCE] for at in range(0, len(pages), AT_ONCE)):
+            for some in (pages[at : at + PAGES_AT_ONCE] for at in range(0, len(pages), PAGES_AT_ONCE)):
                 for links, nbytes in pool().map(self._page, some):
                     files |= links
                     received += nbytes
                 _check_count(root, len(files) + len(seen))
-                if received > PAGES:
-                    raise _too_long(root, f"pages of more than {PAGES:,} bytes in total")
+                if received > MAX_PAGES_BYTES:
+                    raise _too_long(root, f"pages of more than {MAX_PAGES_BYTES:,} bytes in total")
             folders = {each for each in files if each.endswith("/")}
             files -= folders
             pages = sorted({each.rstrip("/") for each in folders} - seen)
@@ -249,7 +251,7 @@ class WebStore(Store):
                 return set(), 0
             except Exception as error:
                 status = status_of(error)
-                if status is None or status in PASSING:
+                if status is None or status in TRANSIENT_STATUSES:
                     raise
                 return set(), 0  # the folder shows no links
         links = (html.unescape(link[1] or link[2] or link[3] or "") for link in _LINK.finditer(text))
@@ -260,23 +262,23 @@ class WebStore(Store):
         async with await self._opened(url) as response:
             if "html" not in response.content_type:
                 return ""
-            wanted = Wanted(url, 0, PAGE)
+            wanted = RangeRequest(url, 0, MAX_PAGE_BYTES)
             wanted.check_coding(response.headers.get("Content-Encoding"))
-            body = Body(wanted, PAGE)
+            body = ResponseBody(wanted, MAX_PAGE_BYTES)
             async for part in response.content.iter_any():
-                if len(body) + len(part) > PAGE:
-                    raise _too_long(url, f"a page of more than {PAGE:,} bytes")
+                if len(body) + len(part) > MAX_PAGE_BYTES:
+                    raise _too_long(url, f"a page of more than {MAX_PAGE_BYTES:,} bytes")
                 body.add(part)
             return body.text()
 
-    def _present(self, urls: Iterable[str]) -> dict[str, Entry]:
+    def _present(self, urls: Iterable[str]) -> dict[str, FileInfo]:
         """The entries that exist. Raises ReshardError if the server refuses all of them."""
         asked = list(urls)
         _check_count(self.url, len(asked))
-        most = min(AHEAD, HEADS // max(1, len(asked)))
-        found, refused = dict[str, Entry](), list[ReshardError]()
+        most = min(MIN_READ_BYTES, MAX_HEADS_BYTES // max(1, len(asked)))
+        found, refused = dict[str, FileInfo](), list[ReshardError]()
         for url, entry in zip(asked, pool().map(partial(self._glance, most=most), asked), strict=True):
-            if isinstance(entry, Entry):
+            if isinstance(entry, FileInfo):
                 found[url] = entry
             elif entry is not None:
                 refused.append(entry)
@@ -284,18 +286,18 @@ class WebStore(Store):
             raise refused[0]
         return found
 
-    def _glance(self, url: str, most: int) -> Entry | ReshardError | None:
+    def _glance(self, url: str, most: int) -> FileInfo | ReshardError | None:
         try:
-            return self._look(url, most if url.endswith(BEGUN) else 1)
+            return self._look(url, most if url.endswith(READ_FROM_BEGINNING) else 1)
         except ReshardError as error:
-            if status_of(error) in DENIED:  # as stores answer that must not show what exists
+            if status_of(error) in DENIED_STATUSES:  # as stores answer that must not show what exists
                 return error
             raise
 
 
 def _check_count(url: str, count: int) -> None:
-    if count > FILES:
-        raise _too_long(url, f"more than {FILES:,} files")
+    if count > MAX_FILES:
+        raise _too_long(url, f"more than {MAX_FILES:,} files")
 
 
 def _too_long(url: str, found: str) -> ReshardError:
@@ -303,9 +305,10 @@ def _too_long(url: str, found: str) -> ReshardError:
         "listing-too-long",
         "the server lists too many files",
         file=url,
-        expected=f"pages of at most {PAGE:,} bytes, {PAGES:,} in total, with at most {FILES:,} files below the URL",
+        expected=f"pages of at most {MAX_PAGE_BYTES:,} bytes, {MAX_PAGES_BYTES:,} in total, "
+        f"with at most {MAX_FILES:,} files below the URL",
         found=found,
-        remedy=f"pass the URL of the checkpoint itself, not of a folder above it; or {INSTEAD}",
+        remedy=f"pass the URL of the checkpoint itself, not of a folder above it; or {DOWNLOAD_INSTEAD}",
     )
 
 
@@ -328,9 +331,9 @@ def _is_plain(path: str) -> bool:
     return path.isprintable() and not {"", ".", ".."} & set(path.split("/"))
 
 
-def _entry(headers: Mapping[str, str]) -> Entry:
+def _entry(headers: Mapping[str, str]) -> FileInfo:
     """A file as the headers of an answer describe it, without its size."""
-    return Entry(
+    return FileInfo(
         0, _time(headers.get("Last-Modified", "")), headers.get("ETag", "").removeprefix("W/").strip('"')
     )
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from reshard.base.arguments import Arguments, OnBytes, StrPath
-from reshard.base.boundary import for_users
+from reshard.base.argument_checks import Arguments, OnBytes, StrPath
+from reshard.base.exceptions_to_problems import for_users
 from reshard.base.options import About, takes
-from reshard.planning.naming import Types
+from reshard.planning.target_tensors import OutputTypes
 from reshard.training.methods import METHODS, elsewhere
 from reshard.training.options import StartOptions
 
@@ -130,7 +130,7 @@ def export(
     given = Arguments("export")
     given.path("checkpoint", checkpoint)
     given.path("dst", dst)
-    given.known("dtype", dtype, Types)
+    given.known("dtype", dtype, OutputTypes)
     given.switches(merge=merge, overwrite=overwrite, no_resume=no_resume)
     given.callbacks(on_bytes=on_bytes)
     given.settle()

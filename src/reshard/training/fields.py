@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ForwardRef, List, Literal, Optional, Tuple, Union, get_args, get_origin  # noqa: UP035
 
-from reshard.base.arguments import truth
-from reshard.base.plain import json_of
+from reshard.base.argument_checks import truth
+from reshard.base.plain_json import json_of
 
 
 class Untypeable:

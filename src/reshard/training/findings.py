@@ -9,7 +9,7 @@ from textwrap import shorten
 from packaging.specifiers import SpecifierSet
 
 from reshard.base.errors import Problem
-from reshard.base.installing import install_command
+from reshard.base.missing_packages import install_command
 from reshard.checks.fact import Fact
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from reshard.base.arguments import StrPath
+from reshard.base.argument_checks import StrPath
 from reshard.base.options import About, options_of
 from reshard.training.data.records import DATA_SHAPES
 

@@ -117,7 +117,7 @@ def cleared(run: Run) -> Iterator[Problem]:
 
 def _foreign(folder: Path) -> list[str]:
     """Files in a folder that reshard did not write there."""
-    from reshard.records.contents import foreign_in  # with all formats
+    from reshard.records.checkpoint_files import foreign_in  # with all formats
 
     return foreign_in(folder) if folder.is_dir() and not folder.is_symlink() else []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout
-from reshard.base.arguments import is_whole, truth, whole_number
+from reshard.base.argument_checks import is_whole, truth, whole_number
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.options import Option
 from reshard.base.plain_yaml import repeated_keys, yaml_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.base.errors import UNUSABLE, ReshardError
-from reshard.base.plain import json_of
+from reshard.base.plain_json import json_of
 from reshard.guard.end.complete import RECORD
 from reshard.training.data.mix import Mix, mix_of
 from reshard.training.options import OURS, RunOptions
@@ -103,7 +103,7 @@ class Run:
 def config_of(folder: Path) -> dict[str, Any]:
     """The `config.json` of a model. Raises ReshardError."""
     from reshard.folders.companions import CONFIG, read_object  # which imports numpy, and --help needs none
-    from reshard.transfer.sources import Sources
+    from reshard.transfer.source_files import Sources
 
     return read_object(folder / CONFIG, Sources())
 

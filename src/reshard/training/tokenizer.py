@@ -9,7 +9,7 @@ from typing import Any
 from reshard.base.errors import Problem, ReshardError
 from reshard.folders.companions import CONFIG, find_companions
 from reshard.training.run import Run
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 REMEDY = "copy the tokenizer of the base model into the folder"
 

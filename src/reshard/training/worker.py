@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.plain import put
+from reshard.base.plain_json import put
 from reshard.guard.supervise.lifetime import end_with_parent
 from reshard.training import signals
 from reshard.training.collective import meet

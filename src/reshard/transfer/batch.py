@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from reshard.transfer.elements import RAW, count_nonfinite, has_nonfinite
+from reshard.transfer.elements import RAW_DTYPES, count_nonfinite, has_nonfinite
 from reshard.transfer.gather import Gatherer
-from reshard.transfer.journal import Begun
-from reshard.transfer.memory import WINDOW
+from reshard.transfer.journal import BegunBlock
+from reshard.transfer.memory_budget import WINDOW_BYTES
 from reshard.transfer.overflow import Overflows
 from reshard.transfer.plan import Block, OutputFile
-from reshard.transfer.sink import PAGE
+from reshard.transfer.sink import PAGE_BYTES
 
 
-class Stream:
+class BlockState:
     """One block while it is written, and what its bytes have shown so far, including earlier runs if it was `begun`."""
 
-    def __init__(self, block: Block, begun: Begun | None = None) -> None:
+    def __init__(self, block: Block, begun: BegunBlock | None = None) -> None:
         self.block = block
         self.view = block.source()
         self.end = block.offset + block.nbytes
@@ -29,9 +29,9 @@ class Stream:
         self.overflow = begun.overflow if begun else None
         self._checksum = begun.checksum if begun else 0
 
-    def begun(self, end: int) -> Begun:
+    def begun(self, end: int) -> BegunBlock:
         """Progress of the block once all bytes before `end` of its file are written."""
-        return Begun(end, self._checksum, self.nonfinite, self.overflow)
+        return BegunBlock(end, self._checksum, self.nonfinite, self.overflow)
 
     def is_transposed(self) -> bool:
         """Whether elements adjacent in the output are not adjacent in the source."""
@@ -42,7 +42,7 @@ class Stream:
         size = self.block.dtype.itemsize
         first, last = begin // size, (begin + out.nbytes) // size
         pieces = self.view.pieces if last - first == self.view.numel else self.view.window(first, last)
-        gatherer.fill(pieces, self.block.dtype, out.view(RAW[size]))
+        gatherer.fill(pieces, self.block.dtype, out.view(RAW_DTYPES[size]))
         self._note_nonfinite(out, gatherer.take_lost())
         if self.block.crc_at:
             self._checksum = crc32(out.data, self._checksum)
@@ -79,17 +79,19 @@ class Batch:
     def windows(self, limit: int, begin: int) -> Iterator[tuple[int, int]]:
         """Cut the bytes after `begin` into ranges of at most `limit` bytes, at page and element boundaries."""
         while begin < self.end:
-            end = min(self.end, begin + limit - begin % PAGE)
+            end = min(self.end, begin + limit - begin % PAGE_BYTES)
             for block in self.blocks:
                 if block.offset < end < block.offset + block.nbytes:
                     end -= (end - block.offset) % block.dtype.itemsize
             yield begin, end
             begin = end
 
-    def fill(self, raw: np.ndarray[Any, Any], begin: int, streams: list[Stream], gatherer: Gatherer) -> None:
+    def fill(
+        self, raw: np.ndarray[Any, Any], begin: int, streams: list[BlockState], gatherer: Gatherer
+    ) -> None:
         """Assemble the window `raw`, which begins at byte `begin` of the file; bytes without content become zero."""
         end, position = begin + len(raw), begin
-        parts: list[tuple[int, int, Stream | bytes]]
+        parts: list[tuple[int, int, BlockState | bytes]]
         parts = [(offset, offset + len(content), content) for offset, content in self.literals]
         parts += [(stream.block.offset, stream.end, stream) for stream in streams]
         for first, last, part in sorted(parts, key=lambda part: part[0]):
@@ -98,7 +100,7 @@ class Batch:
                 continue
             raw[position - begin : low - begin] = 0
             out = raw[low - begin : high - begin]
-            if isinstance(part, Stream):
+            if isinstance(part, BlockState):
                 part.fill(out, low - first, gatherer)
             else:
                 out[:] = np.frombuffer(part, np.uint8, high - low, low - first)
@@ -112,7 +114,7 @@ def batches(file: OutputFile) -> Iterator[Batch]:
     batch = Batch(0, 0, 0)
     for block in sorted(file.blocks, key=lambda block: block.offset):
         end = block.offset + block.nbytes
-        if batch.blocks and end - batch.begin > WINDOW:
+        if batch.blocks and end - batch.begin > WINDOW_BYTES:
             yield _with_literals(batch, literals)
             batch = Batch(batch.number + 1, batch.end, batch.end)
         batch.blocks.append(block)

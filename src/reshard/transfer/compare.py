@@ -14,26 +14,26 @@ from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.base.errors import Problem, one_for_each_file
-from reshard.stores import REQUEST, is_remote
+from reshard.stores import MAX_REQUEST_BYTES, is_remote
 from reshard.transfer.elements import as_float, cast, castable
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.memory import Share
+from reshard.transfer.memory_budget import ThreadShare
 from reshard.transfer.overflow import Overflows
+from reshard.transfer.thread_files import OpenFiles
 from reshard.transfer.threads import together
 
-WINDOW = 1 << 20
+WINDOW_BYTES = 1 << 20
 """Most bytes compared at a time: small enough for the cache of a core, together with what they are cast from."""
 
-EACH = 32
+BYTES_EACH = 32
 """Bytes of memory for each byte compared: both sides, masks, and the differences as float64."""
 
 
 Elements = np.ndarray[Any, Any]
 
 
-class Difference(NamedTuple):
+class ElementDifference(NamedTuple):
     """How many elements differ, the largest difference (NaN if one side is NaN), and the first element that differs."""
 
     elements: int
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
     first: int
 
 
-class Gap(NamedTuple):
+class RoundingDifference(NamedTuple):
     """How the values of two tensors of different dtypes differ.
 
     `rounded_to` is the dtype of one of them, if rounding the other one to it gives the same values.
@@ -52,10 +52,10 @@ class Gap(NamedTuple):
     rounded_to: DType | None
 
 
-UNCOUNTED = Difference(0, float("nan"), 0)
+NOT_COUNTED = ElementDifference(0, float("nan"), 0)
 
 
-class Measure:
+class Distance:
     """The distance of two tensors as Σ(a-b)² and Σa², summed over windows of both."""
 
     def __init__(self) -> None:
@@ -77,19 +77,19 @@ class Comparer:
     It uses the memory of one thread of `share`.
     """
 
-    def __init__(self, stopped: Event, share: Share, ledger: Ledger | None = None) -> None:
+    def __init__(self, stopped: Event, share: ThreadShare, ledger: Ledger | None = None) -> None:
         self._stopped = stopped
-        self._files = Files()
+        self._files = OpenFiles()
         self._gatherer = Gatherer(self._files, ledger, share.gathering)
-        self._size = min(WINDOW, share.wide // EACH)
-        self._far = min(REQUEST, share.wide // 4)
+        self._size = min(WINDOW_BYTES, share.wide // BYTES_EACH)
+        self._far = min(MAX_REQUEST_BYTES, share.wide // 4)
 
     def close(self) -> None:
         self._files.close()
 
     def difference(
-        self, first: Tensor, second: Tensor, *, any_nan: bool = False, measure: Measure | None = None
-    ) -> Difference | None:
+        self, first: Tensor, second: Tensor, *, any_nan: bool = False, measure: Distance | None = None
+    ) -> ElementDifference | None:
         """The bitwise difference between two tensors of the same dtype and shape; None if there is none.
 
         With `any_nan`, all NaNs are equal: processors round to different ones. `measure` accumulates the distance.
@@ -105,9 +105,11 @@ class Comparer:
                 at = at if elements else begin + int(unequal.argmax())
                 elements += found
                 largest = max(largest, _gap(a[unequal], b[unequal], first.dtype), key=_nan_last)
-        return Difference(elements, largest, at) if elements else None
+        return ElementDifference(elements, largest, at) if elements else None
 
-    def gap(self, first: Tensor, second: Tensor, *, measure: Measure | None = None) -> Gap | None:
+    def gap(
+        self, first: Tensor, second: Tensor, *, measure: Distance | None = None
+    ) -> RoundingDifference | None:
         """How the values of two tensors of different dtypes and the same shape differ; None if they do not.
 
         All NaNs are equal. `measure` accumulates the distance.
@@ -129,7 +131,7 @@ class Comparer:
                 fits_second = fits_second and _rounds(a, b, *kinds)
                 fits_first = fits_first and _rounds(b, a, *reversed(kinds))
         rounded_to = second.dtype if fits_second else first.dtype if fits_first else None
-        return Gap(elements, largest, rounded_to) if elements else None
+        return RoundingDifference(elements, largest, rounded_to) if elements else None
 
     def _windows(self, first: Tensor, second: Tensor) -> Iterator[tuple[int, Elements, Elements]]:
         """Windows of both tensors to compare, each with the index of its first element.
@@ -178,7 +180,7 @@ def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: DType) -> floa
     return float(gap.max())
 
 
-def unequal_replicas(replicas: Sequence[Replica], share: Share) -> list[Problem]:
+def unequal_replicas(replicas: Sequence[Replica], share: ThreadShare) -> list[Problem]:
     """Problems of tensors that are stored more than once with different values, one for each file."""
 
     def work(worker: int, stopped: Event) -> list[tuple[int, Problem]]:
@@ -200,14 +202,14 @@ def unequal_replicas(replicas: Sequence[Replica], share: Share) -> list[Problem]
     return one_for_each_file(problem for _, problem in problems)
 
 
-def _replica_difference(comparer: Comparer, replica: Replica) -> Difference | None:
+def _replica_difference(comparer: Comparer, replica: Replica) -> ElementDifference | None:
     """The difference; without counts if shapes or checksums differ."""
     first, second = replica.first, replica.second
     if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return UNCOUNTED
+        return NOT_COUNTED
     ours, theirs = _storage(first), _storage(second)
     if ours and theirs and (ours == theirs or None not in (ours.crc32, theirs.crc32)):
-        return None if ours.crc32 == theirs.crc32 else UNCOUNTED
+        return None if ours.crc32 == theirs.crc32 else NOT_COUNTED
     return comparer.difference(first, second, any_nan=True)
 
 
@@ -222,7 +224,7 @@ def _storage(tensor: Tensor) -> Storage | None:
     return cells.storage if whole and in_order and cells.dtype == tensor.dtype else None
 
 
-def _problem(replica: Replica, different: Difference | None) -> Problem:
+def _problem(replica: Replica, different: ElementDifference | None) -> Problem:
     at, count = different.first if different else 0, replica.first.view.numel
     files = [tensor.file_of(at) for tensor in (replica.first, replica.second)]
     return Problem(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from reshard.base.errors import Problem, listed
 
-BESIDE = "the output is written next to the destination and replaces it once it is complete"
-CHAIN = 40
+DESTINATION_RULE = "the output is written next to the destination and replaces it once it is complete"
+MAX_LINKS = 40
 """Most links followed in a chain: as many as Linux follows."""
 
 
@@ -61,7 +61,7 @@ def target_problems(
                 "destination-is-a-mount-point",
                 "the destination is a mount point",
                 file=str(target),
-                rule=BESIDE,
+                rule=DESTINATION_RULE,
                 remedy=remedy,
             )
         ]
@@ -115,7 +115,7 @@ def _lies_in(path: Path, folder: Path) -> bool:
 
 def _links(path: Path) -> Iterator[Path]:
     """Where a link is, and each link that it leads to."""
-    for _ in range(CHAIN):
+    for _ in range(MAX_LINKS):
         if not path.is_symlink():
             return
         path = path.parent.resolve() / path.name
@@ -207,7 +207,7 @@ def _unwritable(folder: Path) -> list[Problem]:
                 "destination-not-writable",
                 "nothing can be written here",
                 file=str(folder),
-                rule=BESIDE,
+                rule=DESTINATION_RULE,
                 remedy=remedy,
             )
         ]

@@ -1,7 +1,7 @@
 """Digests of files whose bytes arrive in any order.
 
-A file is cut into cells of `CELL` bytes, the last of which may be shorter. The digest of the file is the XXH3-128 of
-the concatenated XXH3-128 digests of its cells, each of 16 bytes with the most significant first.
+A file is cut into cells of `CELL_BYTES` bytes, the last of which may be shorter. The digest of the file is the XXH3-128
+of the concatenated XXH3-128 digests of its cells, each of 16 bytes with the most significant first.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from reshard.stores import StorePath, open_file
 
-CELL = 256 << 10
-WIDTH = 16
+CELL_BYTES = 256 << 10
+DIGEST_BYTES = 16
 """Bytes of one digest."""
-NAME = "XXH3-128 of the XXH3-128 digests of each 256 KiB"
-NONE = "0" * 2 * WIDTH
+DIGEST_NAME = "XXH3-128 of the XXH3-128 digests of each 256 KiB"
+UNKNOWN_DIGEST = "0" * 2 * DIGEST_BYTES
 """Stands for an unknown digest."""
-SPAN = 16 * CELL
+READ_BYTES = 16 * CELL_BYTES
 """Bytes read at a time."""
 
 
 @dataclass
-class Seen:
+class SeenCells:
     """What was seen of a file: digests of adjacent cells, with the number of the first, and parts of other cells.
 
     Each of these `rests` is a range of bytes, with its offset in the file.
@@ -40,7 +40,7 @@ class Seen:
 
 
 @dataclass
-class Sums:
+class PartDigests:
     """Digests of parts of a file: of adjacent cells, with the number of the first, and of ranges within other cells.
 
     A range is (begin, end), with the offsets of its bytes in the file.
@@ -49,19 +49,19 @@ class Sums:
     cells: list[tuple[int, bytes]] = field(default_factory=list)
     ranges: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
-    def join(self, more: Sums) -> None:
+    def join(self, more: PartDigests) -> None:
         """Add digests of other parts, or newer ones of the same."""
         self.cells += more.cells
         self.ranges |= more.ranges
 
 
-class Digest:
+class FileDigest:
     """The digest of a file of `size` bytes. Several threads may add different parts."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        count = -(-size // CELL)
-        self._digests = bytearray(count * WIDTH)
+        count = -(-size // CELL_BYTES)
+        self._digests = bytearray(count * DIGEST_BYTES)
         self._missing = set(range(count))
         self._news: set[int] = set()
         self._parts: dict[int, tuple[bytearray, list[tuple[int, int]]]] = {}
@@ -70,8 +70,8 @@ class Digest:
     def add(self, data: memoryview, offset: int) -> None:
         """Add the bytes of the file from `offset`. Bytes that are added again must be the same."""
         end = offset + len(data)
-        for cell in range(offset // CELL, -(-end // CELL)):
-            first, last = cell * CELL, min((cell + 1) * CELL, self._size)
+        for cell in range(offset // CELL_BYTES, -(-end // CELL_BYTES)):
+            first, last = cell * CELL_BYTES, min((cell + 1) * CELL_BYTES, self._size)
             part = data[max(first, offset) - offset : min(last, end) - offset]
             if len(part) == last - first:
                 self._set(cell, part)
@@ -85,7 +85,7 @@ class Digest:
 
     def know(self, cell: int, digest: bytes) -> None:
         """Set the digest of a complete cell."""
-        self._digests[cell * WIDTH : (cell + 1) * WIDTH] = digest
+        self._digests[cell * DIGEST_BYTES : (cell + 1) * DIGEST_BYTES] = digest
         with self._lock:
             self._missing.discard(cell)
 
@@ -109,50 +109,52 @@ class Digest:
         """
         cells: dict[int, list[tuple[int, bytes]]] = {}
         for offset, data in changes:
-            for cell in range(offset // CELL, (offset + len(data) - 1) // CELL + 1):
-                cells.setdefault(cell, []).append((offset - cell * CELL, data))
+            for cell in range(offset // CELL_BYTES, (offset + len(data) - 1) // CELL_BYTES + 1):
+                cells.setdefault(cell, []).append((offset - cell * CELL_BYTES, data))
         if not cells:
             return
         with open_file(path) as file:
             for cell, inside in cells.items():
-                content = file.read(cell * CELL, CELL)
+                content = file.read(cell * CELL_BYTES, CELL_BYTES)
                 if not matches(content, self._of(cell), inside):
                     raise OSError(errno.EIO, "the disk returned other bytes than were written", str(path))
                 self._set(cell, changed(content, inside))
 
     def _of(self, cell: int) -> bytes:
-        return bytes(self._digests[cell * WIDTH : (cell + 1) * WIDTH])
+        return bytes(self._digests[cell * DIGEST_BYTES : (cell + 1) * DIGEST_BYTES])
 
-    def news(self) -> Sums:
+    def news(self) -> PartDigests:
         """The digests of what is known now and was not yet when this was last called."""
         with self._lock:
             cells, self._news = self._news, set()
             ranges = {
-                (cell * CELL + begin, cell * CELL + end): xxh3_128_digest(memoryview(content)[begin:end])
+                (cell * CELL_BYTES + begin, cell * CELL_BYTES + end): xxh3_128_digest(
+                    memoryview(content)[begin:end]
+                )
                 for cell, (content, parts) in self._parts.items()
                 for begin, end in parts
             }
-        return Sums(list(self._told(cells)), ranges)
+        return PartDigests(list(self._told(cells)), ranges)
 
     def _told(self, cells: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """The digests of cells: those of adjacent ones together, with the number of the first."""
         for first, last in _runs(cells):
-            yield first, bytes(self._digests[first * WIDTH : last * WIDTH])
+            yield first, bytes(self._digests[first * DIGEST_BYTES : last * DIGEST_BYTES])
 
-    def seen(self) -> Seen:
+    def seen(self) -> SeenCells:
         """Everything added so far, to be merged into a digest of the same file elsewhere."""
-        count = len(self._digests) // WIDTH
-        found = Seen(list(self._told(set(range(count)) - self._missing)))
+        count = len(self._digests) // DIGEST_BYTES
+        found = SeenCells(list(self._told(set(range(count)) - self._missing)))
         for cell, (content, ranges) in self._parts.items():
-            found.rests += [(cell * CELL + begin, bytes(content[begin:end])) for begin, end in ranges]
+            found.rests += [(cell * CELL_BYTES + begin, bytes(content[begin:end])) for begin, end in ranges]
         return found
 
-    def merge(self, seen: Seen) -> None:
+    def merge(self, seen: SeenCells) -> None:
         """Merge what was added elsewhere, once."""
         for first, digests in seen.cells:
-            self._digests[first * WIDTH : first * WIDTH + len(digests)] = digests
+            self._digests[first * DIGEST_BYTES : first * DIGEST_BYTES + len(digests)] = digests
             with self._lock:
-                cells = range(first, first + len(digests) // WIDTH)
+                cells = range(first, first + len(digests) // DIGEST_BYTES)
                 self._missing.difference_update(cells)
                 self._news.update(cells)
         for offset, content in seen.rests:
@@ -215,11 +217,11 @@ def digest_of(
         _leave_cache(path)
     with open_file(path) as file:
         size = file.size
-        digest, room = Digest(size), memoryview(bytearray(min(SPAN, size)))
-        for offset in range(0, size, SPAN):
-            part = room[: min(SPAN, size - offset)]
+        digest, room = FileDigest(size), memoryview(bytearray(min(READ_BYTES, size)))
+        for offset in range(0, size, READ_BYTES):
+            part = room[: min(READ_BYTES, size - offset)]
             if is_stopped() or file.fill([(offset, part)]) is not None:
-                return NONE
+                return UNKNOWN_DIGEST
             digest.add(part, offset)
             on_bytes(len(part))
         return digest.finish()

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from reshard.algebra.dtypes import DType
-from reshard.transfer.overflow import LARGEST, Overflow, Overflows
+from reshard.transfer.overflow import LARGEST_FINITE, Overflow, Overflows
 
-RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+RAW_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Dtypes for moving elements: integers of their width, whatever they mean."""
 
-CAST = 20
+CAST_BYTES_EACH = 20
 """Most bytes that `cast` needs for an element: float64 values cast to bfloat16."""
 
 
@@ -23,21 +23,21 @@ def cast(values: np.ndarray[Any, Any], source: DType, target: DType, lost: Overf
     """
     floats = as_float(values, source)
     raw, is_suspect = _from_float(floats, target)
-    if is_suspect and LARGEST[source.name] > LARGEST[target.name]:
+    if is_suspect and LARGEST_FINITE[source.name] > LARGEST_FINITE[target.name]:
         is_lost = np.isfinite(floats) & ~np.isfinite(as_float(raw, target))
         if count := int(is_lost.sum()):
             lost.add(Overflow(count, float(np.where(is_lost, np.abs(floats), 0).max()), target.name))
     return raw
 
 
-FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
+FLOAT_DTYPES: dict[str, Any] = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 
 
 def as_float(values: np.ndarray[Any, Any], source: DType) -> np.ndarray[Any, Any]:
     """Raw elements as a numpy float type that represents them exactly."""
     if source.name == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32)
-    floats: np.ndarray[Any, Any] = np.ascontiguousarray(values).view(FLOATS[source.name])
+    floats: np.ndarray[Any, Any] = np.ascontiguousarray(values).view(FLOAT_DTYPES[source.name])
     return floats
 
 
@@ -49,14 +49,14 @@ def has_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> bool:
     """
     if not dtype.nonfinite or not raw.size:
         return False
-    bits, sign = raw.view(RAW[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
+    bits, sign = raw.view(RAW_DTYPES[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
     signed = bits.view(f"i{dtype.itemsize}")
     return bool(signed.max() >= dtype.nonfinite or bits.max() >= sign | dtype.nonfinite)
 
 
 def count_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> int:
     """How many elements are NaN or Inf."""
-    bits, sign = raw.view(RAW[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
+    bits, sign = raw.view(RAW_DTYPES[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
     return int(np.count_nonzero((bits & (sign - 1)) >= dtype.nonfinite)) if dtype.nonfinite else 0
 
 
@@ -68,8 +68,8 @@ def _from_float(values: np.ndarray[Any, Any], target: DType) -> tuple[np.ndarray
     """The rounded raw elements, and whether any of them is NaN or Inf if the target's range is the narrower one."""
     with np.errstate(over="ignore"):
         if target.name != "bfloat16":
-            narrowed: np.ndarray[Any, Any] = values.astype(FLOATS[target.name])
-            raw: np.ndarray[Any, Any] = narrowed.view(RAW[target.itemsize])
+            narrowed: np.ndarray[Any, Any] = values.astype(FLOAT_DTYPES[target.name])
+            raw: np.ndarray[Any, Any] = narrowed.view(RAW_DTYPES[target.itemsize])
             return raw, target.itemsize < values.itemsize and has_nonfinite(raw, target)
         narrow: np.ndarray[Any, Any] = np.asarray(values, np.float32)
     bits = narrow.view(np.uint32)
@@ -89,7 +89,7 @@ def _from_float(values: np.ndarray[Any, Any], target: DType) -> tuple[np.ndarray
 
 def castable(dtype: DType) -> bool:
     """Whether `cast` supports this type."""
-    return dtype.name == "bfloat16" or dtype.name in FLOATS
+    return dtype.name == "bfloat16" or dtype.name in FLOAT_DTYPES
 
 
 def small_floats(

@@ -15,18 +15,18 @@ from threading import Event
 from types import TracebackType
 
 from reshard.algebra.tensors import cells_of
-from reshard.transfer.batch import Batch, Stream
-from reshard.transfer.files import Files
+from reshard.transfer.batch import Batch, BlockState
+from reshard.transfer.file_job import BatchFindings, FileJob, continued
 from reshard.transfer.gather import Gatherer
-from reshard.transfer.job import Found, Job, continued
 from reshard.transfer.journal import Journal
-from reshard.transfer.memory import WINDOW, Share, shared
+from reshard.transfer.memory_budget import WINDOW_BYTES, ThreadShare, shared
 from reshard.transfer.plan import OutputFile, Plan
-from reshard.transfer.sink import Buffer
-from reshard.transfer.state import Report, State, opened
+from reshard.transfer.run_state import RunState, RunTotals, opened
+from reshard.transfer.sink import PageBuffer
+from reshard.transfer.thread_files import OpenFiles
 from reshard.transfer.threads import together
 
-PATIENCE = 1.0
+FLUSH_SECONDS = 1.0
 """Seconds that an interrupted run may spend on flushing its progress to disk."""
 
 
@@ -41,13 +41,13 @@ def execute(
     plan: Plan,
     folder: Path,
     *,
-    share: Share | None = None,
+    share: ThreadShare | None = None,
     checksum: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
     on_file: OnFile = lambda name, stopped: None,
     on_lost: Callable[[int], None] = lambda nbytes: None,
     journal: Journal | None = None,
-) -> Report:
+) -> RunTotals:
     """Write all files of `plan` to `folder`, which exists and contains what `journal` records.
 
     The thread that completes a file calls `on_file` before it writes another, so the number of files begun and not yet
@@ -64,7 +64,7 @@ def execute(
     )
     whole, left = divided(state)
     finished = deque(whole)
-    queue = Queue(state, left, lambda file: continued(state, file), Job.close, on_file)
+    queue = Queue(state, left, lambda file: continued(state, file), FileJob.close, on_file)
 
     def work(index: int, stopped: Event) -> None:
         for path in popped(finished, stopped):
@@ -76,7 +76,7 @@ def execute(
     return state.settle()
 
 
-def divided(state: State) -> tuple[list[str], list[OutputFile]]:
+def divided(state: RunState) -> tuple[list[str], list[OutputFile]]:
     """The paths of files that an earlier run has completed and that are still here, and the files that it has not."""
     before = state.journal.progress.files
     whole = {path for path, each in before.items() if each.is_whole}
@@ -101,20 +101,20 @@ class Queue:
 
     def __init__(
         self,
-        state: State,
+        state: RunState,
         files: Iterable[OutputFile],
-        begin: Callable[[OutputFile], Job],
-        close: Callable[[Job], None],
+        begin: Callable[[OutputFile], FileJob],
+        close: Callable[[FileJob], None],
         on_file: OnFile = lambda name, stopped: None,
     ) -> None:
         self._state, self._waiting = state, deque(files)
         self._begin, self._close, self._on_file = begin, close, on_file
-        self._open: list[Job] = []  # with batches left to take
-        self._unfinished: set[Job] = set()
+        self._open: list[FileJob] = []  # with batches left to take
+        self._unfinished: set[FileJob] = set()
 
     def work(self, stopped: Event) -> None:
         """Write batches until none are left."""
-        worker = _Worker(self._state)
+        worker = _WriterThread(self._state)
         try:
             while not stopped.is_set() and (taken := self._take()):
                 job, batch = taken
@@ -123,7 +123,7 @@ class Queue:
         finally:
             worker.close()
 
-    def _take(self) -> tuple[Job, Batch | None] | None:
+    def _take(self) -> tuple[FileJob, Batch | None] | None:
         """The next batch, of the open file with the fewest writers, or of a new file; None if that has none left."""
         with self._state.lock:
             job = min(self._open, key=lambda job: job.active, default=None)
@@ -139,7 +139,7 @@ class Queue:
                 self._open.remove(job)
             return job, batch
 
-    def _finish(self, job: Job, stopped: Event) -> None:
+    def _finish(self, job: FileJob, stopped: Event) -> None:
         if not stopped.is_set():
             self._close(job)
             self._unfinished.discard(job)
@@ -151,7 +151,7 @@ class Queue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + FLUSH_SECONDS
         for job in self._unfinished:
             with suppress(OSError):
                 if time.monotonic() < deadline:
@@ -159,27 +159,27 @@ class Queue:
             job.abandon()
 
 
-class _Worker:
+class _WriterThread:
     """The buffers of one thread."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: RunState) -> None:
         self.state = state
-        self.files = Files()
+        self.files = OpenFiles()
         self.gatherer = Gatherer(self.files, state.ledger, state.share.gathering, state.windows)
-        self.buffer = Buffer(WINDOW)
+        self.buffer = PageBuffer(WINDOW_BYTES)
 
     def close(self) -> None:
         self.files.close()
 
-    def write(self, job: Job, batch: Batch, stopped: Event) -> bool:
+    def write(self, job: FileJob, batch: Batch, stopped: Event) -> bool:
         """Assemble and write one window after another. Returns False if the batch is not finished."""
         begun = job.begun.get(batch.number)
-        streams = [Stream(block, begun) for block in batch.blocks]
+        streams = [BlockState(block, begun) for block in batch.blocks]
         if begun:
             self.state.touch(cells.storage for cells in cells_of(streams[0].view))
         unsigned = deque(streams)
-        found = Found([batch.number], batch.end - batch.begin)
-        limit = self.state.share.wide if any(map(Stream.is_transposed, streams)) else WINDOW
+        found = BatchFindings([batch.number], batch.end - batch.begin)
+        limit = self.state.share.wide if any(map(BlockState.is_transposed, streams)) else WINDOW_BYTES
         for begin, end in batch.windows(limit, begun.end if begun else batch.begin):
             if stopped.is_set():
                 return False

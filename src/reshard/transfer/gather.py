@@ -14,23 +14,23 @@ from reshard.algebra.tensors import Cells, Computed, Tensor
 from reshard.algebra.views import Axis, Piece
 from reshard.base.errors import Problem, ReshardError
 from reshard.stores import is_remote
-from reshard.transfer.elements import CAST, RAW, cast
-from reshard.transfer.files import Files
+from reshard.transfer.elements import CAST_BYTES_EACH, RAW_DTYPES, cast
 from reshard.transfer.ledger import Ledger, Passed, join
 from reshard.transfer.overflow import Overflows
-from reshard.transfer.windows import Windows
+from reshard.transfer.shared_windows import Windows
+from reshard.transfer.thread_files import OpenFiles
 
-RUN = 32 << 10
+MIN_DIRECT_BYTES = 32 << 10
 """Runs of at least this many contiguous bytes are read directly to their place: measured, docs/performance.md."""
 
-GAP = 32 << 10
+MAX_GAP_BYTES = 32 << 10
 """Two runs with more unused bytes than this between them are read separately: about what is copied out of the page
 cache while one more read is made and its checksum noted (`python -m bench --only rows`, docs/performance.md)."""
 
-SPAN = 2 << 20
+READ_BYTES = 2 << 20
 """Bytes read at a time to pick elements from: they stay in the processor's cache."""
 
-LEAST = 2 << 20
+MIN_MEMORY_BYTES = 2 << 20
 """Least memory of a `Gatherer` in bytes, without what computing takes: reads of a few kilobytes would be too slow."""
 
 
@@ -41,7 +41,7 @@ class Gatherer:
     """
 
     def __init__(
-        self, files: Files, ledger: Ledger | None, limit: int = 64 << 20, windows: Windows | None = None
+        self, files: OpenFiles, ledger: Ledger | None, limit: int = 64 << 20, windows: Windows | None = None
     ) -> None:
         self._passed: Passed = {}
         self._lost = Overflows()
@@ -67,7 +67,7 @@ class Gatherer:
 
     def read(self, tensor: Tensor, begin: int, end: int, limit: int | None = None) -> np.ndarray[Any, Any]:
         """Raw elements `begin` to `end` of a tensor, in row-major order."""
-        out = np.empty(end - begin, RAW[tensor.dtype.itemsize])
+        out = np.empty(end - begin, RAW_DTYPES[tensor.dtype.itemsize])
         self.fill(tensor.view.window(begin, end), tensor.dtype, out, limit)
         return out
 
@@ -83,12 +83,12 @@ class Gatherer:
         most = max(few, min(limit // 2, limit - (source.least - few)))
         room = source.room_of_runs(*repeats[0][:2], length) if is_runs else source.room(count)
         if source.dtype != dtype:
-            room += packed.numel * CAST
+            room += packed.numel * CAST_BYTES_EACH
         if packed.numel > source.few and room > most:
             for part in _halves(piece):
                 self._compute(source, part, dtype, out, limit)
             return
-        read = _Inputs(self, limit - min(room, most))
+        read = _GathererInputs(self, limit - min(room, most))
         if is_runs:
             ((count, step, _),) = repeats
             span = source.runs(piece.start, count, step, length, read)
@@ -99,18 +99,18 @@ class Gatherer:
     def _place(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any], limit: int) -> None:
         """Read long runs directly to their places; read others with the gaps between them, and pick."""
         size = cells.dtype.itemsize
-        if cells.dtype == dtype and (run := _run(piece)) * size >= RUN:
+        if cells.dtype == dtype and (run := _run(piece)) * size >= MIN_DIRECT_BYTES:
             self._read(cells, _starts(piece.start, piece.at, piece.axes[:-1]), run, out)
             return
         # A checksum covers all bytes: if there is one, a gap that is read now need not be read at the end.
         is_summed = self._ledger is not None and cells.storage.crc32 is not None
-        packed, length, repeats = _packed(piece, cells.storage.nbytes if is_summed else GAP // size)
-        most = min(limit // (size if cells.dtype == dtype else size + CAST), SPAN // size)
+        packed, length, repeats = _packed(piece, cells.storage.nbytes if is_summed else MAX_GAP_BYTES // size)
+        most = min(limit // (size if cells.dtype == dtype else size + CAST_BYTES_EACH), READ_BYTES // size)
         if packed.axes and packed.source_end > most:
             for part in _halves(piece):
                 self._place(cells, part, dtype, out, limit)
             return
-        room = self._room_of(packed.source_end * size).view(RAW[size])
+        room = self._room_of(packed.source_end * size).view(RAW_DTYPES[size])
         has_gaps = bool(repeats) or packed.source_end > packed.numel
         windows = self._windows if has_gaps and is_remote(cells.storage.path) else None
         self._read(cells, _starts(piece.start, 0, repeats), length, room, windows)
@@ -166,7 +166,7 @@ class Gatherer:
         return lost
 
 
-class _Inputs(NamedTuple):
+class _GathererInputs(NamedTuple):
     """How a computed source reads its inputs: by a gatherer, in at most `limit` bytes."""
 
     gatherer: Gatherer
@@ -253,7 +253,7 @@ def crc_problem(storage: Storage, tensor: str | None) -> Problem:
 
 def check_sums(ledger: Ledger, names: Mapping[Storage, str]) -> None:
     """Raise ReshardError for each storage whose bytes do not have the recorded CRC32."""
-    files = Files()
+    files = OpenFiles()
     try:
         wrong = ledger.settle(files)
     finally:

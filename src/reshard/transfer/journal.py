@@ -20,32 +20,32 @@ from zlib import crc32
 
 from reshard.algebra.storage import Storage
 from reshard.base.errors import UNUSABLE, ReshardError
-from reshard.stores import File, open_file
-from reshard.transfer.digests import Sums
+from reshard.stores import OpenFile, open_file
+from reshard.transfer.digests import PartDigests
 from reshard.transfer.ledger import Passed, join
 from reshard.transfer.overflow import Overflow
 from reshard.transfer.sink import allocate
-from reshard.transfer.sources import Seals, Sources
+from reshard.transfer.source_files import Seals, Sources
 
-ROOM = 1 << 20
+RESERVED_BYTES = 1 << 20
 """Bytes allocated on disk ahead of the journal's end, so that progress can still be recorded when the disk is full."""
 
-EVERY = 256 << 20
+FLUSH_BYTES = 256 << 20
 """Most bytes of a file that are lost when the run is killed or the machine fails: it flushes this often."""
 
-MANY = 1 << 14
+FLUSH_RANGES = 1 << 14
 """Number of source ranges after which it flushes too, for tensors with short rows: until then they take memory."""
 
 SOURCE_CHANGED = "the source has changed since"
 
-READ = 1 << 20
+READ_BYTES = 1 << 20
 """Bytes of a journal read at a time."""
 
 SUMS = '{"sums":'
 """How a line with digests begins."""
 
 
-class Identity(NamedTuple):
+class OutputIdentity(NamedTuple):
     """Digests of everything that determines the bytes of an output: the program, its sources, and its options."""
 
     version: str
@@ -62,7 +62,7 @@ class Identity(NamedTuple):
         """One digest of all three."""
         return sha256(" ".join(self).encode()).hexdigest()
 
-    def why_not(self, other: Identity) -> str:
+    def why_not(self, other: OutputIdentity) -> str:
         """Why the work of a run with identity `other` cannot be reused here."""
         if self.version != other.version:
             return "another version of reshard wrote it"
@@ -70,13 +70,13 @@ class Identity(NamedTuple):
             return SOURCE_CHANGED
         return "it has other options"
 
-    def differs(self, other: Identity) -> str:
+    def differs(self, other: OutputIdentity) -> str:
         """How this identity differs from `other`."""
         words = {"version": "other code", "sources": "other files", "options": "other options or sizes"}
         return ", ".join(words[name] for name in words if getattr(self, name) != getattr(other, name))
 
 
-class Begun(NamedTuple):
+class BegunBlock(NamedTuple):
     """A large block that is written up to byte `end` of its file, and what its bytes have shown so far."""
 
     end: int
@@ -85,14 +85,14 @@ class Begun(NamedTuple):
     overflow: Overflow | None = None
 
     @staticmethod
-    def of(told: Sequence[Any]) -> Begun:
+    def of(told: Sequence[Any]) -> BegunBlock:
         """The progress that a line of a journal tells. Raises one of `UNUSABLE` if it is malformed."""
         end, checksum, nonfinite, *rest = told
-        return Begun(end, checksum, nonfinite, Overflow(*rest[0]) if rest and rest[0] else None)
+        return BegunBlock(end, checksum, nonfinite, Overflow(*rest[0]) if rest and rest[0] else None)
 
 
 @dataclass
-class Written:
+class WrittenFile:
     """What is on disk of one output file. Batches are identified by their numbers.
 
     `modified`, the modification time in nanoseconds, and `digest` are set for a complete file; until then there are
@@ -105,9 +105,9 @@ class Written:
     nbytes: int = 0
     modified: int | None = None
     digest: str = ""
-    sums: Sums = field(default_factory=Sums)
+    sums: PartDigests = field(default_factory=PartDigests)
     batches: set[int] = field(default_factory=set)
-    begun: dict[int, Begun] = field(default_factory=dict)
+    begun: dict[int, BegunBlock] = field(default_factory=dict)
     late: list[tuple[int, bytes]] = field(default_factory=list)
     overflowed: dict[tuple[str, int], Overflow] = field(default_factory=dict)
     elsewhere: str | None = None
@@ -127,7 +127,7 @@ class Written:
 
 
 @dataclass
-class Progress:
+class JournalContent:
     """Everything that a journal records.
 
     `unchecked` are storages with a checksum that finished blocks read only in part, each with the name of a tensor in
@@ -136,7 +136,7 @@ class Progress:
 
     equal: bool = False
     """Whether tensors that are stored more than once were compared and found equal."""
-    files: dict[str, Written] = field(default_factory=dict)
+    files: dict[str, WrittenFile] = field(default_factory=dict)
     nonfinite: set[str] = field(default_factory=set)
     unchecked: dict[Storage, str] = field(default_factory=dict)
     passed: Passed = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Progress:
                 real: (int(when), str(path), ranges) for real, (when, path, ranges) in entry["seals"].items()
             }
         if "sums" in entry:
-            self.files.setdefault(entry["sums"], Written()).sums.join(_sums_of(entry))
+            self.files.setdefault(entry["sums"], WrittenFile()).sums.join(_sums_of(entry))
         if "anew" in entry:
             del self.files[entry["anew"]]
             self.is_untold = True
@@ -185,16 +185,16 @@ class Progress:
             self.is_untold = True
             self.passed.clear()
         if "file" in entry:
-            written = self.files.setdefault(entry["file"], Written())
+            written = self.files.setdefault(entry["file"], WrittenFile())
             written.nbytes, written.modified = int(entry["bytes"]), entry.get("modified")
             written.digest = entry.get("digest", "")
             written.batches.update(entry["batches"])
-            written.begun = {int(number): Begun.of(begun) for number, begun in entry["begun"].items()}
+            written.begun = {int(number): BegunBlock.of(begun) for number, begun in entry["begun"].items()}
             written.late += [(place, bytes.fromhex(value)) for place, value in entry["late"]]
             for name, offset, *overflow in entry.get("overflowed", ()):
                 written.overflowed[name, offset] = Overflow(*overflow)
             if written.is_whole:
-                written.sums = Sums()
+                written.sums = PartDigests()
 
 
 class Journal:
@@ -206,7 +206,7 @@ class Journal:
 
     def __init__(
         self,
-        identity: Identity | None = None,
+        identity: OutputIdentity | None = None,
         facts: Mapping[str, Any] | None = None,
         *,
         sources: Sources | None = None,
@@ -215,7 +215,7 @@ class Journal:
         self._sources = sources or Sources()
         self.identity = identity
         self.durable = durable
-        self.progress = Progress()
+        self.progress = JournalContent()
         self.facts = dict(facts or {})
         self._path = Path()
         self._descriptor: int | None = None
@@ -250,10 +250,10 @@ class Journal:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         header, self.progress, self._end = _read(path)
         if header is None or header[0] != self.identity:
-            self.progress, self._end = Progress(), 0
+            self.progress, self._end = JournalContent(), 0
         given_up = 0
         if not self._are_same_sources():
-            given_up, self.progress, self._end = self.progress.nbytes, Progress(), 0
+            given_up, self.progress, self._end = self.progress.nbytes, JournalContent(), 0
         if os.fstat(self._descriptor).st_size > self._end:  # otherwise it keeps its modification time
             os.ftruncate(self._descriptor, self._end)
         if not self._end and self.identity:
@@ -284,12 +284,12 @@ class Journal:
         has_all = bool(self.progress.passed) and not self.progress.is_untold
         return has_all and self._sources.still(told, self.progress.passed)
 
-    def add(self, entry: Mapping[str, Any], sums: Sums | None = None) -> None:
+    def add(self, entry: Mapping[str, Any], sums: PartDigests | None = None) -> None:
         """Record what is on disk now, and digests of these bytes."""
         if self._descriptor is None:
             return
         with self._lock:
-            before = self.progress.files.get(entry.get("file", ""), Written()).nbytes
+            before = self.progress.files.get(entry.get("file", ""), WrittenFile()).nbytes
             # The ledger keeps the ranges that were read: there can be millions, so no second copy.
             passed = entry.get("passed", {})
             if sums:  # of the digests, too, there is no second copy; a reader needs them before the bytes
@@ -298,7 +298,7 @@ class Journal:
             self.progress.apply({**entry, "passed": {}})
             if "file" in entry:
                 self._loose += entry["bytes"] - before
-            if self._loose >= EVERY:
+            if self._loose >= FLUSH_BYTES:
                 self._sync()
                 self._loose = 0
 
@@ -321,9 +321,9 @@ class Journal:
     def _reserve(self) -> None:
         """Reserve disk space for the next lines, if the file system can."""
         assert self._descriptor is not None
-        if self._end + ROOM // 2 > self._room:
-            allocate(self._descriptor, self._end, ROOM)
-            self._room = self._end + ROOM
+        if self._end + RESERVED_BYTES // 2 > self._room:
+            allocate(self._descriptor, self._end, RESERVED_BYTES)
+            self._room = self._end + RESERVED_BYTES
 
     def _sync(self) -> None:
         """Make the recorded lines survive a failure of the machine."""
@@ -353,7 +353,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_journal(path: Path) -> tuple[Identity, Mapping[str, Any], Progress] | None:
+def read_journal(path: Path) -> tuple[OutputIdentity, Mapping[str, Any], JournalContent] | None:
     """The identity of a journal's output, the facts that it was begun with, and its progress; None if it is empty.
 
     Raises OSError if it exists but cannot be read.
@@ -362,33 +362,35 @@ def read_journal(path: Path) -> tuple[Identity, Mapping[str, Any], Progress] | N
     return (*header, progress) if header else None
 
 
-def parsed_journal(content: bytes) -> tuple[Identity, Mapping[str, Any], Progress] | None:
+def parsed_journal(content: bytes) -> tuple[OutputIdentity, Mapping[str, Any], JournalContent] | None:
     """The same for the content of a journal that is stored elsewhere."""
     header, progress, _ = _parsed(content.splitlines(keepends=True))
     return (*header, progress) if header else None
 
 
-def _read(path: Path) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progress, int]:
+def _read(path: Path) -> tuple[tuple[OutputIdentity, Mapping[str, Any]] | None, JournalContent, int]:
     """The header, the progress recorded after it, and the offset after the last complete line."""
     try:
         with open_file(path) as file:
             return _parsed(_lines(file))
     except (FileNotFoundError, ReshardError):
-        return None, Progress(), 0
+        return None, JournalContent(), 0
 
 
-def _lines(file: File) -> Iterator[bytes]:
+def _lines(file: OpenFile) -> Iterator[bytes]:
     """The lines of a file with their ends, one by one: a journal can contain millions of ranges."""
     place, rest = 0, b""
-    while content := file.read(place, READ):
+    while content := file.read(place, READ_BYTES):
         place += len(content)
         *lines, rest = (rest + content).split(b"\n")
         yield from (line + b"\n" for line in lines)
     yield rest
 
 
-def _parsed(lines: Iterable[bytes]) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progress, int]:
-    header, progress, end = None, Progress(), 0
+def _parsed(
+    lines: Iterable[bytes],
+) -> tuple[tuple[OutputIdentity, Mapping[str, Any]] | None, JournalContent, int]:
+    header, progress, end = None, JournalContent(), 0
     for line in lines:
         checksum, text = line[:8], line[9:-1]
         if not line.endswith(b"\n") or checksum != b"%08x" % crc32(text):
@@ -396,7 +398,7 @@ def _parsed(lines: Iterable[bytes]) -> tuple[tuple[Identity, Mapping[str, Any]] 
         try:
             entry = json.loads(text)
             if header is None:
-                header = Identity(*(str(entry[key]) for key in Identity._fields)), entry
+                header = OutputIdentity(*(str(entry[key]) for key in OutputIdentity._fields)), entry
             else:
                 progress.apply(entry)
         except UNUSABLE:
@@ -409,16 +411,18 @@ def _times(seals: Seals) -> dict[str, int]:
     return {real: when for real, (when, _, _) in seals.items()}
 
 
-def _sums_entry(path: str, sums: Sums) -> dict[str, Any]:
+def _sums_entry(path: str, sums: PartDigests) -> dict[str, Any]:
     """The line of a journal for the digests of parts of a file."""
     cells = [(first, b64encode(digests).decode()) for first, digests in sums.cells]
     ranges = [(*place, b64encode(digest).decode()) for place, digest in sums.ranges.items()]
     return {"sums": path, "cells": cells, "ranges": ranges}
 
 
-def _sums_of(entry: Mapping[str, Any]) -> Sums:
+def _sums_of(entry: Mapping[str, Any]) -> PartDigests:
     cells = [(int(first), b64decode(digests)) for first, digests in entry["cells"]]
-    return Sums(cells, {(int(begin), int(end)): b64decode(digest) for begin, end, digest in entry["ranges"]})
+    return PartDigests(
+        cells, {(int(begin), int(end)): b64decode(digest) for begin, end, digest in entry["ranges"]}
+    )
 
 
 def as_entry(storage: Storage) -> list[Any]:

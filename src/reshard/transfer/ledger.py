@@ -18,35 +18,35 @@ from isal.isal_zlib import crc32, crc32_combine
 from reshard.algebra.storage import Storage
 
 if TYPE_CHECKING:
-    from reshard.transfer.files import Files
+    from reshard.transfer.thread_files import OpenFiles
 
 Range = tuple[int, int, int]
 """Bytes `begin` to `end` of a file, and their CRC32."""
 
-EACH = 20
+BYTES_PER_RANGE = 20
 """Bytes that a range takes in memory."""
 
-LITTLE = 1 << 20
+MAX_UNREAD_BYTES = 1 << 20
 """Most unread bytes of a file that are read only for its checksum: headers, alignment, padding."""
 
-SHARE = 64
-"""The same limit as a fraction of the file, 1/SHARE, if that is more."""
+MAX_UNREAD_DIVISOR = 64
+"""The same limit as a fraction of the file, 1/MAX_UNREAD_DIVISOR, if that is more."""
 
-SPAN = 2 << 20
+READ_BYTES = 2 << 20
 """Bytes read at a time: small enough for the cache of a core."""
 
 
-MOST = 1 << 21
+MAX_RANGES = 1 << 21
 """Default for the number of ranges that are kept."""
 
 NEVER = 1 << 62
 
-CELL = 256 << 10
+CELL_BYTES = 256 << 10
 """Workers keep one checksum per cell of this many bytes of a source. Two may read the same bytes; the checksum of a
 range that overlaps another in part cannot be used."""
 
 
-class Ranges:
+class ByteRanges:
     """Sorted, disjoint ranges of a file, in 20 bytes each. Adjacent ones are joined.
 
     A file may be read in more ranges than can be kept. They are then `lost` for good: no ranges are stored.
@@ -68,7 +68,7 @@ class Ranges:
         return len(self._begins)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ranges) and (self.lost, *self) == (other.lost, *other)
+        return isinstance(other, ByteRanges) and (self.lost, *self) == (other.lost, *other)
 
     def add(self, begin: int, end: int, value: int, apart: int = NEVER) -> bool:
         """Insert a range, and join it with adjacent ones unless they touch at a multiple of `apart`.
@@ -133,7 +133,7 @@ class Ranges:
         return None if self.lost else list(self)
 
 
-Passed = dict[str, Ranges]
+Passed = dict[str, ByteRanges]
 """The ranges of each file, by its path."""
 
 
@@ -144,11 +144,11 @@ def _combined(ranges: Iterable[Range]) -> int:
     return total
 
 
-def join(passed: Passed, more: Mapping[str, Ranges | Iterable[Range] | None]) -> None:
+def join(passed: Passed, more: Mapping[str, ByteRanges | Iterable[Range] | None]) -> None:
     """Merge ranges of files into `passed`. None marks lost ranges."""
     for path, found in more.items():
-        ranges = passed.setdefault(path, Ranges())
-        if found is None or (isinstance(found, Ranges) and found.lost):
+        ranges = passed.setdefault(path, ByteRanges())
+        if found is None or (isinstance(found, ByteRanges) and found.lost):
             ranges.lose()
             continue
         for each in found:
@@ -163,7 +163,7 @@ class Ledger:
     """
 
     def __init__(
-        self, *, every: bool = False, passed: Passed | None = None, apart: int = NEVER, most: int = MOST
+        self, *, every: bool = False, passed: Passed | None = None, apart: int = NEVER, most: int = MAX_RANGES
     ) -> None:
         self._apart = apart
         self.passed: Passed = {} if passed is None else passed
@@ -184,7 +184,7 @@ class Ledger:
         with self._lock:
             if storage.crc32 is not None:
                 self._touched.add(storage)
-            ranges = self.passed.setdefault(storage.path, Ranges())
+            ranges = self.passed.setdefault(storage.path, ByteRanges())
             gaps = [] if ranges.lost else [[*ranges.missing(at, at + len(data))] for at, data in places]
         found = [
             (first, last, crc32(data[first - at : last - at]))
@@ -197,9 +197,9 @@ class Ledger:
 
     def _add(self, path: str, found: Iterable[Range]) -> Passed:
         """Add ranges to those of a file, or lose some. Returns what is new, and what is lost."""
-        ranges = self.passed.setdefault(path, Ranges())
+        ranges = self.passed.setdefault(path, ByteRanges())
         before = len(ranges)
-        new = {path: Ranges(each for each in found if ranges.add(*each, self._apart))}
+        new = {path: ByteRanges(each for each in found if ranges.add(*each, self._apart))}
         self._count += len(ranges) - before
         while self._count > self._most:
             largest = max(self.passed, key=lambda each: len(self.passed[each]))
@@ -207,21 +207,21 @@ class Ledger:
                 break  # one range per file: the paths take more memory than this
             self._count -= len(self.passed[largest])
             self.passed[largest].lose()
-            new[largest] = Ranges(None)
+            new[largest] = ByteRanges(None)
         return new
 
-    def merge(self, files: Files, more: Passed) -> Passed:
+    def merge(self, files: OpenFiles, more: Passed) -> Passed:
         """Merge ranges that were read elsewhere; if some bytes of a range are here already, the others are read again.
 
         Returns what is new, and what is lost.
         """
         new: Passed = {}
         for path, found in more.items():
-            ranges = self.passed.setdefault(path, Ranges())
+            ranges = self.passed.setdefault(path, ByteRanges())
             if found.lost:
                 self._count -= len(ranges)
                 ranges.lose()
-                new[path] = Ranges(None)
+                new[path] = ByteRanges(None)
             for begin, end, value in found:
                 is_new = list(ranges.missing(begin, end)) == [(begin, end)]
                 fresh = (
@@ -243,10 +243,10 @@ class Ledger:
 
     def _checksum(self, storage: Storage) -> int | None:
         """The CRC32 of a storage; None unless complete ranges cover exactly its bytes."""
-        ranges = self.passed.get(storage.path, Ranges())
+        ranges = self.passed.get(storage.path, ByteRanges())
         return ranges.checksum_of(storage.offset, storage.offset + storage.nbytes)
 
-    def settle(self, files: Files) -> list[Storage]:
+    def settle(self, files: OpenFiles) -> list[Storage]:
         """Read the rest of each storage that was touched, and return the storages whose CRC32 is wrong."""
         wrong = []
         for storage in self._touched:
@@ -261,17 +261,19 @@ class Ledger:
                 wrong.append(storage)
         return wrong
 
-    def complete(self, files: Files, sizes: Mapping[str, int]) -> None:
+    def complete(self, files: OpenFiles, sizes: Mapping[str, int]) -> None:
         """Read the rest of each file if little is missing. `sizes` are those of the files, in bytes."""
         for path, size in sizes.items():
-            ranges = self.passed.get(path, Ranges())
-            if not ranges.lost and 0 < size - ranges.nbytes <= max(LITTLE, size // SHARE):
+            ranges = self.passed.get(path, ByteRanges())
+            if not ranges.lost and 0 < size - ranges.nbytes <= max(
+                MAX_UNREAD_BYTES, size // MAX_UNREAD_DIVISOR
+            ):
                 self._read(files, path, 0, size)
 
-    def _read(self, files: Files, path: str, begin: int, end: int) -> Passed:
+    def _read(self, files: OpenFiles, path: str, begin: int, end: int) -> Passed:
         """Read those bytes of a file that are in no range. Returns what is new, and what is lost."""
-        ranges, new = self.passed.setdefault(path, Ranges()), Passed()
-        size = min(SPAN, end - begin)
+        ranges, new = self.passed.setdefault(path, ByteRanges()), Passed()
+        size = min(READ_BYTES, end - begin)
         while not ranges.lost and (batch := next(_batches(ranges.missing(begin, end), size), None)):
             files.read(path, batch)
             join(new, self._add(path, [(start, start + len(part), crc32(part)) for start, part in batch]))

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError, listed
-from reshard.transfer.beside import (
+from reshard.transfer.journal import JournalContent, OutputIdentity, read_journal
+from reshard.transfer.run_files import (
     ASIDE,
     JOURNAL,
     OUTPUT,
@@ -24,10 +25,9 @@ from reshard.transfer.beside import (
     partials,
     put_aside,
 )
-from reshard.transfer.journal import Identity, Progress, read_journal
 
 
-def journal_of(folder: Path) -> tuple[Identity, Mapping[str, Any], Progress] | None:
+def journal_of(folder: Path) -> tuple[OutputIdentity, Mapping[str, Any], JournalContent] | None:
     """The journal of a run that can be continued: its output has not been published.
 
     None if there is none. Raises OSError if the system does not allow reading it: it may still exist.

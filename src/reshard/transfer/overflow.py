@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from reshard.base.errors import Problem
 
-LARGEST = {
+LARGEST_FINITE = {
     "float16": 65504.0,
     "bfloat16": (2 - 2.0**-7) * 2.0**127,
     "float32": (2 - 2.0**-23) * 2.0**127,
@@ -58,14 +58,14 @@ def overflow_problem(tensor: str, overflow: Overflow) -> Problem:
         "finite values do not fit the dtype of the output, and would become infinite",
         tensor=tensor,
         rule="a conversion keeps every finite value finite",
-        expected=f"at most {LARGEST[dtype]:g}, the largest {dtype}",
+        expected=f"at most {LARGEST_FINITE[dtype]:g}, the largest {dtype}",
         found=f"{values:,} value{'' if values == 1 else 's'} in the output, the largest of magnitude {largest:g}",
         remedy=_remedy(largest),
     )
 
 
 def _remedy(largest: float) -> str:
-    wider = [f"--dtype {name}" for name in ("bfloat16", "float32") if LARGEST[name] >= largest]
+    wider = [f"--dtype {name}" for name in ("bfloat16", "float32") if LARGEST_FINITE[name] >= largest]
     if not wider:
         return "keep float64: --to huggingface, without --dtype"
     return f"pass {' or '.join(wider)}, or leave out --dtype to keep that of the source"

@@ -21,8 +21,8 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, size
-from reshard.transfer.memory import Need
-from reshard.transfer.sources import Sources
+from reshard.transfer.memory_budget import MemoryNeed
+from reshard.transfer.source_files import Sources
 
 ZERO = Storage("", 0, 0)
 """The source of elements that no input has: vocabulary padding."""
@@ -41,7 +41,7 @@ class Planned(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Command(NamedTuple):
+class OutputCommand(NamedTuple):
     """A command for an output, whose words are texts, and paths that are relative to the destination."""
 
     purpose: str
@@ -157,8 +157,8 @@ class Plan:
     warnings: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     load_with: list[str] = field(default_factory=list)
-    afterwards: list[Command] = field(default_factory=list)
-    need: Need = field(default_factory=Need)
+    afterwards: list[OutputCommand] = field(default_factory=list)
+    need: MemoryNeed = field(default_factory=MemoryNeed)
     sources: Sources = field(default_factory=Sources)
     outputs: Sequence[Planned] = ()
     left_out: frozenset[str] = frozenset()

@@ -14,12 +14,12 @@ import numpy as np
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
-from reshard.transfer.elements import RAW, count_nonfinite
-from reshard.transfer.files import Files
+from reshard.transfer.elements import RAW_DTYPES, count_nonfinite
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
-from reshard.transfer.memory import Share
+from reshard.transfer.memory_budget import ThreadShare
 from reshard.transfer.overflow import Overflow, overflow_problem
+from reshard.transfer.thread_files import OpenFiles
 
 PART = 16 << 20
 """Bytes of a tensor that one thread reads at a time."""
@@ -27,7 +27,7 @@ PART = 16 << 20
 Array = np.ndarray[Any, Any]
 
 
-class Wanted(NamedTuple):
+class WantedTensor(NamedTuple):
     """A tensor to read, and optionally where to: the memory of its elements, as integers of their width."""
 
     name: str
@@ -36,8 +36,8 @@ class Wanted(NamedTuple):
 
 
 def read_ahead(
-    wanted: Iterable[Wanted],
-    share: Share,
+    wanted: Iterable[WantedTensor],
+    share: ThreadShare,
     ledger: Ledger | None,
     held: int,
     on_read: Callable[[int], None] = lambda nbytes: None,
@@ -48,8 +48,8 @@ def read_ahead(
     `on_read` receives, at the end, the number of bytes that were read from files. Raises ReshardError if a file cannot
     be read, or if a finite value does not fit the dtype of its tensor.
     """
-    with _Readers(share, ledger) as readers:
-        coming: deque[_Coming] = deque()
+    with _ReaderThreads(share, ledger) as readers:
+        coming: deque[_PendingTensor] = deque()
         for each in wanted:
             while coming and sum(other.nbytes for other in coming) + each.tensor.nbytes > held:
                 yield readers.taken(coming.popleft())
@@ -59,7 +59,7 @@ def read_ahead(
         on_read(readers.read_bytes)
 
 
-class _Coming:
+class _PendingTensor:
     """A tensor whose parts are being read."""
 
     def __init__(self, name: str, tensor: Tensor, out: Array, parts: list[Future[Overflow | None]]) -> None:
@@ -77,14 +77,14 @@ class _Coming:
         return self._name, self._out.reshape(self._tensor.shape)
 
 
-class _Readers:
+class _ReaderThreads:
     """Threads that read parts of tensors, each with files of its own."""
 
-    def __init__(self, share: Share, ledger: Ledger | None) -> None:
+    def __init__(self, share: ThreadShare, ledger: Ledger | None) -> None:
         self._share, self._ledger = share, ledger
         self._pool = ThreadPoolExecutor(share.threads, thread_name_prefix="reshard")
         self._own = local()
-        self._files: list[Files] = []
+        self._files: list[OpenFiles] = []
         self._lock = Lock()
         self._process = os.getpid()
 
@@ -93,18 +93,18 @@ class _Readers:
         """Bytes that all threads have read."""
         return sum(files.read_bytes for files in self._files)
 
-    def begun(self, wanted: Wanted) -> _Coming:
+    def begun(self, wanted: WantedTensor) -> _PendingTensor:
         """A tensor, all parts of which wait to be read."""
         name, tensor, out = wanted
         count, itemsize = tensor.view.numel, tensor.dtype.itemsize
-        out = np.empty(count, RAW[itemsize]) if out is None else out
+        out = np.empty(count, RAW_DTYPES[itemsize]) if out is None else out
         row = max(1, count // max(1, tensor.shape[0])) if tensor.shape else 1
         step = max(1, PART // itemsize // row) * row
         starts = range(0, count, step)
         parts = [self._pool.submit(self._read, tensor, at, min(at + step, count), out) for at in starts]
-        return _Coming(name, tensor, out, parts)
+        return _PendingTensor(name, tensor, out, parts)
 
-    def taken(self, coming: _Coming) -> tuple[str, Array]:
+    def taken(self, coming: _PendingTensor) -> tuple[str, Array]:
         """The name and elements of a tensor, once they are read. Raises ReshardError, also in a forked process."""
         if os.getpid() != self._process:
             raise ReshardError(
@@ -128,13 +128,13 @@ class _Readers:
     def _gatherer(self) -> Gatherer:
         found: Gatherer | None = getattr(self._own, "gatherer", None)
         if found is None:
-            files = Files()
+            files = OpenFiles()
             with self._lock:
                 self._files.append(files)
             found = self._own.gatherer = Gatherer(files, self._ledger, self._share.gathering)
         return found
 
-    def __enter__(self) -> _Readers:
+    def __enter__(self) -> _ReaderThreads:
         return self
 
     def __exit__(

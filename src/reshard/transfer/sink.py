@@ -13,22 +13,22 @@ from typing import Any
 
 import numpy as np
 
-PAGE = 4096
+PAGE_BYTES = 4096
 """Alignment of direct writes: in the file, in memory and in length."""
 
-DIRECT = 64 << 10
+MIN_DIRECT_BYTES = 64 << 10
 """Bytes from which a direct write pays off."""
 
-CACHED = 16
-"""An output goes through the page cache if it takes at most 1/CACHED of the available memory: it is then written
+CACHED_DIVISOR = 16
+"""An output goes through the page cache if it takes 1/CACHED_DIVISOR of the available memory or less: it is written
 as fast, and the next program that loads it does not read the disk. Linux starts to write dirty pages back at
 a tenth of that memory (vm.dirty_background_ratio), and the two slow each other down (docs/performance.md)."""
 
-SLICE = 128 << 10
+SLICE_BYTES = 128 << 10
 """Bytes per write through the page cache. The kernel sizes the memory that it takes for a file by it: larger
 writes ask for large contiguous pieces, which took three times as long to find as small ones (docs/performance.md)."""
 
-WRITEBACK = 16 << 20
+WRITEBACK_BYTES = 16 << 20
 """Dirty bytes of a file after which their writeback starts, so that fsync has little left to do."""
 
 
@@ -48,7 +48,7 @@ class Sink:
         self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         os.ftruncate(self._cached, size)
         self._durable = durable
-        self._direct = _open_direct(path) if durable and direct and size >= DIRECT else None
+        self._direct = _open_direct(path) if durable and direct and size >= MIN_DIRECT_BYTES else None
         if self._direct is not None:
             allocate(self._cached, 0, size)
         self._dirty = 0
@@ -56,10 +56,10 @@ class Sink:
         self._writing = Lock()
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write `data` at byte `offset`; fastest from a `Buffer` that was aligned for that offset."""
-        head = -offset % PAGE
-        body = (len(data) - head) // PAGE * PAGE
-        if self._direct is None or body < DIRECT or (_address(data) + head) % PAGE:
+        """Write `data` at byte `offset`; fastest from a `PageBuffer` that was aligned for that offset."""
+        head = -offset % PAGE_BYTES
+        body = (len(data) - head) // PAGE_BYTES * PAGE_BYTES
+        if self._direct is None or body < MIN_DIRECT_BYTES or (_address(data) + head) % PAGE_BYTES:
             self._write_cached(data, offset)
             return
         try:
@@ -74,9 +74,9 @@ class Sink:
 
     def _write_cached(self, data: memoryview, offset: int) -> None:
         with self._writing:  # the kernel lets one thread write a file at a time, and the others spin
-            _write(self._cached, data, offset, SLICE)
+            _write(self._cached, data, offset, SLICE_BYTES)
             self._dirty += len(data)
-            if self._durable and self._dirty >= WRITEBACK:
+            if self._durable and self._dirty >= WRITEBACK_BYTES:
                 self._dirty = 0
                 start_writeback(self._cached)
 
@@ -114,17 +114,17 @@ class Sink:
         self._cached, self._direct = -1, None
 
 
-class Buffer:
+class PageBuffer:
     """Reusable memory of one thread, aligned to pages as the file is, so that full pages can be written directly."""
 
     def __init__(self, nbytes: int) -> None:
-        self._memory = _pages(nbytes + PAGE)
+        self._memory = _pages(nbytes + PAGE_BYTES)
 
     def room(self, nbytes: int, offset: int) -> np.ndarray[Any, Any]:
         """`nbytes` bytes for data to be written at byte `offset`; their previous content is lost."""
-        skew = offset % PAGE
+        skew = offset % PAGE_BYTES
         if skew + nbytes > self._memory.nbytes:
-            self._memory = _pages(nbytes + PAGE)
+            self._memory = _pages(nbytes + PAGE_BYTES)
         return self._memory[skew : skew + nbytes]
 
 
@@ -135,7 +135,7 @@ def stays_cached(nbytes: int) -> bool:
         kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # not Linux
         return False
-    return nbytes * CACHED <= kilobytes << 10
+    return nbytes * CACHED_DIVISOR <= kilobytes << 10
 
 
 def _pages(nbytes: int) -> np.ndarray[Any, Any]:

@@ -1,6 +1,6 @@
 """Staging: the output appears complete or not at all. It is written under another name, made durable, renamed last.
 
-`beside.py` describes what is next to a destination meanwhile, and what may remain there.
+`run_files.py` describes what is next to a destination meanwhile, and what may remain there.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reshard.base.boundary import too_long
 from reshard.base.errors import ReshardError, listed, size
-from reshard.transfer import claims
-from reshard.transfer.beside import ASIDE, JOURNAL, OUTPUT, REPLACED, locked, partials
-from reshard.transfer.journal import SOURCE_CHANGED, Identity, Journal
+from reshard.base.exceptions_to_problems import too_long
+from reshard.transfer import part_claims
+from reshard.transfer.journal import SOURCE_CHANGED, Journal, OutputIdentity
 from reshard.transfer.leftovers import journal_of
 from reshard.transfer.locks import is_at
+from reshard.transfer.run_files import ASIDE, JOURNAL, OUTPUT, REPLACED, locked, partials
 
-SINGLE = "single"
+SINGLE_FILE = "single"
 """The name of a single file, in the folder of its run, just before it is published."""
-TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+OCCUPIED_ERRORS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """Errors of a rename to a destination where something exists that it does not replace."""
 
 Prepare = Callable[[Path, bool], Mapping[str, str]]
@@ -114,12 +114,12 @@ def worked(
         raise
 
 
-def _named(target: Path, identity: Identity | None) -> Path:
+def _named(target: Path, identity: OutputIdentity | None) -> Path:
     """The folder of a run, named so that the next run with the same identity finds it."""
     return target.with_name(f".{target.name}.partial-{identity.name if identity else secrets.token_hex(4)}")
 
 
-def _cleared(target: Path, staging: Path, identity: Identity | None, on_resume: OnResume) -> Path:
+def _cleared(target: Path, staging: Path, identity: OutputIdentity | None, on_resume: OnResume) -> Path:
     """`staging`, after removing what others left for the same target; another folder if it belongs to another user.
 
     Raises OSError if the system does not show what is there, so that nothing useful is removed.
@@ -155,7 +155,7 @@ def _open(
     if not has_locks:
         on_resume("this file system has no locks, so a run that is interrupted starts from the beginning", 0)
         return
-    claims.withdraw(staging / claims.FOLDER)
+    part_claims.withdraw(staging / part_claims.FOLDER)
     if lost := journal.open(staging / JOURNAL, staging / OUTPUT, sizes, elsewhere):
         on_resume(
             f"starting over: {size(lost)} of an unfinished run are useless, because {SOURCE_CHANGED}", 0
@@ -241,7 +241,7 @@ def _place(output: Path, target: Path) -> None:
 
 def _alone(staging: Path, single: str) -> Path:
     """The one file that is the output, without the folder around it."""
-    alone = (staging / OUTPUT / single).rename(staging / SINGLE)
+    alone = (staging / OUTPUT / single).rename(staging / SINGLE_FILE)
     shutil.rmtree(staging / OUTPUT)
     return alone
 
@@ -360,7 +360,7 @@ def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> 
         )
     if is_new:
         return _refused(error, target, 0)
-    if error.errno in TAKEN:
+    if error.errno in OCCUPIED_ERRORS:
         return _taken(target, aside)
     if aside.exists():
         return ReshardError(

@@ -1,8 +1,8 @@
 """Output to a store, which has no rename: each file is assembled locally, uploaded, and removed locally.
 
-The files that make the others a checkpoint (an index, a tracker, a config) go last; until then `marker.py` marks the
-output as unfinished. The journal of the run records what was uploaded, with the state that the store reports. So the
-same command continues, also on another machine if the sources are the same there.
+The files that make the others a checkpoint (an index, a tracker, a config) go last; until then `unfinished_marker.py`
+marks the output as unfinished. The journal of the run records what was uploaded, with the state that the store reports.
+So the same command continues, also on another machine if the sources are the same there.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ from threading import Event, Lock
 
 from reshard.base.errors import ReshardError, listed, size
 from reshard.stores import StorePath
-from reshard.stores.bucket import Bucket, StoppedError
-from reshard.transfer.beside import JOURNAL, OUTPUT
+from reshard.stores.bucket import Bucket, UploadStoppedError
 from reshard.transfer.journal import Journal
 from reshard.transfer.leftovers import Unfinished, remove_unfinished, unfinished
-from reshard.transfer.marker import MARKER, SOON, Claim, busy, is_live, marker_in, own_name
+from reshard.transfer.run_files import JOURNAL, OUTPUT
 from reshard.transfer.staging import OnResume, may_pass, worked
+from reshard.transfer.unfinished_marker import (
+    MARKER,
+    MIN_RENEWAL_SECONDS,
+    DestinationClaim,
+    busy,
+    is_live,
+    marker_in,
+    own_name,
+)
 
-SMALL = 16 << 20
+SMALL_OBJECT_BYTES = 16 << 20
 """Objects of fewer bytes are removed before larger ones: what makes old files a checkpoint is small."""
 
 
@@ -53,7 +61,7 @@ class Uploads:
         last: Sequence[str],
         memory: int,
         journal: Journal,
-        claim: Claim,
+        claim: DestinationClaim,
         on_bytes: Callable[[int], None],
     ) -> None:
         self._bucket, self._sizes, self._last, self._memory = bucket, sizes, last, memory
@@ -101,7 +109,7 @@ class Uploads:
         file = self.folder / name
         try:
             self._bucket.put(name, file, self._memory, self._on_bytes, stopped.is_set)
-        except StoppedError:
+        except UploadStoppedError:
             return
         there = self._bucket.look(name)
         if there is None or there.size != self._sizes[name]:
@@ -119,7 +127,7 @@ class Uploads:
             self.states[name] = there.identity
             self._claim.uploaded += there.size
         file.unlink()
-        self._claim.renew(at_most_every=SOON)
+        self._claim.renew(at_most_every=MIN_RENEWAL_SECONDS)
 
 
 @contextmanager
@@ -145,10 +153,10 @@ def uploading(
     """
     target = staging_folder(bucket)
     root = _own_folder(target.parent)
-    claims: list[Claim] = []
+    claims: list[DestinationClaim] = []
 
     def prepare(staging: Path, has_locks: bool) -> dict[str, str]:
-        claim = Claim(bucket, own_name(root) if has_locks else token_hex(8), journal.facts)
+        claim = DestinationClaim(bucket, own_name(root) if has_locks else token_hex(8), journal.facts)
         claim.files, claim.total = sorted(sizes), sum(sizes.values())
         claims.append(claim)
         try:
@@ -178,7 +186,7 @@ def uploading(
 
 def _prepared(
     bucket: Bucket,
-    claim: Claim,
+    claim: DestinationClaim,
     staging: Path,
     sizes: Mapping[str, int],
     old: set[str],
@@ -213,8 +221,8 @@ def _prepared(
         on_resume(
             f"starting over: {size(before.uploaded)} of an unfinished run are removed, because {why}", 0
         )
-    bucket.remove([name for name in gone if there[name].size < SMALL])
-    bucket.remove([name for name in gone if there[name].size >= SMALL])
+    bucket.remove([name for name in gone if there[name].size < SMALL_OBJECT_BYTES])
+    bucket.remove([name for name in gone if there[name].size >= SMALL_OBJECT_BYTES])
     if not continues:
         return {}
     if before and not (staging / JOURNAL).exists():

@@ -10,16 +10,16 @@ from pathlib import Path
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.storage import Storage, StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.families import torchtitan
 from reshard.families.architectures.llama import LLAMA
 from reshard.families.dialect import Dialect
+from reshard.families.dialects import torchtitan
 from reshard.families.rules import Dims, Native, Rule
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import Format, Request, Target
+from reshard.formats.contract import Format, Request, Target
 from reshard.transfer.plan import Block, OutputFile
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "toy"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.data_files import read_data
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.fact import Fact
 from reshard.checks.finding import CERTAINTIES, Finding
 from reshard.checks.place import Place

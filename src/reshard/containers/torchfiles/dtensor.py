@@ -36,14 +36,14 @@ Intervals = list[tuple[int, int]]
 """Ranges of one axis, as pairs of begin and end."""
 
 
-class Box(NamedTuple):
+class PlacedBlock(NamedTuple):
     """A contiguous block of the complete tensor, at `offsets`."""
 
     offsets: tuple[int, ...]
     view: View
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """One rank's part of a tensor of `shape`.
 
     `spread` describes how ranks share the tensor, and is equal on all of them. `rank` is the one that wrote the file,
@@ -54,12 +54,12 @@ class Part(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     spread: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[PlacedBlock, ...]
     rank: int | None = None
     ranks: frozenset[int] = frozenset()
 
 
-class Pickled(Enum):
+class MeshPickling(Enum):
     """The releases of torch that pickle a mesh alike: another one cannot load it."""
 
     AS_TENSOR = "torch 2.6 to 2.9"
@@ -76,7 +76,7 @@ class Mesh(NamedTuple):
     rank: int | None
     ranks: frozenset[int]
     device: str = "cuda"
-    pickled: Pickled = Pickled.AS_AXES
+    pickled: MeshPickling = MeshPickling.AS_AXES
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {size}" for name, size in zip(self.names, self.shape, strict=True))
@@ -99,14 +99,14 @@ def is_sharded(value: Any) -> bool:
     return _class_of(value) in ("DTensor", "ShardedTensor")
 
 
-class PartReader:
+class RankPartReader:
     """Reads the sharded tensors of one file."""
 
     def __init__(self, file: str) -> None:
         self._file = file
         self._meshes: dict[int, Mesh] = {}  # by the id() of the pickled mesh, which tensors share
 
-    def read(self, name: str, value: Any) -> Part:
+    def read(self, name: str, value: Any) -> RankPart:
         """The file's part of the tensor `name`. Raises ReshardError if it is damaged or unusable."""
         kind = _class_of(value)
         try:
@@ -122,7 +122,7 @@ class PartReader:
                 remedy=f"copy the file again; if another version of torch wrote it, {_SAVE_AGAIN}",
             ) from None
 
-    def _dtensor(self, name: str, value: Opaque) -> Part:
+    def _dtensor(self, name: str, value: Opaque) -> RankPart:
         _, dtype, shape, *_ = value.args[2]
         state = _attributes(value.args[3])
         spec = _attributes(state["_spec"])
@@ -136,7 +136,7 @@ class PartReader:
         axes = _owned(shape, placements, mesh, _order(spec, placements))
         _check_local(name, local, dtype, axes, spread, self._file)
         boxes = tuple(_boxes(Tensor.stored(local).view, axes)) if local.numel else ()
-        return Part("DTensor", dtype, shape, spread, boxes, mesh.rank, mesh.ranks)
+        return RankPart("DTensor", dtype, shape, spread, boxes, mesh.rank, mesh.ranks)
 
     @property
     def meshes(self) -> Sequence[Mesh]:
@@ -149,10 +149,10 @@ class PartReader:
         return self._meshes[id(value)]
 
 
-def plain_part(stored: StoredTensor) -> Part:
+def plain_part(stored: StoredTensor) -> RankPart:
     """A plain tensor, of which each rank has its own."""
-    boxes = (Box((0,) * len(stored.shape), Tensor.stored(stored).view),) if stored.numel else ()
-    return Part("plain", stored.dtype, stored.shape, "a plain tensor", boxes)
+    boxes = (PlacedBlock((0,) * len(stored.shape), Tensor.stored(stored).view),) if stored.numel else ()
+    return RankPart("plain", stored.dtype, stored.shape, "a plain tensor", boxes)
 
 
 def _class_of(value: Any) -> str:
@@ -172,12 +172,12 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def _read_mesh(state: dict[str, Any]) -> Mesh:
     """A `DeviceMesh`: a tensor of ranks until torch 2.9, then a layout over a list of ranks."""
-    stored, pickled = state.get("mesh", state.get("_mesh")), Pickled.AS_TENSOR
+    stored, pickled = state.get("mesh", state.get("_mesh")), MeshPickling.AS_TENSOR
     if isinstance(stored, StoredTensor):
         shape = stored.shape
     else:
         layout = _attributes(state["_layout"])
-        pickled = Pickled.AS_AXES if "axes" in layout else Pickled.AS_SHAPE
+        pickled = MeshPickling.AS_AXES if "axes" in layout else MeshPickling.AS_SHAPE
         shape = _shape_of_layout(layout)
     coordinate = state["_coordinate_on_dim"]
     if coordinate is None:
@@ -310,10 +310,10 @@ def _chunk(axis: Intervals, parts: int, index: int) -> Intervals:
     return found
 
 
-def _boxes(local: View, axes: Sequence[Intervals]) -> Iterator[Box]:
+def _boxes(local: View, axes: Sequence[Intervals]) -> Iterator[PlacedBlock]:
     """The boxes that make up a local tensor: one for each combination of ranges."""
     if all(len(axis) == 1 for axis in axes):
-        yield Box(tuple(axis[0][0] for axis in axes), local)
+        yield PlacedBlock(tuple(axis[0][0] for axis in axes), local)
         return
     placed = []
     for axis in axes:
@@ -323,13 +323,13 @@ def _boxes(local: View, axes: Sequence[Intervals]) -> Iterator[Box]:
             at += end - begin
         placed.append(starts)
     for choice in product(*placed):
-        yield Box(
+        yield PlacedBlock(
             tuple(begin for begin, _, _ in choice),
             local.box([at for _, at, _ in choice], [size for _, _, size in choice]),
         )
 
 
-def _sharded_tensor(value: Opaque) -> Part:
+def _sharded_tensor(value: Opaque) -> RankPart:
     shards, metadata, group, *_ = value.args[3]
     whole = _attributes(metadata)
     dtype, shape = element_type(whole["tensor_properties"].state[0]), shape_of(whole["size"])
@@ -343,11 +343,11 @@ def _sharded_tensor(value: Opaque) -> Part:
         if any(at + length > end for at, length, end in zip(offsets, size, shape, strict=True)):
             raise ValueError(f"a shard at {offsets} reaches outside of {shape}")
         if tensor.numel:
-            boxes.append(Box(offsets, Tensor.stored(tensor).view))
+            boxes.append(PlacedBlock(offsets, Tensor.stored(tensor).view))
     state = _attributes(group)
     rank, world = sizes((state["global_rank"], state["global_world_size"]))
     spread = f"{len(whole['shards_metadata'])} shards"
-    return Part("ShardedTensor", dtype, shape, spread, tuple(boxes), rank, _ranks(world))
+    return RankPart("ShardedTensor", dtype, shape, spread, tuple(boxes), rank, _ranks(world))
 
 
 @lru_cache
@@ -357,7 +357,7 @@ def _ranks(world: int) -> frozenset[int]:
     return frozenset(range(world))
 
 
-def disagreement(name: str, parts: Sequence[tuple[str, Part]]) -> Problem | None:
+def disagreement(name: str, parts: Sequence[tuple[str, RankPart]]) -> Problem | None:
     """The problem if files disagree about a tensor that they share; `parts` are pairs of file and part."""
     first_file, first = parts[0]
     for file, part in parts[1:]:

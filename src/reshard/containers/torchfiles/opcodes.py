@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickletools
 
-HEAVIEST = 255
+MAX_WEIGHT = 255
 """The maximum weight. A key with this weight is refused: honest ones are names, numbers and pairs of them."""
 
 _COUNTS = {-2: 1, -3: 4, -4: 4, -5: 8}
@@ -51,10 +51,10 @@ def check(data: bytes) -> None:
 
     If it ends early or has an unknown opcode, the unpickler reports that.
     """
-    _Machine(data).run()
+    _StackMachine(data).run()
 
 
-class _Machine:
+class _StackMachine:
     """The unpickler's stack, marks and memo, as weights."""
 
     def __init__(self, data: bytes) -> None:
@@ -89,7 +89,7 @@ class _Machine:
             elif 0x85 <= code <= 0x87:  # TUPLE1 to TUPLE3
                 weight = 1 + sum(stack[0x84 - code :])
                 del stack[0x84 - code :]
-                stack.append(weight if weight < HEAVIEST else HEAVIEST)
+                stack.append(weight if weight < MAX_WEIGHT else MAX_WEIGHT)
                 at += 1
             elif code == 0x62:  # BUILD
                 stack.pop()
@@ -103,15 +103,15 @@ class _Machine:
                 at = self._to_mark(code, at) if code in _TO_MARK else self._rare(code, at)
 
     def _hash(self, weight: int) -> None:
-        if weight >= HEAVIEST:
-            raise ValueError(f"a key of {HEAVIEST} values or more, which honest pickles do not have")
+        if weight >= MAX_WEIGHT:
+            raise ValueError(f"a key of {MAX_WEIGHT} values or more, which honest pickles do not have")
 
     def _to_mark(self, code: int, at: int) -> int:
         """Remove all objects above the last mark; returns the position of the next opcode."""
         begin = self._marks.pop()
         if step := _KEYS.get(code):
             self._hash(max(self._stack[begin::step], default=1))
-        weight = min(HEAVIEST, 1 + sum(self._stack[begin:])) if code == ord("t") else 1
+        weight = min(MAX_WEIGHT, 1 + sum(self._stack[begin:])) if code == ord("t") else 1
         del self._stack[begin:]
         if code in b"dlot\x91i":
             self._stack.append(weight)
@@ -125,7 +125,7 @@ class _Machine:
             if at + 1 + width + count > len(self._data):
                 raise ValueError(f"it counts {count} bytes where there are fewer")
             is_number = code == 0x8B  # LONG4: hashing takes time in proportion to its length, each time
-            stack.append(min(HEAVIEST, 1 + count // 256) if is_number else 1)
+            stack.append(min(MAX_WEIGHT, 1 + count // 256) if is_number else 1)
             return at + 1 + width + count
         if code in _LINES:
             end = self._lines(code, at)

@@ -147,7 +147,7 @@ def _light(item: Any) -> None:
     waiting, seen = [item], 0
     while waiting:
         each, seen = waiting.pop(), seen + 1
-        if seen == opcodes.HEAVIEST:
+        if seen == opcodes.MAX_WEIGHT:
             raise ValueError("a key of too many values")
         waiting += each if isinstance(each, tuple) else ()
 
@@ -166,13 +166,13 @@ def _bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearra
     return bytearray(_encode(content, encoding) if isinstance(content, str) else bytes(memoryview(content)))
 
 
-LONG = 1 << 16
+MAX_RANGE_LENGTH = 1 << 16
 """Maximum length of a range that becomes a `range`; a longer one becomes an `Opaque` with its bounds."""
 
 
 def _range(*bounds: int) -> Any:
     made = range(*bounds)
-    return opaque_class("builtins", "range")(*bounds) if made[LONG:] else made
+    return opaque_class("builtins", "range")(*bounds) if made[MAX_RANGE_LENGTH:] else made
 
 
 def _path(*parts: str) -> str:
@@ -194,7 +194,7 @@ _REBUILT: dict[str, Callable[..., Any]] = {
 }
 
 
-class Sealed:
+class Immutable:
     """Values that are passed to a pickle while it loads, and must not change.
 
     BUILD sets the fields even of a frozen dataclass. A tensor whose path or offset a pickle rewrites would make reshard
@@ -221,7 +221,7 @@ class _Unpickler(pickle.Unpickler):
         file: str,
         rebuild: Mapping[str, Any],
         persistent_load: Callable[[Any], Any] | None,
-        sealed: Sealed,
+        sealed: Immutable,
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._file = file
@@ -265,7 +265,7 @@ def loads(
     *,
     rebuild: Mapping[str, Any] | None = None,
     persistent_load: Callable[[Any], Any] | None = None,
-    sealed: Sealed | None = None,
+    sealed: Immutable | None = None,
 ) -> Any:
     """The objects in the pickle `data` of `file`; torch dtypes become `DType`s, paths strings.
 
@@ -273,7 +273,7 @@ def loads(
     load only, or a pickle could alter them for the next. `sealed` checks the values from `rebuild` and
     `persistent_load`. Raises ReshardError for a refused name and for a damaged pickle.
     """
-    sealed = sealed or Sealed()
+    sealed = sealed or Immutable()
     try:
         opcodes.check(data)
         content = _Unpickler(data, file, rebuild or {}, persistent_load, sealed).load()
@@ -313,7 +313,7 @@ class Persistent:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Once:
+class SharedObject:
     """An object that is written where it first occurs, and referenced from then on."""
 
     value: Any
@@ -346,7 +346,7 @@ class Pickler:
             Global: self._global,
             Reduce: self._reduce,
             Persistent: self._persistent,
-            Once: self._once,
+            SharedObject: self._once,
             DType: lambda value: self.write(Global("torch", value.name)),
             argparse.Namespace: self._namespace,
             Namespace: self._namespace,
@@ -460,7 +460,7 @@ class Pickler:
             self.write(value.state)
             self.raw(b"b")
 
-    def _once(self, value: Once) -> None:
+    def _once(self, value: SharedObject) -> None:
         if not self.recall(value):
             self.write(value.value)
             self.memoize(value)

@@ -20,24 +20,28 @@ import numpy as np
 from reshard.algebra.dtypes import BY_NAME, BY_STORAGE, DType
 from reshard.algebra.storage import Storage, StoredTensor
 from reshard.base.errors import ReshardError
-from reshard.containers.torchfiles.archive import EDGE, Archive, Window, damaged_file, edges
-from reshard.containers.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
+from reshard.containers.torchfiles.pickles import Immutable, Opaque, loads, opaque_class
 from reshard.containers.torchfiles.untrusted import shape_of, sizes
-from reshard.stores import HEADS, File, fetch_ahead, is_remote, open_file
-from reshard.transfer.sources import Sources
+from reshard.containers.torchfiles.zip_archive import EDGE_BYTES, FileWindow, ZipArchive, damaged_file, edges
+from reshard.stores import MAX_HEADS_BYTES, OpenFile, fetch_ahead, is_remote, open_file
+from reshard.transfer.source_files import Sources
 
 MAX_OPEN = 64
 """Maximum number of files that a `ChunkReader` keeps open."""
 
-AHEAD = HEADS // (2 * EDGE)
+CHUNKS_AHEAD = MAX_HEADS_BYTES // (2 * EDGE_BYTES)
 """Number of chunks in a store whose ends a `ChunkReader` fetches at once."""
 
-NESTED = ("ProcessGroupState",)
+NESTED_CLASSES = ("ProcessGroupState",)
 """Nested classes whose instances occur in checkpoints: this one, in `ShardedTensor`."""
 
 
 def read_torch_file(
-    path: str | Path, sources: Sources, offset: int = 0, length: int | None = None, file: File | None = None
+    path: str | Path,
+    sources: Sources,
+    offset: int = 0,
+    length: int | None = None,
+    file: OpenFile | None = None,
 ) -> Any:
     """The content that `torch.save` wrote to `path`, with a `StoredTensor` for each tensor.
 
@@ -50,7 +54,7 @@ def read_torch_file(
         with _open(path, sources) as own:
             return read_torch_file(path, sources, offset, length, own)
     size = file.size - offset if length is None else length
-    archive = Archive(Window(file, str(path), offset, size))
+    archive = ZipArchive(FileWindow(file, str(path), offset, size))
     return _load(archive.read("data.pkl"), archive.window.name, archive.storage)
 
 
@@ -88,7 +92,7 @@ class ChunkReader:
 
     def __init__(self, sources: Sources, coming: Iterable[tuple[str, int, int]] = ()) -> None:
         self._sources = sources
-        self._files: OrderedDict[str, File] = OrderedDict()
+        self._files: OrderedDict[str, OpenFile] = OrderedDict()
         self._coming = (each for each in coming if is_remote(each[0]))
         self._ahead = 0
 
@@ -101,7 +105,7 @@ class ChunkReader:
         ReshardError like `read_torch_file`, and if the tensor does not have the given `dtype` and `shape`.
         """
         self._look_ahead()
-        archive = Archive(Window(self._file(str(path)), str(path), offset, length))
+        archive = ZipArchive(FileWindow(self._file(str(path)), str(path), offset, length))
         pickled = archive.read("data.pkl")
         try:
             key, tensor = _single_tensor(pickled)
@@ -124,12 +128,12 @@ class ChunkReader:
             self._files.popitem()[1].close()
 
     def _look_ahead(self) -> None:
-        if not self._ahead and (chunks := list(islice(self._coming, AHEAD))):
+        if not self._ahead and (chunks := list(islice(self._coming, CHUNKS_AHEAD))):
             fetch_ahead(edge for chunk in chunks for edge in edges(*chunk))
             self._ahead = len(chunks)
         self._ahead = max(0, self._ahead - 1)
 
-    def _file(self, path: str) -> File:
+    def _file(self, path: str) -> OpenFile:
         if path in self._files:
             self._files.move_to_end(path)
         else:
@@ -156,7 +160,7 @@ def _single_tensor(pickled: bytes, name: str = "") -> tuple[str, StoredTensor]:
     return keys[0], tensor
 
 
-def _open(path: str | Path, sources: Sources) -> File:
+def _open(path: str | Path, sources: Sources) -> OpenFile:
     try:
         return sources.open(path)
     except OSError as error:
@@ -175,7 +179,7 @@ class _StorageClass(NamedTuple):
     dtype: DType | None
 
 
-class _Typed(NamedTuple):
+class _TypedStorage(NamedTuple):
     """A storage that a pickle refers to, with the element type of its class."""
 
     storage: Storage
@@ -199,7 +203,7 @@ class _Rebuilder:
     def __init__(self, file: str, storage: Callable[[str, int], Storage]) -> None:
         self._file = file
         self._storage = storage
-        self._sealed = Sealed()
+        self._sealed = Immutable()
         self._subclassed = opaque_class("torch._tensor", "_rebuild_from_type_v2")
         self._seen: dict[tuple[str, int], Storage] = {}
 
@@ -221,7 +225,7 @@ class _Rebuilder:
             sealed=self._sealed,
         )
 
-    def _persistent(self, reference: Any) -> _Typed:
+    def _persistent(self, reference: Any) -> _TypedStorage:
         """The storage for ("storage", storage class, key, device, elements), as `torch.save` refers to one."""
         kind, storage_class, key, _, count = reference
         if isinstance(storage_class, type) and issubclass(storage_class, Opaque):
@@ -232,16 +236,16 @@ class _Rebuilder:
         nbytes = sizes((count,))[0] * (dtype.itemsize if dtype else 1)
         if (key, nbytes) not in self._seen:
             self._seen[key, nbytes] = self._sealed.add(self._storage(key, nbytes))
-        return _Typed(self._seen[key, nbytes], dtype)
+        return _TypedStorage(self._seen[key, nbytes], dtype)
 
-    def _tensor(self, typed: _Typed, start: int, shape: Any, strides: Any, *rest: Any) -> StoredTensor:
+    def _tensor(self, typed: _TypedStorage, start: int, shape: Any, strides: Any, *rest: Any) -> StoredTensor:
         if typed.dtype is None:
             raise ValueError("a tensor without an element type")
         return self._strided(typed.storage, typed.dtype, start, shape, strides)
 
     def _tensor_v3(
         self,
-        typed: _Typed,
+        typed: _TypedStorage,
         start: int,
         shape: Any,
         strides: Any,
@@ -287,7 +291,7 @@ class _Rebuilder:
     @staticmethod
     def _attribute(owner: Any, name: str) -> Any:
         """`getattr(owner, name)`, which protocol 2 uses for a nested class, or a member of an enum."""
-        if isinstance(owner, type) and issubclass(owner, Opaque) and name in NESTED:
+        if isinstance(owner, type) and issubclass(owner, Opaque) and name in NESTED_CLASSES:
             return opaque_class(owner.module, f"{owner.name}.{name}")
         return opaque_class("builtins", "getattr")(owner, name)
 

@@ -14,7 +14,7 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import ReshardError
 
-MOST = 1 << 62
+MAX_NUMBER = 1 << 62
 """More elements or bytes than any tensor has."""
 
 
@@ -23,19 +23,19 @@ def sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple | list):
         raise TypeError(f"{reprlib.repr(values)} where sizes are expected")
     for value in values:
-        if type(value) is not int or not 0 <= value < MOST:
+        if type(value) is not int or not 0 <= value < MAX_NUMBER:
             raise TypeError(f"{reprlib.repr(values)} where sizes are expected")
     return tuple(values)
 
 
-DIMENSIONS = 64
+MAX_AXES = 64
 """More axes than any torch tensor has."""
 
 
 def shape_of(values: Any) -> tuple[int, ...]:
     """`values` as the sizes or strides of a tensor. Raises TypeError for anything else."""
-    if isinstance(values, tuple | list) and len(values) > DIMENSIONS:
-        raise TypeError(f"{len(values)} axes where a tensor has at most {DIMENSIONS}")
+    if isinstance(values, tuple | list) and len(values) > MAX_AXES:
+        raise TypeError(f"{len(values)} axes where a tensor has at most {MAX_AXES}")
     return sizes(values)
 
 

@@ -61,7 +61,7 @@ class NewTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """The place of the tensor `key`: `nbytes` bytes at `offset`.
 
     `crc_at` are the places of its CRC32, each four bytes, little-endian. All offsets count from the beginning of the
@@ -77,15 +77,15 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class FileImage:
     """A file of `size` bytes: `literals` are (offset, bytes), the rest are the slots of its tensors."""
 
     size: int
     literals: tuple[tuple[int, bytes], ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
 
 
-def layout_torch_file(content: Any) -> Image:
+def layout_torch_file(content: Any) -> FileImage:
     """The image of `torch.save(content)`; tensors in `content` are `NewTensor`s.
 
     It supports the types of `pickles.Pickler`. Raises TypeError for anything else.
@@ -93,7 +93,7 @@ def layout_torch_file(content: Any) -> Image:
     pickler = _TorchPickler()
     pickler.write(content)
     pickled = pickler.finish()
-    archive = _Layout()
+    archive = _ZipLayout()
     archive.add("data.pkl", pickled)
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(ALIGNMENT).encode())
@@ -105,7 +105,7 @@ def layout_torch_file(content: Any) -> Image:
     return archive.finish()
 
 
-def image_bytes(image: Image, contents: Mapping[Hashable, bytes] = MappingProxyType({})) -> bytes:
+def image_bytes(image: FileImage, contents: Mapping[Hashable, bytes] = MappingProxyType({})) -> bytes:
     """The complete file. `contents` has the bytes of each tensor, by key. Raises ValueError if any are missing."""
     image = filled(image, contents)
     for slot in image.slots:
@@ -119,7 +119,7 @@ def image_bytes(image: Image, contents: Mapping[Hashable, bytes] = MappingProxyT
     return bytes(whole)
 
 
-def filled(image: Image, contents: Mapping[Hashable, bytes]) -> Image:
+def filled(image: FileImage, contents: Mapping[Hashable, bytes]) -> FileImage:
     """The image with the bytes of the tensors in `contents` as literals. Raises ValueError if one has another size."""
     starts = [offset for offset, _ in image.literals]
     texts = [bytearray(text) for _, text in image.literals]
@@ -135,7 +135,7 @@ def filled(image: Image, contents: Mapping[Hashable, bytes]) -> Image:
             at = bisect_right(starts, place) - 1
             struct.pack_into("<I", texts[at], place - starts[at], zlib.crc32(content))
     literals = sorted([*zip(starts, map(bytes, texts), strict=True), *known])
-    return Image(image.size, tuple(literals), tuple(s for s in image.slots if s.key not in contents))
+    return FileImage(image.size, tuple(literals), tuple(s for s in image.slots if s.key not in contents))
 
 
 def _serialization_id(pickled: bytes) -> bytes:
@@ -170,7 +170,7 @@ class _TorchPickler(Pickler):
             self.write(Reduce(Global("torch._utils", "_rebuild_tensor_v3"), typed))
 
 
-class _Entry(NamedTuple):
+class _PlacedMember(NamedTuple):
     """A member with its position."""
 
     name: bytes
@@ -180,14 +180,14 @@ class _Entry(NamedTuple):
     slot: bool
 
 
-class _Layout:
+class _ZipLayout:
     """A zip that is built member by member; `_text` are the bytes since the last slot."""
 
     def __init__(self) -> None:
         self._size = 0
         self._text = bytearray()
         self._literals: list[tuple[int, bytes]] = []
-        self._entries: list[_Entry] = []
+        self._entries: list[_PlacedMember] = []
         self._tensors: list[tuple[NewTensor, int, list[int]]] = []
 
     def add(self, name: str, content: bytes) -> None:
@@ -208,7 +208,7 @@ class _Layout:
             self._put(_descriptor(entry))
         self._tensors.append((tensor, offset, crc_at))
 
-    def finish(self) -> Image:
+    def finish(self) -> FileImage:
         """Append the central directory, and return the finished image."""
         begin = self._size
         holes = iter(crc_at for tensor, _, crc_at in self._tensors if tensor.nbytes)
@@ -219,13 +219,13 @@ class _Layout:
         self._put(_end_of_archive(len(self._entries), begin, self._size))
         self._flush()
         slots = tuple(
-            Slot(tensor.key, tensor.dtype, tensor.shape, offset, tensor.nbytes, tuple(crc_at))
+            TensorSlot(tensor.key, tensor.dtype, tensor.shape, offset, tensor.nbytes, tuple(crc_at))
             for tensor, offset, crc_at in self._tensors
         )
-        return Image(self._size, tuple(self._literals), slots)
+        return FileImage(self._size, tuple(self._literals), slots)
 
-    def _begin(self, name: str, size: int, crc32: int, *, slot: bool) -> _Entry:
-        entry = _Entry(f"{ROOT}/{name}".encode(), self._size, size, crc32, slot)
+    def _begin(self, name: str, size: int, crc32: int, *, slot: bool) -> _PlacedMember:
+        entry = _PlacedMember(f"{ROOT}/{name}".encode(), self._size, size, crc32, slot)
         self._entries.append(entry)
         self._put(_local_header(entry))
         return entry
@@ -240,11 +240,11 @@ class _Layout:
             self._text.clear()
 
 
-def _flags(entry: _Entry) -> int:
+def _flags(entry: _PlacedMember) -> int:
     return _UTF8_FLAG | (_DESCRIPTOR_FLAG if entry.size else 0)
 
 
-def _zip64(entry: _Entry) -> bytes:
+def _zip64(entry: _PlacedMember) -> bytes:
     """The extra field with values that do not fit in 32 bits: both sizes, the offset of the header."""
     fields = [entry.size, entry.size] if entry.size >= _U32 else []
     if entry.header >= _U32:
@@ -252,7 +252,7 @@ def _zip64(entry: _Entry) -> bytes:
     return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
 
 
-def _local_header(entry: _Entry) -> bytes:
+def _local_header(entry: _PlacedMember) -> bytes:
     """The header; padding in an extra field "FB" aligns the content after it."""
     extra = _zip64(entry)
     end = entry.header + 30 + len(entry.name) + len(extra) + 4
@@ -262,7 +262,7 @@ def _local_header(entry: _Entry) -> bytes:
     return struct.pack("<4sHHHHHIIIHH", *fields) + entry.name + extra
 
 
-def _descriptor(entry: _Entry) -> bytes:
+def _descriptor(entry: _PlacedMember) -> bytes:
     """The data descriptor after the content of a member; an empty member has none."""
     if not entry.size:
         return b""
@@ -270,7 +270,7 @@ def _descriptor(entry: _Entry) -> bytes:
     return struct.pack(f"<4sI{sizes}", b"PK\x07\x08", entry.crc32, entry.size, entry.size)
 
 
-def _central_entry(entry: _Entry) -> bytes:
+def _central_entry(entry: _PlacedMember) -> bytes:
     extra = _zip64(entry)
     size, header = min(entry.size, _U32), min(entry.header, _U32)
     fields = (b"PK\x01\x02", 0, 0, _flags(entry), 0, 0, 0, entry.crc32, size, size)

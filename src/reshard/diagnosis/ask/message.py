@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from reshard.base.shown import shown
+from reshard.base.foreign_text import shown
 from reshard.diagnosis.ask.expressions import texts
 from reshard.diagnosis.ask.redact import redacted
 from reshard.diagnosis.text.log import Line, Log

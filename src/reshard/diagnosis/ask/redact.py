@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from reshard.base.shown import without_secrets
+from reshard.base.foreign_text import without_secrets
 from reshard.diagnosis.ask.expressions import expressions
 from reshard.diagnosis.history.table import PACKAGES, ROOTS
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.shown import clipped, shown
+from reshard.base.foreign_text import clipped, shown
 from reshard.diagnosis.ask.expressions import texts
 from reshard.diagnosis.ask.redact import redacted
 from reshard.version import __version__

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from reshard.base.shown import clipped
-from reshard.base.text import Text
+from reshard.base.foreign_text import clipped
+from reshard.base.languages import Text
 from reshard.checks.finding import Finding
 from reshard.checks.rules import told_at
 from reshard.checks.words import words

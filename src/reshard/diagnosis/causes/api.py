@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
+from reshard.base.languages import Text
 from reshard.base.suggest import closest
-from reshard.base.text import Text
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
 from reshard.checks.rules import told

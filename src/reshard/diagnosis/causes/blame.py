@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.rules import Told
 from reshard.checks.words import words
 from reshard.diagnosis.causes.installing import installed_for

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
 from reshard.checks.rules import told

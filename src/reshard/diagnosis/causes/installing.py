@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from reshard.base.data_files import read_data
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.finding import Finding
 from reshard.checks.words import words
 from reshard.diagnosis.text.log import Log

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from packaging.version import Version
 
+from reshard.base.languages import Text
 from reshard.base.suggest import closest
-from reshard.base.text import Text
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
 from reshard.checks.rules import told

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from reshard.base.shown import clipped
-from reshard.base.text import Text
+from reshard.base.foreign_text import clipped
+from reshard.base.languages import Text
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
 from reshard.checks.rules import Told, told, told_at

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 
-from reshard.base.shown import clipped
-from reshard.base.text import Text
+from reshard.base.foreign_text import clipped
+from reshard.base.languages import Text
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
 from reshard.checks.rules import told, told_at

@@ -16,8 +16,8 @@ import yaml
 
 from reshard.base.data_files import read_data
 from reshard.base.errors import ReshardError
+from reshard.base.languages import Text
 from reshard.base.suggest import closest
-from reshard.base.text import Text
 
 FOLDER = Path(__file__).with_name("catalogue")
 KINDS = ("error", "hang", "silent", "warning", "symptom")

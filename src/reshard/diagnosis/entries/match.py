@@ -11,8 +11,8 @@ from itertools import accumulate
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from reshard.base.shown import clipped
-from reshard.base.text import Text
+from reshard.base.foreign_text import clipped
+from reshard.base.languages import Text
 from reshard.checks.finding import CERTAINTIES, Finding
 from reshard.checks.place import Place
 from reshard.checks.words import words

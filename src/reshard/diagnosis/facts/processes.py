@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 
-from reshard.base.shown import clipped
+from reshard.base.foreign_text import clipped
 from reshard.checks.finding import Finding
 from reshard.diagnosis.facts.given import Fact, at
 from reshard.diagnosis.text.failures import CUT_OFF, EXIT, is_consequence, is_launchers

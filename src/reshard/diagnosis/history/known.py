@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.words import words
 from reshard.diagnosis.history.calls import base_of
 from reshard.diagnosis.history.having import having

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.words import words
 from reshard.diagnosis.history.table import Table
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.shown import shown
-from reshard.base.text import Text
+from reshard.base.foreign_text import shown
+from reshard.base.languages import Text
 from reshard.base.translations import translated
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
@@ -19,9 +19,9 @@ from reshard.commands.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, ins
 from reshard.diagnosis.targets.trainable import trainability
 from reshard.folders import iterations
 from reshard.formats import foreign
+from reshard.formats.contract import ConversionOptions
 from reshard.formats.megatron import fsdp_dtensor, legacy, torch_dist, zarr
 from reshard.formats.not_found import NOTHING_FOUND
-from reshard.formats.target import Options
 from reshard.planning import IS_ADAPTER, plan_conversion
 
 MARKS = (
@@ -82,7 +82,7 @@ def of_pair(first: Path, second: Path) -> list[Finding]:
 def _refused(checkpoint: Path, base: Path, *, merge: bool) -> list[Problem]:
     """Why a conversion with this base would be refused."""
     try:
-        plan_conversion(checkpoint, Options(to="huggingface", base=base, merge=merge))
+        plan_conversion(checkpoint, ConversionOptions(to="huggingface", base=base, merge=merge))
     except ReshardError as error:
         return error.problems
     return []

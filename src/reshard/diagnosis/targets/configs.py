@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.base.arguments import truth
-from reshard.base.text import Text
+from reshard.base.argument_checks import truth
+from reshard.base.languages import Text
 from reshard.checks import grpo
 from reshard.checks.configtext import ConfigText, read_config
 from reshard.checks.device_maps import spread_in

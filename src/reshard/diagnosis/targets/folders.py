@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
-from reshard.base.plain import JSON_MOST, json_of
+from reshard.base.plain_json import JSON_MOST, json_of
 from reshard.diagnosis.text.reading import BEGIN, encoding_of
 
 LOGS = ("*.log", "*.out", "*.err", "log*.txt", "*log.txt", "std*.txt")
@@ -45,7 +45,7 @@ def configs_in(folder: Path) -> list[Path]:
 
 def problems_in(folder: Path) -> list[Problem]:
     """Why a run of `reshard train` ended, as its ranks recorded it."""
-    from reshard.transfer.sources import Sources
+    from reshard.transfer.source_files import Sources
 
     with suppress(OSError, ReshardError, *UNUSABLE):  # a file of another program
         return [Problem(**each) for each in json_of(Sources().read(folder / PROBLEMS, JSON_MOST))]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from reshard.base.plain import decoded
-from reshard.base.shown import clipped
+from reshard.base.foreign_text import clipped
+from reshard.base.plain_json import decoded
 from reshard.checks.configtext import read_config
 from reshard.checks.finding import Finding
 from reshard.checks.machine import more_processes_than_gpus

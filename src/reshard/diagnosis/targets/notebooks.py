@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.base.errors import ReshardError
-from reshard.base.plain import JSON_MOST, json_of
+from reshard.base.plain_json import JSON_MOST, json_of
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
 from reshard.checks.source import NOT_PYTHON, parsed
 from reshard.diagnosis.logs import diagnose_text
 from reshard.diagnosis.targets.scripts import diagnose_source
 from reshard.stores import as_path
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 _COMMAND = re.compile(r"^(\s*)(?=\S)(?:[%!?].*|.*\?\s*)$")
 """Lines for the notebook, not for Python."""

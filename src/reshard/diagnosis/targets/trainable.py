@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.base.plain import CODE_MOST
-from reshard.base.shown import clipped
+from reshard.base.foreign_text import clipped
+from reshard.base.plain_json import MAX_CODE_BYTES
 from reshard.checks.finding import Finding
 from reshard.checks.place import Place
 from reshard.checks.rules import told
 from reshard.checks.words import words
 from reshard.folders.companions import CONFIG, TOKENIZER_CONFIG, Companions, find_companions, read_object
 from reshard.formats.checkpoint import Checkpoint
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 Config = Mapping[str, Any]
 ADAPTER = "adapter_config.json"
@@ -90,7 +90,7 @@ def remote_code(folder: Path) -> Iterator[Finding]:
 def _methods(path: Path) -> list[ast.FunctionDef]:
     """The functions of a Python file; none if it cannot be parsed."""
     with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError, ReshardError):
-        tree = ast.parse(Sources().read(path, CODE_MOST).decode("utf-8"))
+        tree = ast.parse(Sources().read(path, MAX_CODE_BYTES).decode("utf-8"))
         return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return []
 

@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO
 
-from reshard.base.plain import decoded
+from reshard.base.plain_json import decoded
 from reshard.diagnosis.text.prefixes import START
 
 LONGEST = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.words import words
 from reshard.diagnosis.text.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure
 from reshard.diagnosis.text.log import Line, Log, Traceback

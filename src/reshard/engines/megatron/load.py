@@ -14,10 +14,10 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import Problem, ReshardError
 from reshard.engines.megatron.shards import Coordinates, Weights
 from reshard.formats.sharding import Shard
-from reshard.transfer.elements import RAW
-from reshard.transfer.files import Files
+from reshard.transfer.elements import RAW_DTYPES
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
+from reshard.transfer.thread_files import OpenFiles
 
 
 def place(layout: Layout) -> Coordinates:
@@ -40,7 +40,7 @@ def fill(chunks: list[Any], weights: Weights, at: Coordinates, ledger: Ledger | 
     pairs = [(live_tensors(chunk), weights.of(at, index)) for index, chunk in enumerate(chunks)]
     if problems := [problem for live, held in pairs for problem in _differences(live, held)]:
         raise ReshardError(problems)
-    with closing(Files()) as files:
+    with closing(OpenFiles()) as files:
         gatherer = Gatherer(files, ledger)
         for live, held in pairs:
             for name, tensor in live.items():
@@ -86,7 +86,7 @@ def _copy(held: Shard, tensor: Any, gatherer: Gatherer) -> None:
     kind = dtype(str(tensor.dtype).removeprefix("torch."))
     target = tensor.detach()
     direct = target.device.type == "cpu" and target.is_contiguous()
-    raw = _raw(target) if direct else np.empty(held.numel, RAW[kind.itemsize])
+    raw = _raw(target) if direct else np.empty(held.numel, RAW_DTYPES[kind.itemsize])
     gatherer.fill(held.source().pieces, kind, raw)
     if not direct:
         target.copy_(torch.from_numpy(raw.view(np.uint8)).view(target.dtype).view(target.shape))
@@ -96,7 +96,7 @@ def _raw(tensor: Any) -> Any:
     """The elements of a contiguous tensor on the CPU as integers of the same width, sharing its memory."""
     import torch
 
-    return tensor.reshape(-1).view(torch.uint8).numpy().view(RAW[tensor.element_size()])
+    return tensor.reshape(-1).view(torch.uint8).numpy().view(RAW_DTYPES[tensor.element_size()])
 
 
 def checksum(tensor: Any) -> int:

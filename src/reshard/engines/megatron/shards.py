@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.algebra.layout import Layout
-from reshard.families.binding import Dropped
-from reshard.families.model import Model
+from reshard.families.binding import DroppedElements
+from reshard.families.sized_family import Model
 from reshard.formats.megatron.mcore import place_of, split_of
-from reshard.formats.megatron.ranks import Rank, RankStates
+from reshard.formats.megatron.rank_states import MegatronRank, RankStates
 from reshard.formats.sharding import Shard, Split
-from reshard.model.logical import LogicalTensors
-from reshard.planning.naming import Types, native_tensors
+from reshard.model.logical_tensors import LogicalTensors
+from reshard.planning.target_tensors import OutputTypes, native_tensors
 from reshard.transfer.plan import Planned
 
 
@@ -50,7 +50,7 @@ class Weights:
 
     def of(self, at: Coordinates, chunk: int) -> dict[str, Shard]:
         """The shards of one virtual stage of a rank, by the names in its live model."""
-        return self.states.state(Rank(at.tp, at.pp, at.ep), chunk, at.etp)
+        return self.states.state(MegatronRank(at.tp, at.pp, at.ep), chunk, at.etp)
 
     def everywhere(self) -> Iterator[Coordinates]:
         """The coordinates of all ranks with different weights."""
@@ -78,11 +78,11 @@ def sharded(
     """The shards of a model's tensors. `rows` are those of its embedding, padding included."""
     model = model.padded(rows)
     natives = model.binding().native
-    tensors = list(native_tensors(logical, natives, Types(dtype)))
+    tensors = list(native_tensors(logical, natives, OutputTypes(dtype)))
     nowhere = frozenset(
         name
         for name, bound in natives.items()
-        if all(isinstance(piece.source, Dropped) for piece in bound.view.pieces)
+        if all(isinstance(piece.source, DroppedElements) for piece in bound.view.pieces)
     )
     return Weights(model, layout, rows, states_of(tensors, model, layout, transformer_engine), nowhere)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.families.architectures.deepseek_v3 import layers
-from reshard.families.config import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, NO_BIAS, NORM_TOPK
-from reshard.families.entries import (
+from reshard.families.config_entries import (
     Args,
     Config,
+    ConfigEntry,
     Const,
-    Entry,
     Key,
     RouterGroups,
     SharedExperts,
     SigmoidNorm,
     Values,
 )
+from reshard.families.config_map import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, NO_BIAS, NORM_TOPK
 from reshard.families.family import MCORE_BRIDGE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, renamed
@@ -37,7 +37,7 @@ def rules(d: Dims) -> Iterator[Rule]:
     return renamed(layers(d, attention(d, fused="query_key_value"), copies=False), HUB)
 
 
-class Router(Entry):
+class Router(ConfigEntry):
     """Router scores: softmax in the first version; sigmoid, with a selection bias, in the second."""
 
     score = Key("score_function", "moe_router_score_function", default="softmax")
@@ -50,7 +50,7 @@ class Router(Entry):
     def to_config(self, args: Args) -> Values:
         return {**self.score.to_config(args), **self.bias.to_config(args), **self._norm(args).to_config(args)}
 
-    def _norm(self, args: Args) -> Entry:
+    def _norm(self, args: Args) -> ConfigEntry:
         return SigmoidNorm() if args.get("moe_router_score_function") == "sigmoid" else NORM_TOPK
 
 

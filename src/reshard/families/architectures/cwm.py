@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reshard.families.architectures.llama import dense
-from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
-from reshard.families.entries import Config, Const, LayerTypes, SlidingWindow, Values
+from reshard.families.config_entries import Config, Const, LayerTypes, SlidingWindow, Values
+from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
 

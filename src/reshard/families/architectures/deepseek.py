@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from reshard.families.architectures import glm4_moe
-from reshard.families.config import (
+from reshard.families.config_entries import Const
+from reshard.families.config_map import (
     DEEPSEEK_EXPERTS,
     GROUPED_HEADS,
     NO_BIAS,
@@ -11,7 +12,6 @@ from reshard.families.config import (
     NORM_TOPK,
     SOFTMAX_ROUTER,
 )
-from reshard.families.entries import Const
 from reshard.families.family import MCORE_BRIDGE, Family
 from reshard.families.rope import Rope
 

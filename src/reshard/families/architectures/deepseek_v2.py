@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import maxtext, torchtitan
 from reshard.families.architectures.deepseek_v3 import rules
-from reshard.families.config import DEEPSEEK_EXPERTS, LATENT_ATTENTION, SOFTMAX_ROUTER
-from reshard.families.entries import Args, Config, Const, RouterGroups, Values
+from reshard.families.config_entries import Args, Config, Const, RouterGroups, Values
+from reshard.families.config_map import DEEPSEEK_EXPERTS, LATENT_ATTENTION, SOFTMAX_ROUTER
+from reshard.families.dialects import maxtext, torchtitan
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.live import Live
+from reshard.families.transformers_5 import MemoryNames
 
 
 class GroupLimited(RouterGroups):
@@ -52,7 +52,7 @@ DEEPSEEK_V2 = Family(
         GroupLimited(),
     ),
     dialects={torchtitan.TORCHTITAN.name: torchtitan.deepseek, **maxtext.DEEPSEEK},
-    live=Live(),
+    live=MemoryNames(),
     precedence=2,  # above DeepSeek-V3: if nothing names the family, a router without a bias means V2
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

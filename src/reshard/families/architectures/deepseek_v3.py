@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import gguf, maxtext, torchtitan
-from reshard.families.config import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP
-from reshard.families.entries import Const, Key, RouterGroups, SigmoidNorm
+from reshard.families.config_entries import Const, Key, RouterGroups, SigmoidNorm
+from reshard.families.config_map import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP
+from reshard.families.dialects import gguf, maxtext, torchtitan
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.live import Live
 from reshard.families.rules import (
     Block,
     Dims,
@@ -21,6 +20,7 @@ from reshard.families.rules import (
     multi_token_prediction,
     norms,
 )
+from reshard.families.transformers_5 import MemoryNames
 
 
 def layers(d: Dims, attention: Block, *, copies: bool = True) -> Iterator[Rule]:
@@ -57,7 +57,7 @@ DEEPSEEK_V3 = Family(
         MTP,
     ),
     dialects={torchtitan.TORCHTITAN.name: torchtitan.deepseek, **gguf.DEEPSEEK, **maxtext.DEEPSEEK},
-    live=Live(),
+    live=MemoryNames(),
     aliases={"kimi_k2": {}, "glm4_moe_lite": {}},
     precedence=1,
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),

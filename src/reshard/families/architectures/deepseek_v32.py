@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.families.architectures.deepseek_v3 import DEEPSEEK_V3, layers
-from reshard.families.config import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP, SIGMOID_ROUTER
-from reshard.families.entries import Args, Config, Const, Entry, Key, Values, first
+from reshard.families.config_entries import Args, Config, ConfigEntry, Const, Key, Values, first
+from reshard.families.config_map import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP, SIGMOID_ROUTER
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.live import Live
 from reshard.families.rules import Block, Dims, Rule, indexed_layers, latent_attention, same, under
+from reshard.families.transformers_5 import MemoryNames
 
 
 def indexer(d: Dims) -> Block:
@@ -41,7 +41,7 @@ def glm(d: Dims) -> Iterator[Rule]:
     return sparse_attention(d, copies=False)
 
 
-class SharedIndexers(Entry):
+class SharedIndexers(ConfigEntry):
     """Which layers have an indexer: `indexer_types` in transformers 5; a frequency and an offset on the Hub.
 
     Source: `GlmMoeDsaConfig` of transformers 5.23; megatron-core accepts the two numbers in versions after 0.16.1.
@@ -70,7 +70,7 @@ class SharedIndexers(Entry):
             yield "layers that share an indexer; they take a megatron-core after 0.16.1"
 
 
-INDEXER: tuple[Entry, ...] = (
+INDEXER: tuple[ConfigEntry, ...] = (
     Const(args={"experimental_attention_variant": "dsa"}),
     Key("index_n_heads", "dsa_indexer_n_heads"),
     Key("index_head_dim", "dsa_indexer_head_dim"),
@@ -81,7 +81,7 @@ DEEPSEEK_V32 = Family(
     "DeepseekV32ForCausalLM",
     sparse_attention,
     (*DEEPSEEK_V3.entries, *INDEXER),
-    live=Live(),
+    live=MemoryNames(),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
 )
@@ -97,7 +97,7 @@ GLM_MOE_DSA = Family(
         SharedIndexers(),
         MTP,
     ),
-    live=Live(),
+    live=MemoryNames(),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from reshard.families.architectures.glm4_moe import rules
-from reshard.families.config import DEEPSEEK_EXPERTS, DERIVED_HEADS, NO_BIAS, QK_NORM, SIGMOID_ROUTER
-from reshard.families.entries import Const, FullAttention
+from reshard.families.config_entries import Const, FullAttention
+from reshard.families.config_map import DEEPSEEK_EXPERTS, DERIVED_HEADS, NO_BIAS, QK_NORM, SIGMOID_ROUTER
 from reshard.families.family import MCORE, MCORE_BRIDGE, Family
-from reshard.families.live import Live
 from reshard.families.rope import Rope
+from reshard.families.transformers_5 import MemoryNames
 
 DOTS1 = Family(
     "dots1",
@@ -23,7 +23,7 @@ DOTS1 = Family(
         *DEEPSEEK_EXPERTS,
         *SIGMOID_ROUTER,
     ),
-    live=Live(),
+    live=MemoryNames(),
     precedence=2,  # above GLM-4.5: if nothing names the family, rope over the full head dimension means dots1
     judged=(MCORE, MCORE_BRIDGE),
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reshard.families.architectures.llama import dense
-from reshard.families.config import GROUPED_HEADS, NO_QK_NORM, TIED
-from reshard.families.entries import Const, Key
+from reshard.families.config_entries import Const, Key
+from reshard.families.config_map import GROUPED_HEADS, NO_QK_NORM, TIED
 from reshard.families.family import MCORE, MCORE_BRIDGE, Family
 from reshard.families.rope import Rope
 

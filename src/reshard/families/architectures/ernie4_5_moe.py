@@ -6,20 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from reshard.families.architectures.ernie4_5 import ERNIE4_5
-from reshard.families.config import SOFTMAX_ROUTER
-from reshard.families.entries import (
+from reshard.families.config_entries import (
     Args,
     Config,
+    ConfigEntry,
     Const,
-    Entry,
     ExpertWidth,
     Key,
     SharedExperts,
     Values,
     first,
 )
+from reshard.families.config_map import SOFTMAX_ROUTER
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.live import Live
 from reshard.families.rules import (
     Dims,
     Rule,
@@ -32,6 +31,7 @@ from reshard.families.rules import (
     norms,
     sparse_layers,
 )
+from reshard.families.transformers_5 import MemoryNames
 
 
 def rules(d: Dims) -> Iterator[Rule]:
@@ -45,7 +45,7 @@ def rules(d: Dims) -> Iterator[Rule]:
     yield from decoder(d, [*block, *mlp(d)], [*block, *experts])
 
 
-class SparseBetween(Entry):
+class SparseBetween(ConfigEntry):
     """Every `moe_layer_interval`-th layer has experts, from `moe_layer_start_index` to `moe_layer_end_index`."""
 
     def to_args(self, config: Config) -> Values:
@@ -86,7 +86,7 @@ ERNIE4_5_MOE = Family(
         Const(args={"moe_router_pre_softmax": False, "moe_router_dtype": "fp32"}),
         SparseBetween(),
     ),
-    live=Live(renames=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
+    live=MemoryNames(renames=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
     precedence=-1,  # Megatron-Core's tensors also match other families

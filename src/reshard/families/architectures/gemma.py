@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from reshard.families import gguf, maxtext
 from reshard.families.architectures.llama import dense
-from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, QK_NORM, TIED
-from reshard.families.entries import (
+from reshard.families.config_entries import (
     Activation,
     Args,
     Config,
+    ConfigEntry,
     Const,
-    Entry,
     Key,
     LayerTypes,
     SlidingWindow,
     Values,
     first,
 )
+from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, QK_NORM, TIED
+from reshard.families.dialects import gguf, maxtext
 from reshard.families.family import MEGATRON_BRIDGE, Family
-from reshard.families.live import by_transformers
+from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import Rope, RotaryEmbedding, rope_parameters, rotary_base
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, same
-from reshard.families.within import Carried, Within
+from reshard.families.transformers_5 import by_transformers
 
 
 def sandwich(d: Dims) -> Iterator[Rule]:
@@ -85,7 +85,7 @@ class TwoRopes(RotaryEmbedding):
             yield "rope_parameters", f"rope_type is {kind!r}; Megatron-Bridge divides positions, or does not"
 
 
-class QueryScale(Entry):
+class QueryScale(ConfigEntry):
     """Gemma 3's `query_pre_attn_scalar`; Megatron-Bridge's `softmax_scale` is one over its square root."""
 
     def to_args(self, config: Config) -> Values:
@@ -158,12 +158,14 @@ GEMMA3_VISION = replace(
     name="gemma3",
     architecture="Gemma3ForConditionalGeneration",
     live=by_transformers("gemma3", "Gemma3ForConditionalGeneration"),
-    within=Within(
+    within=OuterModel(
         hub=(("", "language_model."),),
         carried=(
-            Carried("vision_tower.", "vision_tower."),
-            Carried(f"{PROJECTOR}mm_soft_emb_norm.", f"{PROJECTOR}mm_soft_embed_norm."),
-            Carried(f"{PROJECTOR}mm_input_projection_weight", f"{PROJECTOR}proj.weight", transposed=True),
+            CarriedTensors("vision_tower.", "vision_tower."),
+            CarriedTensors(f"{PROJECTOR}mm_soft_emb_norm.", f"{PROJECTOR}mm_soft_embed_norm."),
+            CarriedTensors(
+                f"{PROJECTOR}mm_input_projection_weight", f"{PROJECTOR}proj.weight", transposed=True
+            ),
         ),
     ),
 )

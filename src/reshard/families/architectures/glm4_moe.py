@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.families.architectures.deepseek_v3 import layers
-from reshard.families.config import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, SIGMOID_ROUTER
-from reshard.families.entries import Const, Key
+from reshard.families.config_entries import Const, Key
+from reshard.families.config_map import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, SIGMOID_ROUTER
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.live import Live
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention
+from reshard.families.transformers_5 import MemoryNames
 
 
 def rules(d: Dims) -> Iterator[Rule]:
@@ -32,7 +32,7 @@ GLM4_MOE = Family(
         *SIGMOID_ROUTER,
         MTP,
     ),
-    live=Live(),
+    live=MemoryNames(),
     precedence=1,
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

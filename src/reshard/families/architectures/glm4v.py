@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reshard.families.architectures import glm4, glm4_moe
-from reshard.families.config import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, NO_QK_NORM, SIGMOID_ROUTER
-from reshard.families.entries import Const, Entry, Key
+from reshard.families.config_entries import ConfigEntry, Const, Key
+from reshard.families.config_map import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, NO_QK_NORM, SIGMOID_ROUTER
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.live import Live
+from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import MultimodalRope
-from reshard.families.within import Carried, Within
+from reshard.families.transformers_5 import MemoryNames
 
-ATTENTION: tuple[Entry, ...] = (
+ATTENTION: tuple[ConfigEntry, ...] = (
     *GROUPED_HEADS,
     MultimodalRope(fraction=0.5),
     Key("attention_bias", "add_qkv_bias", default=True),
     Const(args={"add_bias_linear": False}),
 )
-VISION = Carried("model.visual.", "visual.visual.")
+VISION = CarriedTensors("model.visual.", "visual.visual.")
 
 GLM4V = Family(
     "glm4v",
@@ -26,7 +26,7 @@ GLM4V = Family(
     glm4.rules,
     (*ATTENTION, Const(args={"rotary_interleaved": True}), NO_QK_NORM),
     computed_by=MCORE_BRIDGE,
-    within=Within(carried=(VISION,)),
+    within=OuterModel(carried=(VISION,)),
     judged=(MCORE_BRIDGE,),
 )
 GLM4V_MOE = Family(
@@ -40,8 +40,8 @@ GLM4V_MOE = Family(
         *SIGMOID_ROUTER,
         MTP,
     ),
-    live=Live(),
+    live=MemoryNames(),
     computed_by=MCORE_BRIDGE,
-    within=Within(carried=(replace(VISION, others={MEGATRON_BRIDGE: "visual."}),)),
+    within=OuterModel(carried=(replace(VISION, others={MEGATRON_BRIDGE: "visual."}),)),
     judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reshard.algebra.views import View
-from reshard.families import gguf, torchtitan
-from reshard.families.config import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
-from reshard.families.entries import (
+from reshard.families.config_entries import (
     Activation,
     Args,
     Config,
@@ -19,6 +17,8 @@ from reshard.families.entries import (
     Values,
     first,
 )
+from reshard.families.config_map import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
+from reshard.families.dialects import gguf, torchtitan
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import RotaryEmbedding, rope_contradictions, rope_parameters, rotary_base
 from reshard.families.rules import Block, Dims, Rule, attention, decoder, ends, norms, same, stacked

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.families.architectures.deepseek_v3 import layers
-from reshard.families.config import GROUPED_HEADS, MTP, NO_BIAS, QK_NORM, ROUTER
-from reshard.families.entries import Const, DenseFirst, Key, SharedExperts, SigmoidNorm
+from reshard.families.config_entries import Const, DenseFirst, Key, SharedExperts, SigmoidNorm
+from reshard.families.config_map import GROUPED_HEADS, MTP, NO_BIAS, QK_NORM, ROUTER
 from reshard.families.family import MCORE, MCORE_BRIDGE, Family
-from reshard.families.live import Live
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, renamed
+from reshard.families.transformers_5 import MemoryNames
 
 HUB = {
     "mlp.gate.weight": "mlp.router.gate.weight",
@@ -52,7 +52,7 @@ HY_V3 = Family(
         SigmoidNorm("route_norm"),
         MTP,
     ),
-    live=Live(
+    live=MemoryNames(
         renames=(
             ("mlp.gate.weight", "mlp.router.gate.weight"),
             ("mlp.e_score_correction_bias", "mlp.expert_bias"),

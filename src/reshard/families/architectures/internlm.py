@@ -1,4 +1,4 @@
-"""InternLM, InternLM2 and InternLM3. InternEvo's names for their tensors are in `families/internevo.py`."""
+"""InternLM, InternLM2 and InternLM3. InternEvo's names for their tensors are in `families/dialects/internevo.py`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from reshard.families.architectures.llama import dense
-from reshard.families.config import DERIVED_HEADS, EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
-from reshard.families.entries import Args, Biases, Config, Entry, Key, Values, contradiction, first
+from reshard.families.config_entries import (
+    Args,
+    Biases,
+    Config,
+    ConfigEntry,
+    Key,
+    Values,
+    contradiction,
+    first,
+)
+from reshard.families.config_map import DERIVED_HEADS, EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
+from reshard.families.dialects.internevo import HUB_ENDS, W123, dialects, evo_internlm, evo_internlm2
 from reshard.families.family import MCORE, MCORE_BRIDGE, Family
-from reshard.families.internevo import HUB_ENDS, W123, dialects, evo_internlm, evo_internlm2
 from reshard.families.rope import (
     DYNAMIC,
     Rope,
@@ -103,7 +112,7 @@ def zero_biases(d: Dims, mcore: str, ffn: int) -> Iterator[Rule]:
         yield Rule("", bias, tuple(range(d.layers)), d.experts, reason=ZERO_BIAS)
 
 
-ATTENTION: tuple[Entry, ...] = (
+ATTENTION: tuple[ConfigEntry, ...] = (
     *DERIVED_HEADS,
     Key("bias", "add_bias_linear", also=("add_qkv_bias",), default=True, assumed=False),
     NO_QK_NORM,

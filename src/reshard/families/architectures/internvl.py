@@ -7,8 +7,8 @@ from dataclasses import replace
 from reshard.families.architectures.qwen2 import QWEN2
 from reshard.families.architectures.qwen3 import QWEN3, QWEN3_MOE
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.live import Live
-from reshard.families.within import Carried, Within
+from reshard.families.outer_model import CarriedTensors, OuterModel
+from reshard.families.transformers_5 import MemoryNames
 
 BELOW = (("", "language_model."),)
 IN_MEMORY = (
@@ -23,15 +23,15 @@ INTERNVL = Family(
     "InternVLForConditionalGeneration",
     QWEN3.rules,
     QWEN3.entries,
-    live=Live(begins=IN_MEMORY),
+    live=MemoryNames(begins=IN_MEMORY),
     languages=(QWEN2, QWEN3, QWEN3_MOE),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
-    within=Within(
+    within=OuterModel(
         hub=BELOW,
         carried=(
-            Carried("vision_tower.", "visual.vision_tower."),
-            Carried("multi_modal_projector.", "visual.multi_modal_projector."),
+            CarriedTensors("vision_tower.", "visual.vision_tower."),
+            CarriedTensors("multi_modal_projector.", "visual.multi_modal_projector."),
         ),
     ),
 )
@@ -39,10 +39,13 @@ INTERNVL_CHAT = replace(
     INTERNVL,
     name="internvl_chat",
     architecture="InternVLChatModel",
-    live=Live(),
-    within=Within(
+    live=MemoryNames(),
+    within=OuterModel(
         config=("llm_config",),
         hub=BELOW,
-        carried=(Carried("vision_model.", "visual.vision_model."), Carried("mlp1.", "visual.mlp1.")),
+        carried=(
+            CarriedTensors("vision_model.", "visual.vision_model."),
+            CarriedTensors("mlp1.", "visual.mlp1."),
+        ),
     ),
 )

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from reshard.families.architectures.deepseek_v3 import DEEPSEEK_V3
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.live import by_transformers
-from reshard.families.within import Carried, Within
+from reshard.families.outer_model import CarriedTensors, OuterModel
+from reshard.families.transformers_5 import by_transformers
 
 
 def with_projector(name: str, architecture: str, projector: str) -> Family:
     """A Kimi model with this projector name; its config names the language model, deepseek_v3 or kimi_k2."""
     parts = (f"{part}." for part in ("vision_tower", projector))
-    carried = tuple(Carried(part, f"visual.{part}") for part in parts)
+    carried = tuple(CarriedTensors(part, f"visual.{part}") for part in parts)
     return replace(
         DEEPSEEK_V3,
         name=name,
@@ -22,7 +22,7 @@ def with_projector(name: str, architecture: str, projector: str) -> Family:
         aliases={},
         precedence=0,
         computed_by=MCORE_BRIDGE,
-        within=Within(hub=(("", "language_model."),), carried=carried),
+        within=OuterModel(hub=(("", "language_model."),), carried=carried),
         judged=(MCORE_BRIDGE,),
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import gguf, maxtext, nanotron, torchtitan
-from reshard.families.config import GROUPED_HEADS, NO_QK_NORM
-from reshard.families.entries import Biases
+from reshard.families.config_entries import Biases
+from reshard.families.config_map import GROUPED_HEADS, NO_QK_NORM
+from reshard.families.dialects import gguf, maxtext, nanotron, torchtitan
+from reshard.families.dialects.internevo import dialects, evo_llama
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.internevo import dialects, evo_llama
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from reshard.families import torchtitan
-from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
-from reshard.families.entries import Args, Config, Const, Entry, Key, Values, first, moe_layer_freq
+from reshard.families.config_entries import (
+    Args,
+    Config,
+    ConfigEntry,
+    Const,
+    Key,
+    Values,
+    first,
+    moe_layer_freq,
+)
+from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.dialects import torchtitan
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.live import by_transformers
+from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import Rope, RopeLayers
 from reshard.families.rules import (
     Dims,
@@ -25,7 +34,7 @@ from reshard.families.rules import (
     sparse_layers,
     stacked_experts,
 )
-from reshard.families.within import Carried, Within
+from reshard.families.transformers_5 import by_transformers
 
 
 def rules(d: Dims) -> Iterator[Rule]:
@@ -38,7 +47,7 @@ def rules(d: Dims) -> Iterator[Rule]:
     yield from renamed(decoder(d, [*before, *mlp(d)], sparse), {".mlp.": ".feed_forward."})
 
 
-class MoeLayers(Entry):
+class MoeLayers(ConfigEntry):
     """`moe_layers` lists the layers with experts; without it, they are every `interleave_moe_layer_step`-th."""
 
     def to_args(self, config: Config) -> Values:
@@ -52,7 +61,7 @@ class MoeLayers(Entry):
         }
 
 
-class ChunkedAttention(Entry):
+class ChunkedAttention(ConfigEntry):
     """Layers with a rotary embedding use chunked attention; those without scale queries at far positions."""
 
     def to_args(self, config: Config) -> Values:
@@ -102,11 +111,11 @@ LLAMA4 = replace(
     name="llama4",
     architecture="Llama4ForConditionalGeneration",
     live=by_transformers("llama4", "Llama4ForConditionalGeneration"),
-    within=Within(
+    within=OuterModel(
         hub=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
         carried=(
-            Carried("vision_model.", "visual.vision_model."),
-            Carried("multi_modal_projector.", "visual.multi_modal_projector."),
+            CarriedTensors("vision_model.", "visual.vision_model."),
+            CarriedTensors("multi_modal_projector.", "visual.multi_modal_projector."),
         ),
     ),
     judged=(MCORE_BRIDGE,),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reshard.families.architectures.qwen3 import QWEN3
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.within import Carried, Within
+from reshard.families.outer_model import CarriedTensors, OuterModel
 
 LLAVA_ONEVISION1_5 = Family(
     "llavaonevision1_5",
@@ -13,5 +13,5 @@ LLAVA_ONEVISION1_5 = Family(
     QWEN3.entries,
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
-    within=Within(hub=(), carried=(Carried("visual.", "visual.visual."),)),
+    within=OuterModel(hub=(), carried=(CarriedTensors("visual.", "visual.visual."),)),
 )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from reshard.algebra.views import concat
 from reshard.families.architectures.llama import dense
-from reshard.families.config import GROUPED_HEADS, MTP, NO_QK_NORM, QKV_BIAS
-from reshard.families.entries import Const, FullAttention
+from reshard.families.config_entries import Const, FullAttention
+from reshard.families.config_map import GROUPED_HEADS, MTP, NO_QK_NORM, QKV_BIAS
 from reshard.families.family import MCORE, MCORE_BRIDGE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, mlp, native, norms, same, under

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reshard.families.config import GROUPED_HEADS, NO_BIAS, QK_NORM
-from reshard.families.entries import Args, Config, Const, Key, SigmoidNorm, Values
+from reshard.families.config_entries import Args, Config, Const, Key, SigmoidNorm, Values
+from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, QK_NORM
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.live import BLOCK_SPARSE
 from reshard.families.rope import PARTIAL, Rope, rope_parameters
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms, renamed
+from reshard.families.transformers_5 import BLOCK_SPARSE
 
 
 def rules(d: Dims) -> Iterator[Rule]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from reshard.families import gguf, maxtext, nanotron
 from reshard.families.architectures.llama import dense
-from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
-from reshard.families.entries import SlidingWindow
+from reshard.families.config_entries import SlidingWindow
+from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.dialects import gguf, maxtext, nanotron
 from reshard.families.family import MCORE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.families.architectures.llama import dense
-from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
-from reshard.families.entries import Args, Config, SlidingWindow, Values
+from reshard.families.config_entries import Args, Config, SlidingWindow, Values
+from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.family import MEGATRON_BRIDGE, Family
-from reshard.families.live import by_transformers
+from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import RotaryEmbedding, rope_parameters, rotary_base
-from reshard.families.within import Carried, Within
+from reshard.families.transformers_5 import by_transformers
 
 
 class KeptRope(RotaryEmbedding):
@@ -41,11 +41,11 @@ MISTRAL3 = Family(
     (*GROUPED_HEADS, KeptRope(), SlidingWindow(default=None), NO_BIAS, NO_QK_NORM),
     computed_by=MEGATRON_BRIDGE,
     live=by_transformers("mistral3", "Mistral3ForConditionalGeneration"),
-    within=Within(
+    within=OuterModel(
         hub=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
         carried=(
-            Carried("vision_tower.", "vision_tower."),
-            Carried("multi_modal_projector.", "multi_modal_projector."),
+            CarriedTensors("vision_tower.", "vision_tower."),
+            CarriedTensors("multi_modal_projector.", "multi_modal_projector."),
         ),
     ),
     judged=(MEGATRON_BRIDGE,),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import gguf, maxtext
-from reshard.families.config import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_BIAS, NO_QK_NORM
-from reshard.families.entries import Key, SlidingWindow
+from reshard.families.config_entries import Key, SlidingWindow
+from reshard.families.config_map import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.dialects import gguf, maxtext
 from reshard.families.family import MCORE, Family
-from reshard.families.live import BLOCK_SPARSE
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms
+from reshard.families.transformers_5 import BLOCK_SPARSE
 
 
 def rules(d: Dims) -> Iterator[Rule]:

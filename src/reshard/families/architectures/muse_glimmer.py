@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
-from reshard.families.entries import Const, LayerTypes, SlidingWindow
+from reshard.families.config_entries import Const, LayerTypes, SlidingWindow
+from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, same
-from reshard.families.within import Carried, Within
 
 
 def rules(d: Dims) -> Iterator[Rule]:
@@ -44,6 +44,6 @@ MUSE_GLIMMER = Family(
         NO_QK_NORM,
     ),
     computed_by=MCORE_BRIDGE,
-    within=Within(carried=tuple(Carried(f"model.{part}", f"visual.{part}") for part in PARTS)),
+    within=OuterModel(carried=tuple(CarriedTensors(f"model.{part}", f"visual.{part}") for part in PARTS)),
     judged=(MCORE_BRIDGE,),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
-from reshard.families.entries import Activation, Const, Key
+from reshard.families.config_entries import Activation, Const, Key
+from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.family import MCORE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, norms, same

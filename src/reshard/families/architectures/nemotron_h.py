@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.algebra.views import concat
-from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, ROUTER, SIGMOID_ROUTER
-from reshard.families.entries import Activation, Args, Config, Const, Entry, Key, Values, first
-from reshard.families.entries import same as alike
+from reshard.families.config_entries import Activation, Args, Config, ConfigEntry, Const, Key, Values, first
+from reshard.families.config_entries import same as alike
+from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, ROUTER, SIGMOID_ROUTER
 from reshard.families.family import MEGATRON_BRIDGE, Family
-from reshard.families.live import Experts, Live
+from reshard.families.outer_model import OuterModel
 from reshard.families.rules import Block, Dims, Rule, attention, ends, native, renamed, same, under
-from reshard.families.within import Within
+from reshard.families.transformers_5 import ExpertNames, MemoryNames
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
 """Symbols for the kinds of layers in Megatron-LM's `--hybrid-override-pattern` and on the Hub."""
@@ -83,7 +83,7 @@ def rules(d: Dims) -> Iterator[Rule]:
             yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
 
 
-class Pattern(Entry):
+class Pattern(ConfigEntry):
     """The kind of each layer."""
 
     def to_args(self, config: Config) -> Values:
@@ -131,9 +131,9 @@ NEMOTRON_H = Family(
         Const(args={"moe_router_dtype": "fp32"}),
         *SIGMOID_ROUTER,
     ),
-    live=Live(Experts("mixer.experts", gate=""), (("model.", "backbone."),)),
+    live=MemoryNames(ExpertNames("mixer.experts", gate=""), (("model.", "backbone."),)),
     computed_by=MEGATRON_BRIDGE,
-    within=Within(
+    within=OuterModel(
         config=(),
         hub=(
             ("model.embed_tokens.", "backbone.embeddings."),

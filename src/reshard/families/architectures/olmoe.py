@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from reshard.families.config import DERIVED_HEADS, EXPERTS_EVERYWHERE, NO_BIAS, NORM_TOPK, QK_NORM
-from reshard.families.entries import Const, Key
+from reshard.families.config_entries import Const, Key
+from reshard.families.config_map import DERIVED_HEADS, EXPERTS_EVERYWHERE, NO_BIAS, NORM_TOPK, QK_NORM
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.live import Live
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms, same
+from reshard.families.transformers_5 import MemoryNames
 
 
 def rules(d: Dims, module: str = "norm") -> Iterator[Rule]:
@@ -40,7 +40,7 @@ OLMOE = Family(
         NORM_TOPK,
     ),
     dialects={MEGATRON_BRIDGE: partial(rules, module="layernorm")},
-    live=Live(),
+    live=MemoryNames(),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

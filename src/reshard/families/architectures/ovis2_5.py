@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reshard.families.architectures.qwen3 import QWEN3
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.within import Carried, Within
+from reshard.families.outer_model import CarriedTensors, OuterModel
 
 OVIS2_5 = Family(
     "ovis2_5",
@@ -13,12 +13,12 @@ OVIS2_5 = Family(
     QWEN3.entries,
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
-    within=Within(
+    within=OuterModel(
         config=("llm_config",),
         hub=(("", "llm."),),
         carried=(
-            Carried("visual_tokenizer.", "visual.visual_tokenizer."),
-            Carried("vte.", "visual.vte."),
+            CarriedTensors("visual_tokenizer.", "visual.visual_tokenizer."),
+            CarriedTensors("vte.", "visual.vte."),
         ),
     ),
 )

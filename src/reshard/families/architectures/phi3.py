@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families.config import DERIVED_HEADS, NO_BIAS, NO_QK_NORM
-from reshard.families.entries import SlidingWindow
+from reshard.families.config_entries import SlidingWindow
+from reshard.families.config_map import DERIVED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, fused_mlp, norms

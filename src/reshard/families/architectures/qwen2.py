@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import gguf, maxtext, nanotron
 from reshard.families.architectures.llama import dense
-from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS, QWEN_EXPERTS
-from reshard.families.entries import Const, FullAttention, Key
+from reshard.families.config_entries import Const, FullAttention, Key
+from reshard.families.config_map import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS, QWEN_EXPERTS
+from reshard.families.dialects import gguf, maxtext, nanotron
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.live import Live
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, moe, norms
+from reshard.families.transformers_5 import MemoryNames
 
 
 def sparse(d: Dims) -> Iterator[Rule]:
@@ -45,7 +45,7 @@ QWEN2_MOE = Family(
         Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     ),
     dialects=nanotron.DIALECTS,
-    live=Live(),
+    live=MemoryNames(),
     precedence=1,
     judged=(MCORE, MCORE_BRIDGE),
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reshard.families.architectures.llama import dense
-from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS
-from reshard.families.entries import FullAttention
+from reshard.families.config_entries import FullAttention
+from reshard.families.config_map import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.live import Live
+from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import MultimodalRope
-from reshard.families.within import Carried, Within
+from reshard.families.transformers_5 import MemoryNames
 
 QWEN2_VL = Family(
     "qwen2_vl",
@@ -18,14 +18,16 @@ QWEN2_VL = Family(
     dense,
     (*DERIVED_HEADS, MultimodalRope(), FullAttention(), QKV_BIAS, NO_QK_NORM),
     computed_by=MCORE_BRIDGE,
-    within=Within(hub=(), carried=(Carried("visual.", "visual.visual."),)),
-    live=Live(None, begins=(("model.language_model.", "model."), ("model.visual.", "visual."))),
+    within=OuterModel(hub=(), carried=(CarriedTensors("visual.", "visual.visual."),)),
+    live=MemoryNames(None, begins=(("model.language_model.", "model."), ("model.visual.", "visual."))),
     judged=(MCORE_BRIDGE,),
 )
 QWEN2_5_VL = replace(
     QWEN2_VL,
     name="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
-    within=Within(hub=(), carried=(Carried("visual.", "visual.visual.", {MEGATRON_BRIDGE: "visual."}),)),
+    within=OuterModel(
+        hub=(), carried=(CarriedTensors("visual.", "visual.visual.", {MEGATRON_BRIDGE: "visual."}),)
+    ),
     judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

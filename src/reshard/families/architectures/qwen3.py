@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from reshard.families import gguf, maxtext, torchtitan
 from reshard.families.architectures.llama import dense
 from reshard.families.architectures.qwen2 import sparse
-from reshard.families.config import GROUPED_HEADS, NO_BIAS, QK_NORM, QWEN_EXPERTS
-from reshard.families.entries import Const, FullAttention
+from reshard.families.config_entries import Const, FullAttention
+from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, QK_NORM, QWEN_EXPERTS
+from reshard.families.dialects import gguf, maxtext, torchtitan
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.live import Live
 from reshard.families.rope import Rope
+from reshard.families.transformers_5 import MemoryNames
 
 DIALECTS = {torchtitan.TORCHTITAN.name: torchtitan.qwen3, **gguf.QWEN, **maxtext.QWEN}
 UNBIASED = (NO_BIAS, Const(config={"attention_bias": False}), QK_NORM)
@@ -29,7 +29,7 @@ QWEN3_MOE = Family(
     sparse,
     (*GROUPED_HEADS, Rope(), FullAttention(late=False), *UNBIASED, *QWEN_EXPERTS),
     dialects=DIALECTS,
-    live=Live(),
+    live=MemoryNames(),
     precedence=1,
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

@@ -11,13 +11,13 @@ from functools import partial
 
 from reshard.algebra.views import View, concat
 from reshard.families.architectures.qwen3_next import DELTA_NET, SHARED_EXPERT, Parts, hybrid
-from reshard.families.config import MTP
-from reshard.families.entries import Const, Key
+from reshard.families.config_entries import Const, Key
+from reshard.families.config_map import MTP
 from reshard.families.family import MCORE, MCORE_BRIDGE, Family
-from reshard.families.live import Experts, Live
+from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import MultimodalRope, Rope
 from reshard.families.rules import Block, Rule
-from reshard.families.within import Carried, Within
+from reshard.families.transformers_5 import ExpertNames, MemoryNames
 
 
 def by_kind(parts: Parts) -> Block:
@@ -35,7 +35,7 @@ def by_kind(parts: Parts) -> Block:
 
 
 apart, by_head = (partial(hybrid, by_head=each, on_the_hub=by_kind) for each in (False, True))
-VISION = Within(carried=(Carried("model.visual.", "visual.visual."),))
+VISION = OuterModel(carried=(CarriedTensors("model.visual.", "visual.visual."),))
 PREDICTED = Key(
     "mtp_num_hidden_layers", "mtp_num_layers", aliases=("num_nextn_predict_layers",), default=0, none=0
 )
@@ -48,7 +48,7 @@ EXPERTS = (
     Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
 )
 # transformers saves one tensor per expert; the Hub's Qwen3.6 stacks those of the MTP layer too.
-STACKED = Live(Experts("mtp.layers.0.mlp.experts"), stacked="mlp.experts")
+STACKED = MemoryNames(ExpertNames("mtp.layers.0.mlp.experts"), stacked="mlp.experts")
 
 QWEN3_5 = Family(
     "qwen3_5",
@@ -73,10 +73,10 @@ MINICPM_V = replace(
     QWEN3_5,
     name="minicpmv4_6",
     architecture="MiniCPMV4_6ForConditionalGeneration",
-    within=Within(
+    within=OuterModel(
         carried=(
-            Carried("model.vision_tower.", "visual.vision_tower."),
-            Carried("model.merger.", "visual.merger."),
+            CarriedTensors("model.vision_tower.", "visual.vision_tower."),
+            CarriedTensors("model.merger.", "visual.merger."),
         )
     ),
 )

@@ -13,11 +13,20 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from reshard.algebra.views import View, concat
-from reshard.families.config import GROUPED_HEADS, MTP, NO_BIAS, QK_NORM, ROUTER, SOFTMAX_ROUTER
-from reshard.families.entries import NEGATED, Args, Config, Const, Entry, Key, SparseStep, Values, first
-from reshard.families.entries import same as one
+from reshard.families.config_entries import (
+    NEGATED,
+    Args,
+    Config,
+    ConfigEntry,
+    Const,
+    Key,
+    SparseStep,
+    Values,
+    first,
+)
+from reshard.families.config_entries import same as one
+from reshard.families.config_map import GROUPED_HEADS, MTP, NO_BIAS, QK_NORM, ROUTER, SOFTMAX_ROUTER
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.live import Live
 from reshard.families.rope import Rope
 from reshard.families.rules import (
     Block,
@@ -35,6 +44,7 @@ from reshard.families.rules import (
     stacked_experts,
     under,
 )
+from reshard.families.transformers_5 import MemoryNames
 
 Parts = Mapping[str, View]
 """The parts of a projection, by Megatron-Core's names, each [key heads, rows, …]."""
@@ -113,7 +123,7 @@ def hybrid(
         yield same("mtp.norm.weight", "mtp.layers.0.final_layernorm.weight", d.hidden)
 
 
-class DeltaLayers(Entry):
+class DeltaLayers(ConfigEntry):
     """Which layers are delta nets: `layer_types` of transformers 5, else all but every `full_attention_interval`-th."""
 
     def to_args(self, config: Config) -> Values:
@@ -141,7 +151,7 @@ class DeltaLayers(Entry):
             yield f"full_attention_interval is {interval!r}, and layer_types says otherwise"
 
 
-DELTA_NET: tuple[Entry, ...] = (
+DELTA_NET: tuple[ConfigEntry, ...] = (
     Const(
         args={
             "experimental_attention_variant": "gated_delta_net",
@@ -162,7 +172,7 @@ DELTA_NET: tuple[Entry, ...] = (
     QK_NORM,
     MTP,
 )
-SHARED_EXPERT: tuple[Entry, ...] = (
+SHARED_EXPERT: tuple[ConfigEntry, ...] = (
     *ROUTER,
     Key("num_experts", "num_experts", aliases=("num_local_experts",)),
     SOFTMAX_ROUTER,
@@ -182,5 +192,5 @@ QWEN3_NEXT = Family(
     ),
     dialects={MCORE_BRIDGE: partial(hybrid, by_head=True, on_the_hub=by_key_head)},
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
-    live=Live(),
+    live=MemoryNames(),
 )

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from reshard.families.architectures.llama import dense
 from reshard.families.architectures.qwen3 import UNBIASED
-from reshard.families.config import GROUPED_HEADS, QWEN_EXPERTS
+from reshard.families.config_map import GROUPED_HEADS, QWEN_EXPERTS
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
-from reshard.families.live import Live
+from reshard.families.outer_model import CarriedTensors, OuterModel
 from reshard.families.rope import MultimodalRope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms, same, stacked_experts
-from reshard.families.within import Carried, Within
+from reshard.families.transformers_5 import MemoryNames
 
 
 def sparse(d: Dims) -> Iterator[Rule]:
@@ -22,7 +22,9 @@ def sparse(d: Dims) -> Iterator[Rule]:
     yield from decoder(d, [*block, *mlp(d)], [*block, router, *stacked_experts(d)])
 
 
-TOWER = Within(carried=(Carried("model.visual.", "visual.visual.", {MEGATRON_BRIDGE: "vision_model."}),))
+TOWER = OuterModel(
+    carried=(CarriedTensors("model.visual.", "visual.visual.", {MEGATRON_BRIDGE: "vision_model."}),)
+)
 QWEN3_VL = Family(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
@@ -37,7 +39,7 @@ QWEN3_VL_MOE = Family(
     "Qwen3VLMoeForConditionalGeneration",
     sparse,
     (*GROUPED_HEADS, MultimodalRope(), *UNBIASED, *QWEN_EXPERTS),
-    live=Live(experts=None, transposed="mlp.experts"),
+    live=MemoryNames(experts=None, transposed="mlp.experts"),
     computed_by=MCORE_BRIDGE,
     within=TOWER,
     judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),

@@ -6,8 +6,8 @@ from reshard.families.architectures.qwen2_vl import QWEN2_VL
 from reshard.families.architectures.qwen3 import QWEN3_MOE
 from reshard.families.architectures.qwen3_vl import QWEN3_VL_MOE
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.live import Live
-from reshard.families.within import Carried, Within
+from reshard.families.outer_model import CarriedTensors, OuterModel
+from reshard.families.transformers_5 import MemoryNames
 
 IN_MEMORY = (
     ("thinker.model.language_model.", "thinker.model."),
@@ -17,16 +17,16 @@ IN_MEMORY = (
 """Since transformers 5.21. Before, the names were the Hub's."""
 
 
-def _thinker(vocoder: str) -> Within:
+def _thinker(vocoder: str) -> OuterModel:
     """mcore-bridge trains the thinker. Neither mcore-bridge nor its checkpoints contain the speech modules."""
-    return Within(
+    return OuterModel(
         config=("thinker_config", "text_config"),
         hub=(("", "thinker."),),
         carried=(
-            Carried("thinker.visual.", "visual.visual."),
-            Carried("thinker.audio_tower.", "visual.audio_tower."),
-            Carried("talker.", "talker.", optional=True),
-            Carried(vocoder, vocoder, optional=True),
+            CarriedTensors("thinker.visual.", "visual.visual."),
+            CarriedTensors("thinker.audio_tower.", "visual.audio_tower."),
+            CarriedTensors("talker.", "talker.", optional=True),
+            CarriedTensors(vocoder, vocoder, optional=True),
         ),
     )
 
@@ -36,7 +36,7 @@ QWEN2_5_OMNI = Family(
     "Qwen2_5OmniForConditionalGeneration",
     QWEN2_VL.rules,
     QWEN2_VL.entries,
-    live=Live(None, begins=IN_MEMORY),
+    live=MemoryNames(None, begins=IN_MEMORY),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
     within=_thinker("token2wav."),
@@ -46,7 +46,7 @@ QWEN3_OMNI_MOE = Family(
     "Qwen3OmniMoeForConditionalGeneration",
     QWEN3_MOE.rules,  # the Hub stores one tensor per expert
     QWEN3_VL_MOE.entries,
-    live=Live(begins=IN_MEMORY),
+    live=MemoryNames(begins=IN_MEMORY),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
     within=_thinker("code2wav."),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from reshard.families import nanotron
 from reshard.families.architectures.llama import dense
-from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, TIED
-from reshard.families.entries import Biases, FullAttention
+from reshard.families.config_entries import Biases, FullAttention
+from reshard.families.config_map import DERIVED_HEADS, NO_QK_NORM, TIED
+from reshard.families.dialects import nanotron
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope, RopeLayers
 

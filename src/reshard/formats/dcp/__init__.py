@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from reshard.formats.contract import LIVE, MOMENTS, Format, Target
 from reshard.formats.dcp.folder import NAME, detect, lay_out, notes, open_checkpoint
-from reshard.formats.target import LIVE, MOMENTS, Format, Target
 
 FORMAT = Format(
     NAME,

@@ -26,24 +26,24 @@ from reshard.containers.dcp_chunks import METADATA, ChunkFolder
 from reshard.containers.dcp_metadata import DcpMetadata, DcpTensor, read_metadata, spans
 from reshard.containers.torchfiles.read import ChunkReader
 from reshard.families.dialect import HUB
-from reshard.families.torchtitan import TORCHTITAN
+from reshard.families.dialects.torchtitan import TORCHTITAN
 from reshard.folders.iterations import Iteration
-from reshard.formats.checkpoint import Checkpoint, States
-from reshard.formats.copies import CopyFinder, explained
+from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.contract import MOMENTS, Request, stateless
+from reshard.formats.copied_files import CopyFinder, explained
 from reshard.formats.dcp import olmo_core, torchtitan
-from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
-from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
-from reshard.formats.target import MOMENTS, Request, stateless
-from reshard.formats.wrappers import prefix_of
+from reshard.formats.dcp.optimizer_states import OPTIMIZER_KEY as OPTIMIZER_NEST
+from reshard.formats.dcp.optimizer_states import DcpOptimizer, read_optimizer, step_tensor
+from reshard.formats.state_dict_names import prefix_of
 from reshard.transfer.plan import OutputFile
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "dcp"
 OPTIMIZER = "optimizer states"
 NAMINGS = (torchtitan.in_its_dialect, olmo_core.in_its_dialect)
 """For each engine with names of its own: the checkpoint in its dialect or the Hub's; None if the names are not its."""
 
-ALONE = "load the model that you want with dcp.load, and save it alone with dcp.save"
+SAVE_MODEL_ALONE = "load the model that you want with dcp.load, and save it alone with dcp.save"
 WEIGHTS_ONLY = "a Trainer FSDP checkpoint: weights only, no config or tokenizer; pass --base"
 PROGRESS = "training progress"
 NOT_WEIGHTS = tuple(
@@ -66,7 +66,7 @@ SCALAR_PROGRESS = re.compile(
 """Scalars among a model's tensors that a training loop saved with them; other scalars there are weights."""
 
 ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
-STEP = re.compile(r"(?:(?:global_)?step|checkpoint)[_-]?(\d+)")
+STEP_FOLDER = re.compile(r"(?:(?:global_)?step|checkpoint)[_-]?(\d+)")
 
 
 def detect(path: Path) -> bool:
@@ -94,15 +94,15 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 def _step_of(path: Path) -> int | None:
     names = [folder.name for folder in (path.resolve(), path.resolve().parent)]
-    return next((int(match[1]) for name in names if (match := STEP.fullmatch(name))), None)
+    return next((int(match[1]) for name in names if (match := STEP_FOLDER.fullmatch(name))), None)
 
 
 def _open(path: Path, sources: Sources, step: int | None) -> Checkpoint:
     metadata = read_metadata(path / METADATA, sources)
-    parts = _Parts(metadata)
+    parts = _SortedKeys(metadata)
     weights = parts.weights(path)
     beside = _optimizer_beside(path, sources, parts)
-    reader = _Reader([*weights.values(), *(tensor for _, _, tensor in parts.again)], sources)
+    reader = _ChunkAssembler([*weights.values(), *(tensor for _, _, tensor in parts.again)], sources)
     tensors = {name: reader.tensor(name, tensor) for name, tensor in weights.items()}
     again = [
         _copy(parts.prefix, prefix, name, tensors[name], reader.tensor(name, tensor))
@@ -143,13 +143,13 @@ def _copy(prefix: str, other: str, name: str, tensor: Tensor, copy: Tensor) -> R
         tensor,
         copy,
         f"a checkpoint has one model, and those below {prefix!r} and {other!r} are equal",
-        ALONE,
+        SAVE_MODEL_ALONE,
         "dcp-models-differ",
         "the checkpoint contains two models that differ",
     )
 
 
-def _copy_notes(parts: _Parts) -> list[str]:
+def _copy_notes(parts: _SortedKeys) -> list[str]:
     return [
         f"the tensors below {prefix!r} are below {parts.prefix!r} too: a conversion requires that they are equal"
         for prefix in dict.fromkeys(prefix for prefix, _, _ in parts.again)
@@ -159,7 +159,7 @@ def _copy_notes(parts: _Parts) -> list[str]:
 # ------------------------------------------------------------------------------- which keys are the weights
 
 
-class _Parts:
+class _SortedKeys:
     """The keys of a flattened state dict, sorted into weights below `prefix`, optimizer states, and the rest."""
 
     def __init__(self, metadata: DcpMetadata) -> None:
@@ -253,7 +253,7 @@ def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, 
         rule="one conversion converts one model; nothing is dropped silently",
         expected=f"all weights below {prefix!r}" if prefix else "all weights at the top",
         found=f"others below {other!r}" if other else "others at the top",
-        remedy=ALONE,
+        remedy=SAVE_MODEL_ALONE,
     )
 
 
@@ -277,7 +277,7 @@ def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
 # ------------------------------------------------------------------------------------------------ chunks
 
 
-class _Reader:
+class _ChunkAssembler:
     """Assembles tensors from their chunks, and collects problems. `coming` are the tensors to read, in order."""
 
     def __init__(self, coming: Iterable[DcpTensor], sources: Sources) -> None:
@@ -322,7 +322,7 @@ class _Reader:
 _STATE = re.compile(r"(?:.*?\.)?state\.(?P<name>.+)\.(?P<kind>\w+)")
 
 
-def _optimizer_beside(path: Path, sources: Sources, parts: _Parts) -> DcpMetadata | None:
+def _optimizer_beside(path: Path, sources: Sources, parts: _SortedKeys) -> DcpMetadata | None:
     """The optimizer in `optimizer_0`, which accelerate writes next to `pytorch_model_fsdp_0`; counted as dropped."""
     match = ACCELERATE.fullmatch(path.name)
     folder = path.parent / f"optimizer_{match[1]}" if match else None
@@ -334,7 +334,9 @@ def _optimizer_beside(path: Path, sources: Sources, parts: _Parts) -> DcpMetadat
     return metadata
 
 
-def _states(optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor], sources: Sources) -> States:
+def _states(
+    optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor], sources: Sources
+) -> OptimizerStates:
     """The states that have the shape of a weight, under its name; read on first use.
 
     Those of Adam are included whatever their shape, so that one that does not fit is not taken for a frozen weight's.
@@ -347,11 +349,11 @@ def _states(optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor]
             continue
         if tensor.shape == weights[name].shape or (tensor.shape and match["kind"] in MOMENTS):
             kinds[match["kind"]][name] = tensor
-    return States({kind: partial(_read_states, found, sources) for kind, found in kinds.items()})
+    return OptimizerStates({kind: partial(_read_states, found, sources) for kind, found in kinds.items()})
 
 
 def _read_states(found: Mapping[str, DcpTensor], sources: Sources) -> dict[str, Tensor]:
-    reader = _Reader(found.values(), sources)
+    reader = _ChunkAssembler(found.values(), sources)
     tensors = {name: reader.tensor(name, tensor) for name, tensor in found.items()}
     reader.finish()
     return tensors
@@ -359,22 +361,24 @@ def _read_states(found: Mapping[str, DcpTensor], sources: Sources) -> dict[str, 
 
 # ---------------------------------------------------------------------------------------------- writing
 
-NEST = "model"
+MODEL_KEY = "model"
 """The key of the model in the state dict, as in torch's own examples, accelerate and Trainer."""
 
 
 def lay_out(request: Request) -> list[OutputFile]:
     """The files of a folder that `dcp.load({"model": state_dict}, checkpoint_id=folder)` loads at any layout."""
     tensors = request.tensors
-    writer = _Writer(request.options.shard_size)
+    writer = _DcpWriter(request.options.shard_size)
     for tensor in tensors:
-        writer.name((NEST, tensor.name), writer.add(tensor))
+        writer.name((MODEL_KEY, tensor.name), writer.add(tensor))
     stored = writer.metadata.tensors
     for again, name in request.again.items():
-        if f"{NEST}.{again}" not in stored and f"{NEST}.{name}" in stored:
-            writer.name((NEST, again), stored[f"{NEST}.{name}"])  # the live model's state dict has both names
+        if f"{MODEL_KEY}.{again}" not in stored and f"{MODEL_KEY}.{name}" in stored:
+            writer.name(
+                (MODEL_KEY, again), stored[f"{MODEL_KEY}.{name}"]
+            )  # the live model's state dict has both names
     if request.states and request.optimizer:
-        optimizer = NewOptimizer(request.states, request.optimizer)
+        optimizer = DcpOptimizer(request.states, request.optimizer)
         writer.add_optimizer(optimizer, {tensor.name for tensor in tensors if len(tensor.shape) < 2})
     return writer.finished()
 
@@ -391,10 +395,10 @@ LOADS_STATES = (
 )
 
 
-class _Writer(ChunkFolder):
+class _DcpWriter(ChunkFolder):
     """The folder of a model, and of its optimizer."""
 
-    def add_optimizer(self, optimizer: NewOptimizer, vectors: Collection[str]) -> None:
+    def add_optimizer(self, optimizer: DcpOptimizer, vectors: Collection[str]) -> None:
         """Add the states, and the step and settings that all parameters share; `vectors` have no weight decay."""
         for key, tensor in optimizer.tensors():
             self.name((OPTIMIZER_NEST, key), self.add(tensor))

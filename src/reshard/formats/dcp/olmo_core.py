@@ -17,8 +17,8 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, one_for_all, said
 from reshard.folders.companions import CONFIG, read_object
-from reshard.formats.checkpoint import Checkpoint, States
-from reshard.formats.dcp.olmo_core_config import Model
+from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.dcp.olmo_core_config import OlmoModel
 
 EMBEDDING, HEAD = "embeddings.weight", "lm_head.w_out.weight"
 _ENDS = {
@@ -57,7 +57,7 @@ def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
     file, content = _config_of(checkpoint)
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     try:
-        model = Model(content, most=len(shapes))
+        model = OlmoModel(content, most=len(shapes))
         problems = model.unsupported(file) or _differences(model, shapes, file)
         if problems:
             raise ReshardError(problems)
@@ -76,7 +76,9 @@ def in_its_dialect(checkpoint: Checkpoint) -> Checkpoint | None:
         tensors=_respelled(model, checkpoint.tensors),
         config=config,
         changes=config,  # a base may be of another size, and only have the same tokenizer
-        states=States({kind: partial(_states, model, checkpoint, kind) for kind in checkpoint.states}),
+        states=OptimizerStates(
+            {kind: partial(_states, model, checkpoint, kind) for kind in checkpoint.states}
+        ),
         notes=[*checkpoint.notes, *model.notes()],
     )
 
@@ -97,11 +99,11 @@ def _config_of(checkpoint: Checkpoint) -> tuple[Path, Mapping[str, Any]]:
     )
 
 
-def _states(model: Model, checkpoint: Checkpoint, kind: str) -> Mapping[str, Tensor]:
+def _states(model: OlmoModel, checkpoint: Checkpoint, kind: str) -> Mapping[str, Tensor]:
     return _respelled(model, checkpoint.states[kind])
 
 
-def _respelled(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _respelled(model: OlmoModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors under the Hub's names, with experts one by one."""
     spellings = {**_SPELLINGS, **(_AFTER if model.is_reordered else _BEFORE)}
     result = {}
@@ -123,25 +125,25 @@ def _respelled(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     return result
 
 
-def _each_expert(model: Model, name: str, tensor: Tensor) -> Iterator[View]:
+def _each_expert(model: OlmoModel, name: str, tensor: Tensor) -> Iterator[View]:
     """The weight of each expert, [outputs, inputs]."""
     for view in tensor.view.reshape(*_of_experts(model, name)).unstacked():
         yield view if model.is_dropless and name != "w2" else view.permute(1, 0)
 
 
-def _of_experts(model: Model, name: str) -> tuple[int, int, int]:
+def _of_experts(model: OlmoModel, name: str) -> tuple[int, int, int]:
     """The shape of a weight of all experts, whose first two axes are one in OLMo-core."""
     ffn = model.moe["hidden_size"]
     turned = name == "w2" or model.is_dropless
     return (model.moe["num_experts"], *((ffn, model.width) if turned else (model.width, ffn)))
 
 
-def _router(model: Model, tensor: Tensor) -> Tensor:
+def _router(model: OlmoModel, tensor: Tensor) -> Tensor:
     """A router, which is flat in OLMo-core."""
     return Tensor(tensor.dtype, tensor.view.reshape(model.moe["num_experts"], model.width))
 
 
-def _sizes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _sizes(model: OlmoModel) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The weights of a layer and their shapes."""
     width, attention = model.width, model.attention
     heads, groups, size = model.heads, model.groups, model.head_dim
@@ -164,7 +166,7 @@ def _sizes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"feed_forward.{name}.weight", shape
 
 
-def _differences(model: Model, have: Mapping[str, tuple[int, ...]], file: Path) -> list[Problem]:
+def _differences(model: OlmoModel, have: Mapping[str, tuple[int, ...]], file: Path) -> list[Problem]:
     """A problem for each tensor that only one of checkpoint and config has, or whose shapes differ."""
     vocab = model.content["vocab_size"]
     wanted = {

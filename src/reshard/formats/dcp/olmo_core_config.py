@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from reshard.base.errors import Problem
 
 
-class _Section(NamedTuple):
+class _ConfigSection(NamedTuple):
     """The settings in a part of the config.
 
     `fixed` have only these values in the Hub's model; None is a setting that is not there. `used` are read here, and
@@ -43,7 +43,7 @@ class _Section(NamedTuple):
                 yield f"{where}.{key}={reprlib.repr(settings[key])}", "a setting that is known"
 
 
-_MODEL = _Section(
+_MODEL = _ConfigSection(
     {
         "name": ("default", "moe", None),
         "embed_scale": (None, 1.0),
@@ -56,7 +56,7 @@ _MODEL = _Section(
         *("compile", "dp_config", "tp_config", "ac_config", "float8_config"),
     ),
 )
-_BLOCKS = _Section(
+_BLOCKS = _ConfigSection(
     {
         "name": ("reordered_norm", "moe_reordered_norm", "default", None),
         "attention_residual_alpha": (None, 1.0),
@@ -65,7 +65,7 @@ _BLOCKS = _Section(
     ("sequence_mixer", "attention", "layer_norm", "feed_forward", "feed_forward_moe"),
     ("dropout", "init_device"),
 )
-_ATTENTION = _Section(
+_ATTENTION = _ConfigSection(
     {"name": ("default", None), "type": ("attention", None), "bias": (False,)},
     ("n_heads", "n_kv_heads", "head_dim", "rope", "qk_norm", "use_head_qk_norm", "sliding_window"),
     (
@@ -73,12 +73,12 @@ _ATTENTION = _Section(
         *("mxfp8_projections", "mxfp8_qkv_projection", "mxfp8_out_projection"),
     ),
 )
-_ROPE = _Section(
+_ROPE = _ConfigSection(
     {"name": ("default", None), "partial_rotary_factor": (1.0, None)},
     ("theta", "scaling"),
     ("full_precision",),
 )
-_NORM = _Section(
+_NORM = _ConfigSection(
     {
         "name": ("rms", "fused_rms", "qwen_rms", "cute_rms"),
         "bias": (False,),
@@ -87,9 +87,13 @@ _NORM = _Section(
     ("eps",),
     ("full_precision",),
 )
-_MLP = _Section({"name": ("default", None), "bias": (False,), "activation": ("silu", None)}, ("hidden_size",))
-_HEAD = _Section({"name": ("default", None), "bias": (False,)}, ("layer_norm",), ("loss_implementation",))
-_MOE = _Section(
+_MLP = _ConfigSection(
+    {"name": ("default", None), "bias": (False,), "activation": ("silu", None)}, ("hidden_size",)
+)
+_HEAD = _ConfigSection(
+    {"name": ("default", None), "bias": (False,)}, ("layer_norm",), ("loss_implementation",)
+)
+_MOE = _ConfigSection(
     {"name": ("default", "dropless", None)},
     ("num_experts", "hidden_size", "router"),
     (
@@ -97,13 +101,13 @@ _MOE = _Section(
         "scale_loss_by_num_layers",
     ),
 )
-_ROUTER = _Section(
+_ROUTER = _ConfigSection(
     {"name": ("default", None), "gating_function": ("softmax", None)}, ("top_k",), ("jitter_eps",)
 )
 
 
 @dataclass(frozen=True)
-class Model:
+class OlmoModel:
     """A model of OLMo-core, by the content of a config.json. Layers beyond `most` are not looked at."""
 
     saved: Mapping[str, Any]

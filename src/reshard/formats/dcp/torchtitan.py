@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from reshard.algebra.tensors import Tensor
-from reshard.families.torchtitan import EMBEDDING, HEAD, TORCHTITAN
+from reshard.families.dialects.torchtitan import EMBEDDING, HEAD, TORCHTITAN
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.copies import same_bytes
+from reshard.formats.copied_files import same_bytes
 
 ROUTER_BIASES = "load-balancing biases of routers"
 BALANCING = (

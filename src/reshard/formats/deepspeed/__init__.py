@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from reshard.formats.contract import LIVE, MOMENTS, Format, Target
 from reshard.formats.deepspeed.folder import NAME, detect, open_checkpoint
 from reshard.formats.deepspeed.universal import lay_out, notes
-from reshard.formats.target import LIVE, MOMENTS, Format, Target
 
 FORMAT = Format(
     NAME,

@@ -15,15 +15,15 @@ from pathlib import Path
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
 from reshard.families.dialect import HUB
+from reshard.folders.allowed_paths import folders_in, is_here
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import folders_in, is_here
-from reshard.formats.checkpoint import Checkpoint, States
-from reshard.formats.deepspeed.files import holds_step, is_universal, read_step
+from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.deepspeed.step_files import holds_step, is_universal, read_step
 from reshard.formats.deepspeed.universal import read_universal
-from reshard.formats.deepspeed.zero import Weights, read_weights
-from reshard.formats.wrappers import prefix_of, without_buffers
+from reshard.formats.deepspeed.zero import StepContent, read_weights
+from reshard.formats.state_dict_names import prefix_of, without_buffers
 from reshard.stores import open_file
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "deepspeed"
 TRACKERS = ("latest", "latest_universal")
@@ -78,7 +78,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         tensors=_without(prefix, weights.tensors),
         root=_root(folder),
         iteration=_number(folder.resolve().name),
-        states=States({kind: partial(_state, prefix, weights, kind) for kind in weights.states}),
+        states=OptimizerStates({kind: partial(_state, prefix, weights, kind) for kind in weights.states}),
         optimizer=weights.optimizer,
         dropped=+weights.dropped,
         replicas=[each._replace(tensor=each.tensor.removeprefix(prefix)) for each in weights.replicas],
@@ -91,7 +91,7 @@ def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def _state(prefix: str, weights: Weights, kind: str) -> dict[str, Tensor]:
+def _state(prefix: str, weights: StepContent, kind: str) -> dict[str, Tensor]:
     return _without(prefix, weights.states[kind])
 
 

@@ -20,18 +20,19 @@ from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError, listed
-from reshard.containers.paths import below
+from reshard.containers.file_names import below
 from reshard.containers.torchfiles.pickles import Global, Reduce
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
-from reshard.formats.checkpoint import Optimizer, States
-from reshard.formats.deepspeed.files import COPY_AGAIN, RankFile, StepFiles, read_models
+from reshard.formats.checkpoint import Optimizer, OptimizerStates
+from reshard.formats.contract import KEEPS_ITS_DTYPE, PlannedStates, Request
+from reshard.formats.deepspeed.step_files import COPY_AGAIN, LoadedFile, StepFiles, read_models
 from reshard.formats.deepspeed.zero import (
-    COPIES,
     FP32,
+    MASTER_COPIES,
     STATES,
     Shapes,
-    Weights,
+    StepContent,
     frozen_weights,
     master_notes,
     optimizer_of,
@@ -39,9 +40,8 @@ from reshard.formats.deepspeed.zero import (
     shapes_of,
     share,
 )
-from reshard.formats.target import KEEPS_ITS_DTYPE, PlannedStates, Request
 from reshard.transfer.plan import Block, OutputFile, Planned
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 OPTIMIZER_STATE = "optimizer_state.pt"
 MIXED_UP = (
@@ -50,7 +50,7 @@ MIXED_UP = (
 )
 
 
-def read_universal(folder: Path, sources: Sources) -> Weights:
+def read_universal(folder: Path, sources: Sources) -> StepContent:
     """The weights of a universal checkpoint. Raises ReshardError naming all that is missing or damaged."""
     models = read_models(folder, sources)
     shapes = shapes_of(models[0]) if models else {}
@@ -63,9 +63,9 @@ def read_universal(folder: Path, sources: Sources) -> Weights:
     states = {kind: found for kind in STATES if (found := _stateful(folder, sources, kind, names))}
     left = sum(file.stat().st_size for kind in STATES for file in (folder / "zero").glob(f"*/{kind}.pt"))
     copies = sum(tensor.nbytes for name, tensor in beside.items() if name in shapes)
-    return Weights(
+    return StepContent(
         tensors,
-        States(
+        OptimizerStates(
             {kind: partial(_tensors, folder, sources, kind, shapes, found) for kind, found in states.items()}
         ),
         roundings(
@@ -74,7 +74,7 @@ def read_universal(folder: Path, sources: Sources) -> Weights:
         if models
         else [],
         _optimizer(folder, sources, models) if states and models else None,
-        +Counter({"optimizer states": left, COPIES: copies}),
+        +Counter({"optimizer states": left, MASTER_COPIES: copies}),
         master_notes(beside, tensors) if beside else [],
         "universal",
     )
@@ -90,7 +90,7 @@ def _stateful(folder: Path, sources: Sources, kind: str, names: Sequence[str]) -
     return found
 
 
-def _beside(folder: Path, models: dict[int, RankFile]) -> dict[str, Tensor]:
+def _beside(folder: Path, models: dict[int, LoadedFile]) -> dict[str, Tensor]:
     """The module's tensors in the model states: buffers, frozen parameters, copies of the masters."""
     if not models or models[0].content.get("mp_world_size", 1) != 1:
         return {}
@@ -173,10 +173,10 @@ def _stored(path: Path, sources: Sources) -> tuple[StoredTensor, bool]:
     return stored, stored is content
 
 
-def _optimizer(folder: Path, sources: Sources, models: Mapping[int, RankFile]) -> Optimizer | None:
+def _optimizer(folder: Path, sources: Sources, models: Mapping[int, LoadedFile]) -> Optimizer | None:
     path = folder / "zero" / OPTIMIZER_STATE
     content = read_torch_file(path, sources) if path.is_file() else {}
-    return optimizer_of(RankFile(path, content if isinstance(content, Mapping) else {}), models[0])
+    return optimizer_of(LoadedFile(path, content if isinstance(content, Mapping) else {}), models[0])
 
 
 # ---------------------------------------------------------------------------------------------- writing

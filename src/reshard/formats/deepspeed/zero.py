@@ -18,17 +18,17 @@ from functools import partial
 from math import prod
 from typing import Any, TypeGuard
 
-from reshard.algebra.lines import Line
+from reshard.algebra.split_vectors import SplitVector
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import Piece, View
 from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.untrusted import stored_in, values_of
-from reshard.formats.checkpoint import Optimizer, States, settings_of
-from reshard.formats.deepspeed.files import (
+from reshard.formats.checkpoint import Optimizer, OptimizerStates, settings_of
+from reshard.formats.deepspeed.step_files import (
     COPY_AGAIN,
     UNIVERSAL_FIRST,
-    RankFile,
+    LoadedFile,
     StepFiles,
     zero_config,
 )
@@ -36,7 +36,7 @@ from reshard.transfer.elements import castable
 
 FP32 = "fp32"
 STATES = ("exp_avg", "exp_avg_sq")
-COPIES = "copies of fp32 masters"
+MASTER_COPIES = "copies of fp32 masters"
 ROUNDED = "the module's weights equal the rounded fp32 masters"
 OUT_OF_STEP = (
     "the file names do not match their ranks or steps, or a file is damaged: copy the step again; or "
@@ -47,7 +47,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass
-class Weights:
+class StepContent:
     """The content of a step: its tensors, and data about them."""
 
     tensors: dict[str, Tensor]
@@ -59,7 +59,7 @@ class Weights:
     variant: str = ""
 
 
-def read_weights(files: StepFiles) -> Weights:
+def read_weights(files: StepFiles) -> StepContent:
     """The weights of a step. Raises ReshardError naming all that is missing or does not add up."""
     module = _module(files)
     if not files.optimizers:
@@ -71,9 +71,9 @@ def read_weights(files: StepFiles) -> Weights:
     share(tensors, files.model)
     _refuse_empty(files, tensors)
     kinds = [kind for kind in STATES if all(_partitions(file, kind) for file in files.optimizers.values())]
-    return Weights(
+    return StepContent(
         tensors,
-        States({kind: partial(gather, files, kind) for kind in kinds}),
+        OptimizerStates({kind: partial(gather, files, kind) for kind in kinds}),
         roundings(module, masters, files.model),
         optimizer_of(files.optimizers[min(files.optimizers)], files.model) if kinds else None,
         _left_behind(files, module, masters),
@@ -109,7 +109,7 @@ def _module(files: StepFiles) -> dict[str, Tensor]:
     }
 
 
-def _from_module(files: StepFiles, module: dict[str, Tensor]) -> Weights:
+def _from_module(files: StepFiles, module: dict[str, Tensor]) -> StepContent:
     """The weights in the module, for a step without files of optimizer states."""
     share(module, files.model)
     _refuse_empty(files, module)
@@ -122,7 +122,7 @@ def _from_module(files: StepFiles, module: dict[str, Tensor]) -> Weights:
             "ZeRO 0 does not record which parameters its fp32 masters belong to: "
             f"the weights are the module's, in {name}"
         )
-    return Weights(
+    return StepContent(
         module,
         dropped=+Counter({"optimizer states": optimizer}),
         notes=notes,
@@ -133,7 +133,7 @@ def _from_module(files: StepFiles, module: dict[str, Tensor]) -> Weights:
 def roundings(
     module: Mapping[str, Tensor],
     masters: Mapping[str, Tensor],
-    model: RankFile,
+    model: LoadedFile,
     code: str = "zero-masters-differ",
     remedy: str = OUT_OF_STEP,
 ) -> list[Replica]:
@@ -173,7 +173,7 @@ def master_notes(module: Mapping[str, Tensor], masters: Mapping[str, Tensor]) ->
     ]
 
 
-def optimizer_of(file: RankFile, model: RankFile) -> Optimizer:
+def optimizer_of(file: LoadedFile, model: LoadedFile) -> Optimizer:
     """Adam's step count, and the settings of the first parameter group."""
     groups = next(values_of(file.content, "param_groups"), None)
     first = groups[0] if isinstance(groups, list) and groups else {}
@@ -189,10 +189,10 @@ def _left_behind(
     stored = sum(each.nbytes for file in files.optimizers.values() for each in stored_in(file.content))
     states = stored - sum(tensor.nbytes for tensor in masters.values())
     copies = sum(tensor.nbytes for name, tensor in module.items() if name in masters)
-    return +Counter({"optimizer states": states, COPIES: copies})
+    return +Counter({"optimizer states": states, MASTER_COPIES: copies})
 
 
-def share(tensors: dict[str, Tensor], model: RankFile) -> None:
+def share(tensors: dict[str, Tensor], model: LoadedFile) -> None:
     """Add parameters that the model has under a second name, such as a tied head."""
     shared = model.content.get("shared_params")
     for alias, owner in shared.items() if isinstance(shared, Mapping) else ():
@@ -224,7 +224,7 @@ def _refuse_empty(files: StepFiles, tensors: Mapping[str, Tensor]) -> None:
 # ------------------------------------------------------------------------------------------ what files say
 
 
-def groups_of(model: RankFile) -> list[Shapes]:
+def groups_of(model: LoadedFile) -> list[Shapes]:
     """The trained parameters and their shapes, by group, in the order in which they are flattened."""
     groups = model.content.get("param_shapes")
     groups = groups if isinstance(groups, list) else [groups]
@@ -235,12 +235,12 @@ def groups_of(model: RankFile) -> list[Shapes]:
     ]
 
 
-def shapes_of(model: RankFile) -> Shapes:
+def shapes_of(model: LoadedFile) -> Shapes:
     """The shape of each trained parameter."""
     return {name: shape for group in groups_of(model) for name, shape in group.items()}
 
 
-def frozen_shapes(model: RankFile) -> Shapes:
+def frozen_shapes(model: LoadedFile) -> Shapes:
     """The shape of each parameter that is not in the optimizer."""
     shapes = model.content.get("frozen_param_shapes")
     return {str(name): tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, Mapping) else {}
@@ -250,7 +250,7 @@ def _is_vector(found: Any) -> TypeGuard[StoredTensor]:
     return isinstance(found, StoredTensor) and len(found.shape) == 1 and found.strides == (1,)
 
 
-def _partitions(file: RankFile, kind: str) -> list[StoredTensor]:
+def _partitions(file: LoadedFile, kind: str) -> list[StoredTensor]:
     """A rank's partitions of the masters (`FP32`) or of a state, by group; empty if a group has none."""
     held = file.optimizer
     found: Any
@@ -293,7 +293,7 @@ def _gather_groups(files: StepFiles, kind: str) -> dict[str, Tensor]:
         starts, length = _starts(shapes, ranks[0], index)
         owners = _owners(ranks, index)
         for place, members in enumerate(owners):
-            line = Line([_partitions(file, kind)[index] for file in members])
+            line = SplitVector([_partitions(file, kind)[index] for file in members])
             if _aligned(len(line), len(members)) != _aligned(length, len(members)):
                 problems.append(_wrong_size(members[0], f"group {index}", length, len(line), len(members)))
                 continue
@@ -308,7 +308,7 @@ def _gather_groups(files: StepFiles, kind: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _same_groups(groups: Sequence[Shapes], ranks: Sequence[RankFile]) -> None:
+def _same_groups(groups: Sequence[Shapes], ranks: Sequence[LoadedFile]) -> None:
     problems = [
         Problem(
             "zero-group-count-differs",
@@ -326,7 +326,7 @@ def _same_groups(groups: Sequence[Shapes], ranks: Sequence[RankFile]) -> None:
         raise ReshardError(problems)
 
 
-def _starts(shapes: Shapes, file: RankFile, group: int) -> tuple[dict[str, int], int]:
+def _starts(shapes: Shapes, file: LoadedFile, group: int) -> tuple[dict[str, int], int]:
     """The offset of each parameter in the vector of its group, and the end of the last one.
 
     `parameter_alignment` of DeepSpeed 0.19 adds padding after each parameter.
@@ -345,7 +345,7 @@ def _aligned(numel: int, ranks: int) -> int:
     return -(-numel // (2 * ranks)) * 2 * ranks
 
 
-def _owners(ranks: list[RankFile], group: int) -> list[list[RankFile]]:
+def _owners(ranks: list[LoadedFile], group: int) -> list[list[LoadedFile]]:
     """The ranks that share a group, for each part of expert parallelism; all ranks if there is none."""
     count = ranks[0].optimizer.get("partition_count")
     size = count[group] if isinstance(count, list | tuple) and len(count) > group else len(ranks)
@@ -365,7 +365,7 @@ def _global_name(name: str, shapes: Shapes, place: int) -> str:
 
 
 def _misplaced(
-    members: Sequence[RankFile], starts: Mapping[str, int], shapes: Shapes, group: int
+    members: Sequence[LoadedFile], starts: Mapping[str, int], shapes: Shapes, group: int
 ) -> Iterator[Problem]:
     """Problems of files whose list of parameters does not begin with the one at their place in the vector.
 
@@ -393,7 +393,7 @@ def _misplaced(
         begin += size
 
 
-def _wrong_size(file: RankFile, what: str, wanted: int, found: int, ranks: int) -> Problem:
+def _wrong_size(file: LoadedFile, what: str, wanted: int, found: int, ranks: int) -> Problem:
     return Problem(
         "zero-partitions-incomplete",
         f"the partitions of {what} do not make up its parameters",
@@ -411,7 +411,7 @@ def _wrong_size(file: RankFile, what: str, wanted: int, found: int, ranks: int) 
 def _gather_zero3(files: StepFiles, kind: str) -> dict[str, Tensor]:
     """Every parameter, assembled from the piece on each rank."""
     ranks = [files.optimizers[rank] for rank in sorted(files.optimizers)]
-    lines = [Line(_partitions(file, kind)) for file in ranks]
+    lines = [SplitVector(_partitions(file, kind)) for file in ranks]
     shapes = shapes_of(files.model)
     length = sum(_piece(shape, len(ranks)) for shape in shapes.values())
     problems = [
@@ -432,7 +432,7 @@ def _piece(shape: tuple[int, ...], ranks: int) -> int:
     return (prod(shape) + ranks - 1) // ranks
 
 
-def _joined(shape: tuple[int, ...], lines: Sequence[Line], begin: int) -> Tensor:
+def _joined(shape: tuple[int, ...], lines: Sequence[SplitVector], begin: int) -> Tensor:
     """A tensor from the pieces that the lines have of it, from `begin`. The last ranks may have only padding."""
     numel, piece = prod(shape), _piece(shape, len(lines))
     pieces: list[Piece] = []
@@ -447,7 +447,7 @@ def frozen_weights(files: StepFiles) -> dict[str, Tensor]:
     ranks = [files.models[rank] for rank in sorted(files.models)]
     tensors, problems = {}, []
     for name, shape in frozen_shapes(files.model).items():
-        lines = [Line(_fragment(file, name)) for file in ranks]
+        lines = [SplitVector(_fragment(file, name)) for file in ranks]
         piece = _piece(shape, len(ranks))
         wrong = [(file, line) for file, line in zip(ranks, lines, strict=True) if len(line) != piece]
         problems += [_wrong_size(file, name, piece, len(line), 1) for file, line in wrong]
@@ -458,7 +458,7 @@ def frozen_weights(files: StepFiles) -> dict[str, Tensor]:
     return tensors
 
 
-def _fragment(file: RankFile, name: str) -> list[StoredTensor]:
+def _fragment(file: LoadedFile, name: str) -> list[StoredTensor]:
     fragments = file.content.get("frozen_param_fragments")
     found = fragments.get(name) if isinstance(fragments, Mapping) else None
     return [found] if _is_vector(found) else []

@@ -18,13 +18,13 @@ from reshard.containers.torchfiles.read import read_dict
 from reshard.families.dialect import HUB
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
-from reshard.formats import flat
-from reshard.formats.checkpoint import Checkpoint, Optimizer, States
-from reshard.formats.fsdp_ranks.files import Files, check_names, choose, is_of_rank, saves
-from reshard.formats.fsdp_ranks.optimizer import OPTIMIZER, Saved, find_optimizer
-from reshard.formats.fsdp_ranks.parts import FLAT, Found, Parts, find_parts, joined, writers
-from reshard.formats.wrappers import without_buffers
-from reshard.transfer.sources import Sources
+from reshard.formats import flat_parameters
+from reshard.formats.checkpoint import Checkpoint, Optimizer, OptimizerStates
+from reshard.formats.fsdp_ranks.optimizer_states import OPTIMIZER, SavedFacts, find_optimizer
+from reshard.formats.fsdp_ranks.rank_files import RankFiles, check_names, choose, is_of_rank, saves
+from reshard.formats.fsdp_ranks.tensor_parts import FLAT, CollectedParts, Parts, find_parts, joined, writers
+from reshard.formats.state_dict_names import without_buffers
+from reshard.transfer.source_files import Sources
 
 NAME = "fsdp-ranks"
 
@@ -55,7 +55,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 
 def _checkpoint(
-    path: Path, files: Files, found: Found, entries: Counter[str], sources: Sources
+    path: Path, files: RankFiles, found: CollectedParts, entries: Counter[str], sources: Sources
 ) -> Checkpoint:
     parts = found.parts
     tensors, replicas = joined(parts)
@@ -82,10 +82,10 @@ def _checkpoint(
         notes=notes,
         variant=", ".join(sorted({part.kind for pairs in parts.values() for _, part in pairs})),
         flat=bool(flats),
-        states=optimizer.states if optimizer else States({}),
+        states=optimizer.states if optimizer else OptimizerStates({}),
         optimizer=Optimizer(optimizer.step, optimizer.settings) if optimizer else None,
         proof=optimizer.replicas if optimizer else None,
-        native=Saved(found.mesh, whole, names, optimizer) if names else None,
+        native=SavedFacts(found.mesh, whole, names, optimizer) if names else None,
     )
 
 
@@ -125,8 +125,10 @@ def _left_behind(folder: Path) -> Counter[str]:
     return dropped
 
 
-def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> list[str]:
-    sharded = (p for pairs in parts.values() for _, p in pairs if p.kind not in ("plain", flat.KIND))
+def _notes(files: RankFiles, parts: Mapping[str, Parts], entries: Counter[str]) -> list[str]:
+    sharded = (
+        p for pairs in parts.values() for _, p in pairs if p.kind not in ("plain", flat_parameters.KIND)
+    )
     spreads = sorted({part.spread for part in sharded})
     whole = [name for name, pairs in parts.items() if pairs[0][1].kind == "plain"]
     notes = [f"{len(files.ranks)} ranks; tensors are placed as {'; '.join(spreads)}"] if spreads else []

@@ -18,31 +18,31 @@ from typing import Any
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import ReshardError, listed
 from reshard.containers.torchfiles.dtensor import Mesh
-from reshard.containers.torchfiles.new_dtensor import RANKS, RankWriter
 from reshard.containers.torchfiles.read import first_bytes
 from reshard.containers.torchfiles.write import NewTensor, filled, layout_torch_file
+from reshard.containers.torchfiles.write_dtensor import RANKS, RankWriter
 from reshard.families import live_names
-from reshard.formats.fsdp_ranks.optimizer import EXTRA, MODEL, OPTIM, Saved, SavedOptimizer
+from reshard.formats.contract import HUB, KEEPS_ITS_DTYPE, Request, stateless
+from reshard.formats.fsdp_ranks.optimizer_states import EXTRA, MODEL, OPTIM, SavedFacts, SavedOptimizer
 from reshard.formats.sharding import Shard, blocks_of
-from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, Request, stateless
-from reshard.formats.wrappers import stripped
+from reshard.formats.state_dict_names import stripped
 from reshard.transfer.plan import OutputFile, Planned
 
-VERSION = 2
+SAVE_VERSION = 2
 """The version of FSDP that has such files: FSDP2, whose tensors are DTensors."""
-DEVICE = "cuda"
-AXIS = "fsdp"
+MESH_DEVICE = "cuda"
+MESH_AXIS = "fsdp"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 """Part of the name of an expert's own tensor: transformers 5 has one tensor for all experts of a layer."""
-BESIDE = "huggingface"
+HUB_FOLDER = "huggingface"
 """The folder of config and tokenizer."""
 
 
-def saved_in(request: Request) -> Saved:
+def saved_in(request: Request) -> SavedFacts:
     """What the source records, if it has files of ranks."""
     saved, marks = request.native, request.options.strip
-    if not isinstance(saved, Saved):
-        return Saved()
+    if not isinstance(saved, SavedFacts):
+        return SavedFacts()
     names, whole = (tuple(stripped(name, marks) for name in each) for each in (saved.names, saved.whole))
     return saved._replace(names=names, whole=frozenset(whole))
 
@@ -72,25 +72,27 @@ def _without_order(found: str) -> ReshardError:
 def lay_out(request: Request) -> list[OutputFile]:
     """The files of all ranks: the model, and with states the optimizer and the schedule of its learning rate."""
     saved, world = saved_in(request), request.layout.dp
-    axes = saved.mesh and (saved.mesh.names if len(saved.mesh.names) == 1 else (AXIS,))
-    like = saved.mesh or Mesh((AXIS,), (world,), (0,), None, frozenset(), DEVICE)
+    axes = saved.mesh and (saved.mesh.names if len(saved.mesh.names) == 1 else (MESH_AXIS,))
+    like = saved.mesh or Mesh((MESH_AXIS,), (world,), (0,), None, frozenset(), MESH_DEVICE)
     like = like._replace(names=axes or like.names)
-    optimizer = _Optimizer(request, saved, saved.optimizer) if request.states and saved.optimizer else None
+    optimizer = (
+        _OptimizerWriter(request, saved, saved.optimizer) if request.states and saved.optimizer else None
+    )
     files = [
         file
         for rank in range(world)
-        for file in _Rank(request, saved, RankWriter(like, rank, world)).files(optimizer)
+        for file in _RankFileWriter(request, saved, RankWriter(like, rank, world)).files(optimizer)
     ]
-    config = {"FSDP_version": VERSION, "world_size": world}
+    config = {"FSDP_version": SAVE_VERSION, "world_size": world}
     return [*files, OutputFile.of_bytes("fsdp_config.json", json.dumps(config, indent=4).encode())]
 
 
 @dataclass(frozen=True)
-class _Optimizer:
+class _OptimizerWriter:
     """The optimizer to write. Raises ReshardError if the order is that of other parameters."""
 
     request: Request
-    saved: Saved
+    saved: SavedFacts
     of_source: SavedOptimizer
 
     def __post_init__(self) -> None:
@@ -118,12 +120,12 @@ def _step(number: int, step: Any) -> Any:
     return NewTensor(("step", number), step.dtype, step.shape) if isinstance(step, StoredTensor) else step
 
 
-def _other_names(request: Request, saved: Saved) -> list[str]:
+def _other_names(request: Request, saved: SavedFacts) -> list[str]:
     """The names of parameters that only the output or only the source has."""
     return sorted({each.name for each in request.tensors if not _is_whole(each, saved)} ^ {*saved.names})
 
 
-def _is_whole(tensor: Planned, saved: Saved) -> bool:
+def _is_whole(tensor: Planned, saved: SavedFacts) -> bool:
     """Whether every rank has a complete tensor: buffers, which FSDP does not shard."""
     if not tensor.shape:
         return True
@@ -131,14 +133,14 @@ def _is_whole(tensor: Planned, saved: Saved) -> bool:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankFileWriter:
     """The files of one rank."""
 
     request: Request
-    saved: Saved
+    saved: SavedFacts
     writer: RankWriter
 
-    def files(self, optimizer: _Optimizer | None) -> Iterator[OutputFile]:
+    def files(self, optimizer: _OptimizerWriter | None) -> Iterator[OutputFile]:
         """The model, the optimizer and the training state."""
         yield self._file(MODEL, self._model())
         if optimizer:
@@ -160,7 +162,7 @@ class _Rank:
                 found.setdefault(again, found[name])
         return found
 
-    def _optimizer(self, optimizer: _Optimizer) -> dict[str, Any]:
+    def _optimizer(self, optimizer: _OptimizerWriter) -> dict[str, Any]:
         states = {
             number: {"step": step}
             | {
@@ -188,7 +190,9 @@ def notes(request: Request) -> list[str]:
     """What loads the files, and what they lack."""
     saved, world = saved_in(request), request.layout.dp
     like = "; as in the source" if saved.mesh else ""
-    device, torch = (saved.mesh.device, saved.mesh.pickled.value) if saved.mesh else (DEVICE, "torch 2.13")
+    device, torch = (
+        (saved.mesh.device, saved.mesh.pickled.value) if saved.mesh else (MESH_DEVICE, "torch 2.13")
+    )
     found = [
         f"{world} ranks load the files with FSDP2 over all of them (verl: strategy=fsdp2, fsdp_size=-1){like}, "
         f"the mesh is of {device} devices, in the form of {torch}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from reshard.formats.contract import Format
 from reshard.formats.gguf import folder, write
-from reshard.formats.target import Format
 
 FORMAT = Format(
     folder.NAME,

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.formats.gguf.values import KINDS, Kind, Metadata, Type, Value
-from reshard.stores import File
-from reshard.transfer.sources import Sources
+from reshard.formats.gguf.value_types import TENSOR_TYPES, Metadata, TensorType, Value, ValueType
+from reshard.stores import OpenFile
+from reshard.transfer.source_files import Sources
 
 MAGIC, VERSION = b"GGUF", 3
 ALIGNMENT, ALIGNED_AS = 32, "general.alignment"
@@ -27,27 +27,27 @@ HEADER_MOST = 64 << 20
 """Most bytes of the metadata and the infos of tensors: several times those of the largest vocabularies."""
 MOST_AXES = 4
 READ_AT_ONCE = 1 << 20
-AGAIN = "copy or download the file again"
+COPY_AGAIN = "copy or download the file again"
 
 _NUMBERS = {
-    Type.UINT8: "B",
-    Type.INT8: "b",
-    Type.UINT16: "H",
-    Type.INT16: "h",
-    Type.UINT32: "I",
-    Type.INT32: "i",
-    Type.FLOAT32: "f",
-    Type.BOOL: "?",
-    Type.UINT64: "Q",
-    Type.INT64: "q",
-    Type.FLOAT64: "d",
+    ValueType.UINT8: "B",
+    ValueType.INT8: "b",
+    ValueType.UINT16: "H",
+    ValueType.INT16: "h",
+    ValueType.UINT32: "I",
+    ValueType.INT32: "i",
+    ValueType.FLOAT32: "f",
+    ValueType.BOOL: "?",
+    ValueType.UINT64: "Q",
+    ValueType.INT64: "q",
+    ValueType.FLOAT64: "d",
 }
 
 
-class Info(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor of a file: its type, its shape (outermost axis first), and where its data is in the file."""
 
-    kind: Kind
+    kind: TensorType
     shape: tuple[int, ...]
     offset: int
 
@@ -56,11 +56,11 @@ class Info(NamedTuple):
         return self.kind.size(self.shape)
 
 
-class Content(NamedTuple):
+class GgufContent(NamedTuple):
     """What a file contains, without the data."""
 
     metadata: Metadata
-    infos: dict[str, Info]
+    infos: dict[str, TensorInfo]
 
 
 class _InvalidError(ValueError):
@@ -74,7 +74,7 @@ class _CutError(Exception):
 class _Cursor:
     """Reads a file from its beginning."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: OpenFile) -> None:
         self._file = file
         self._buffer = b""
         self._begin = 0
@@ -110,21 +110,21 @@ class _Cursor:
             raise _InvalidError(f"a name that is not UTF-8: {found[:80]!r}")
         return found
 
-    def type(self) -> Type:
+    def type(self) -> ValueType:
         number = self.number("I")
         try:
-            return Type(number)
+            return ValueType(number)
         except ValueError:
             raise _InvalidError(f"a value of the unknown type {number}") from None
 
     def value(self) -> Value:
         kind = self.type()
-        if kind != Type.ARRAY:
-            return Value(kind, self.text() if kind == Type.STRING else self.number(_NUMBERS[kind]))
+        if kind != ValueType.ARRAY:
+            return Value(kind, self.text() if kind == ValueType.STRING else self.number(_NUMBERS[kind]))
         item, count = self.type(), self.number("Q")
-        if item == Type.ARRAY:
+        if item == ValueType.ARRAY:
             raise _InvalidError("an array of arrays")
-        if item == Type.STRING:
+        if item == ValueType.STRING:
             return Value(kind, [self.text() for _ in range(count)], item)
         form = _NUMBERS[item]
         content = self.take(count * struct.calcsize(f"<{form}"))
@@ -136,7 +136,7 @@ def is_gguf(begin: bytes) -> bool:
     return begin.startswith(MAGIC)
 
 
-def read(path: Path, sources: Sources) -> Content:
+def read(path: Path, sources: Sources) -> GgufContent:
     """The content of a file. Raises ReshardError naming all tensors that are not in it."""
     with sources.open(path) as file:
         try:
@@ -150,7 +150,7 @@ def read(path: Path, sources: Sources) -> Content:
     return content
 
 
-def _parsed(cursor: _Cursor, path: Path) -> Content:
+def _parsed(cursor: _Cursor, path: Path) -> GgufContent:
     if not is_gguf(cursor.take(4)):
         raise _InvalidError("another beginning than GGUF")
     version = cursor.number("I")
@@ -163,38 +163,38 @@ def _parsed(cursor: _Cursor, path: Path) -> Content:
         if key in metadata:
             raise _InvalidError(f"{key} twice")
         metadata[key] = cursor.value()
-    told = metadata.get(ALIGNED_AS, Value(Type.UINT32, ALIGNMENT)).value
+    told = metadata.get(ALIGNED_AS, Value(ValueType.UINT32, ALIGNMENT)).value
     if not isinstance(told, int) or told < 1 or told & (told - 1):
         raise _InvalidError(f"{ALIGNED_AS} {told!r}, which is no power of two")
-    infos: dict[str, Info] = {}
+    infos: dict[str, TensorInfo] = {}
     for _ in range(tensors):
         name = cursor.name()
         if name in infos:
             raise _InvalidError(f"the tensor {name} twice")
         infos[name] = _info(cursor, name)
     begin = padded(cursor.at, told)
-    return Content(
+    return GgufContent(
         metadata, {name: info._replace(offset=begin + info.offset) for name, info in infos.items()}
     )
 
 
-def _info(cursor: _Cursor, name: str) -> Info:
+def _info(cursor: _Cursor, name: str) -> TensorInfo:
     axes = cursor.number("I")
     if axes > MOST_AXES:
         raise _InvalidError(f"{name} with {axes} axes")
     shape = tuple(reversed([cursor.number("Q") for _ in range(axes)]))
     number, offset = cursor.number("I"), cursor.number("Q")
-    kind = KINDS.get(number, Kind(f"type {number}", number, 1, 0))
+    kind = TENSOR_TYPES.get(number, TensorType(f"type {number}", number, 1, 0))
     if prod(shape) >= 1 << 60 or offset >= 1 << 60:
         raise _InvalidError(f"{name} {list(shape)} at byte {offset}, which is beyond any file")
     if not kind.divides(shape):
         raise _InvalidError(
             f"{name} {list(shape)} in {kind.name}, whose blocks have {kind.elements} elements"
         )
-    return Info(kind, shape, offset)
+    return TensorInfo(kind, shape, offset)
 
 
-def _misplaced(infos: dict[str, Info], size: int, path: Path) -> Iterator[Problem]:
+def _misplaced(infos: dict[str, TensorInfo], size: int, path: Path) -> Iterator[Problem]:
     """Problems of tensors that overlap, and of a file that ends before them."""
     end, last = 0, ""
     for name, info in sorted(infos.items(), key=lambda item: item[1].offset):
@@ -206,7 +206,7 @@ def _misplaced(infos: dict[str, Info], size: int, path: Path) -> Iterator[Proble
                 file=str(path),
                 rule="the data of tensors does not overlap",
                 found=f"it begins at byte {info.offset:,}, and {last} ends at byte {end:,}",
-                remedy=AGAIN,
+                remedy=COPY_AGAIN,
             )
         end, last = max(end, info.offset + info.nbytes), name
     if end > size:
@@ -224,7 +224,7 @@ def _cut(path: Path, expected: str, found: str) -> ReshardError:
         rule="the header says where the data of each tensor is",
         expected=expected,
         found=found,
-        remedy=AGAIN,
+        remedy=COPY_AGAIN,
     )
 
 
@@ -235,7 +235,7 @@ def _invalid(path: Path, found: str) -> ReshardError:
         file=str(path),
         expected="values and tensors as llama.cpp writes them, each with a name of its own",
         found=found,
-        remedy=AGAIN,
+        remedy=COPY_AGAIN,
     )
 
 
@@ -258,7 +258,9 @@ def padded(size: int, alignment: int = ALIGNMENT) -> int:
     return -(-size // alignment) * alignment
 
 
-def header(metadata: Metadata, infos: Iterable[tuple[str, Kind, Sequence[int]]]) -> tuple[bytes, list[int]]:
+def header(
+    metadata: Metadata, infos: Iterable[tuple[str, TensorType, Sequence[int]]]
+) -> tuple[bytes, list[int]]:
     """The first bytes of a file with these tensors, and the offset of each in the file."""
     infos = list(infos)
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(infos), len(metadata))]
@@ -281,12 +283,12 @@ def _text(text: str | bytes) -> bytes:
 
 
 def _packed(value: Value) -> bytes:
-    if value.type == Type.STRING:
+    if value.type == ValueType.STRING:
         return _text(value.value)
-    if value.type != Type.ARRAY:
+    if value.type != ValueType.ARRAY:
         return struct.pack(f"<{_NUMBERS[value.type]}", value.value)
     assert value.item is not None
     begin = struct.pack("<IQ", value.item, len(value.value))
-    if value.item == Type.STRING:
+    if value.item == ValueType.STRING:
         return begin + b"".join(map(_text, value.value))
     return begin + struct.pack(f"<{len(value.value)}{_NUMBERS[value.item]}", *value.value)

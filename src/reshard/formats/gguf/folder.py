@@ -16,24 +16,24 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, listed, one_for_all
-from reshard.families.gguf import GGUF
+from reshard.families.dialects.gguf import GGUF
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.gguf import container
-from reshard.formats.gguf.blocks import UINT8, Elements, check_package
-from reshard.formats.gguf.container import AGAIN, Content, Info
-from reshard.formats.gguf.readback import config_of
-from reshard.formats.gguf.values import READ, Metadata
+from reshard.formats.gguf.block_types import UINT8, BlockElements, check_package
+from reshard.formats.gguf.config_of_metadata import config_of
+from reshard.formats.gguf.container import COPY_AGAIN, GgufContent, TensorInfo
+from reshard.formats.gguf.value_types import READABLE_TYPES, Metadata
 from reshard.stores import open_file
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "gguf"
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """The name of a part of a split file: `model-00001-of-00003.gguf`."""
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
-PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 FREQUENCIES = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
 """Tensors that follow from the rope of config.json."""
 DROPPED = "rotary frequencies"
@@ -88,7 +88,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 
 
 def _implied(
-    metadata: Metadata, infos: Sequence[tuple[str, Path, Info]], sources: Sources
+    metadata: Metadata, infos: Sequence[tuple[str, Path, TensorInfo]], sources: Sources
 ) -> dict[str, Any] | None:
     """The config.json that the metadata imply, if they determine one. The divisors of frequencies are read."""
     shapes = {name: info.shape for name, _, info in infos}
@@ -101,7 +101,7 @@ def _implied(
 
 
 def _told(blocks: int, counted: Counter[str]) -> list[str]:
-    halves = next((PLAIN[kind] for kind in ("BF16", "F16") if counted[kind] > counted["F32"]), None)
+    halves = next((PLAIN_TYPES[kind] for kind in ("BF16", "F16") if counted[kind] > counted["F32"]), None)
     if halves:
         return [
             f"norms and routers are in float32, as llama.cpp stores them; --dtype {halves} converts them back"
@@ -162,7 +162,7 @@ def _parts(path: Path) -> list[Path]:
     return parts
 
 
-def _check_split(contents: Mapping[Path, Content]) -> None:
+def _check_split(contents: Mapping[Path, GgufContent]) -> None:
     """Raise ReshardError if the parts say that they are others, or that there are more."""
     tensors = sum(len(content.infos) for content in contents.values())
     for number, (file, content) in enumerate(contents.items()):
@@ -206,23 +206,23 @@ def _refuse_others(metadata: Metadata, path: Path) -> None:
         )
 
 
-def _unknown(infos: Sequence[tuple[str, Path, Info]]) -> Iterator[Problem]:
+def _unknown(infos: Sequence[tuple[str, Path, TensorInfo]]) -> Iterator[Problem]:
     """A problem for each tensor of a type that cannot be read."""
-    known = {kind.number for kind in READ}
+    known = {kind.number for kind in READABLE_TYPES}
     for name, file, info in infos:
-        if info.kind.number not in known and info.kind.name not in PLAIN:
+        if info.kind.number not in known and info.kind.name not in PLAIN_TYPES:
             yield Problem(
                 "gguf-type-unsupported",
                 "a tensor of a GGUF file has a type that is not read",
                 tensor=name,
                 file=str(file),
-                expected=", ".join(kind.name for kind in READ),
+                expected=", ".join(kind.name for kind in READABLE_TYPES),
                 found=info.kind.name,
                 remedy="convert the model that it was made from, or let llama-quantize write it in one of these types",
             )
 
 
-def _twice(infos: Sequence[tuple[str, Path, Info]]) -> Iterator[Problem]:
+def _twice(infos: Sequence[tuple[str, Path, TensorInfo]]) -> Iterator[Problem]:
     """A problem for each tensor that is in several parts."""
     for name, count in Counter(name for name, _, _ in infos).items():
         if count > 1:
@@ -232,16 +232,16 @@ def _twice(infos: Sequence[tuple[str, Path, Info]]) -> Iterator[Problem]:
                 "a tensor is in several parts of a split GGUF file",
                 tensor=name,
                 file=files,
-                remedy=AGAIN,
+                remedy=COPY_AGAIN,
             )
 
 
-def _tensor(file: Path, info: Info) -> Tensor:
+def _tensor(file: Path, info: TensorInfo) -> Tensor:
     """A tensor: its elements as they are stored, or computed from its blocks."""
     storage = Storage(str(file), info.offset, info.nbytes)
-    if info.kind.name in PLAIN:
-        plain = dtype(PLAIN[info.kind.name])
+    if info.kind.name in PLAIN_TYPES:
+        plain = dtype(PLAIN_TYPES[info.kind.name])
         return Tensor(plain, View.of(Cells(storage, plain), *info.shape))
     stored = Tensor(UINT8, View.of(Cells(storage, UINT8), info.nbytes))
-    source = Elements(stored, info.kind)
+    source = BlockElements(stored, info.kind)
     return Tensor(source.dtype, View.of(source, *info.shape))

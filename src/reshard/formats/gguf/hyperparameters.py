@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from reshard.families.outer_model import language_config
 from reshard.families.rope import rope_parameters
-from reshard.families.within import language_config
-from reshard.formats.gguf.keys import Keys
-from reshard.formats.gguf.values import Type
+from reshard.formats.gguf.typed_metadata import TypedMetadata
+from reshard.formats.gguf.value_types import ValueType
 
 Config = Mapping[str, Any]
 
@@ -130,74 +130,82 @@ GATES = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
 """llama.cpp's numbers for the functions that turn a router's logits into scores."""
 
 
-class Fact(NamedTuple):
+class Hyperparameter(NamedTuple):
     """A key of the architecture, and where its value is: the first of these keys that the config has."""
 
     key: str
-    type: Type
+    type: ValueType
     names: tuple[str, ...]
 
 
 COMMON = (
-    Fact("block_count", Type.UINT32, ("num_hidden_layers",)),
-    Fact("context_length", Type.UINT32, ("max_position_embeddings",)),
-    Fact("embedding_length", Type.UINT32, ("hidden_size",)),
-    Fact("feed_forward_length", Type.UINT32, ("intermediate_size",)),
-    Fact("attention.head_count", Type.UINT32, ("num_attention_heads",)),
-    Fact("attention.head_count_kv", Type.UINT32, ("kv_heads", "num_key_value_heads")),
-    Fact("rope.scaling.type", Type.STRING, ("scaling.type",)),
-    Fact("rope.scaling.factor", Type.FLOAT32, ("scaling.factor",)),
-    Fact("rope.scaling.original_context_length", Type.UINT32, ("scaling.original",)),
-    Fact("rope.scaling.yarn_ext_factor", Type.FLOAT32, ("scaling.extrapolation_factor",)),
-    Fact("rope.scaling.yarn_attn_factor", Type.FLOAT32, ("scaling.attention_factor", "scaling.attn_factor")),
-    Fact("rope.scaling.yarn_beta_fast", Type.FLOAT32, ("scaling.beta_fast",)),
-    Fact("rope.scaling.yarn_beta_slow", Type.FLOAT32, ("scaling.beta_slow",)),
-    Fact("rope.freq_base", Type.FLOAT32, ("rope.theta",)),
-    Fact("rope.freq_base_swa", Type.FLOAT32, ("rope.local_theta",)),
-    Fact("attention.layer_norm_rms_epsilon", Type.FLOAT32, ("rms_norm_eps",)),
-    Fact("expert_count", Type.UINT32, ("num_local_experts", "num_experts", "n_routed_experts")),
-    Fact("expert_used_count", Type.UINT32, ("num_experts_per_tok",)),
-    Fact("expert_group_count", Type.UINT32, ("n_group",)),
-    Fact("expert_group_used_count", Type.UINT32, ("topk_group",)),
-    Fact("expert_gating_func", Type.UINT32, ("gate",)),
-    Fact("attention.key_length", Type.UINT32, ("key_length", "head_dim")),
-    Fact("attention.value_length", Type.UINT32, ("value_length", "head_dim")),
+    Hyperparameter("block_count", ValueType.UINT32, ("num_hidden_layers",)),
+    Hyperparameter("context_length", ValueType.UINT32, ("max_position_embeddings",)),
+    Hyperparameter("embedding_length", ValueType.UINT32, ("hidden_size",)),
+    Hyperparameter("feed_forward_length", ValueType.UINT32, ("intermediate_size",)),
+    Hyperparameter("attention.head_count", ValueType.UINT32, ("num_attention_heads",)),
+    Hyperparameter("attention.head_count_kv", ValueType.UINT32, ("kv_heads", "num_key_value_heads")),
+    Hyperparameter("rope.scaling.type", ValueType.STRING, ("scaling.type",)),
+    Hyperparameter("rope.scaling.factor", ValueType.FLOAT32, ("scaling.factor",)),
+    Hyperparameter("rope.scaling.original_context_length", ValueType.UINT32, ("scaling.original",)),
+    Hyperparameter("rope.scaling.yarn_ext_factor", ValueType.FLOAT32, ("scaling.extrapolation_factor",)),
+    Hyperparameter(
+        "rope.scaling.yarn_attn_factor",
+        ValueType.FLOAT32,
+        ("scaling.attention_factor", "scaling.attn_factor"),
+    ),
+    Hyperparameter("rope.scaling.yarn_beta_fast", ValueType.FLOAT32, ("scaling.beta_fast",)),
+    Hyperparameter("rope.scaling.yarn_beta_slow", ValueType.FLOAT32, ("scaling.beta_slow",)),
+    Hyperparameter("rope.freq_base", ValueType.FLOAT32, ("rope.theta",)),
+    Hyperparameter("rope.freq_base_swa", ValueType.FLOAT32, ("rope.local_theta",)),
+    Hyperparameter("attention.layer_norm_rms_epsilon", ValueType.FLOAT32, ("rms_norm_eps",)),
+    Hyperparameter(
+        "expert_count", ValueType.UINT32, ("num_local_experts", "num_experts", "n_routed_experts")
+    ),
+    Hyperparameter("expert_used_count", ValueType.UINT32, ("num_experts_per_tok",)),
+    Hyperparameter("expert_group_count", ValueType.UINT32, ("n_group",)),
+    Hyperparameter("expert_group_used_count", ValueType.UINT32, ("topk_group",)),
+    Hyperparameter("expert_gating_func", ValueType.UINT32, ("gate",)),
+    Hyperparameter("attention.key_length", ValueType.UINT32, ("key_length", "head_dim")),
+    Hyperparameter("attention.value_length", ValueType.UINT32, ("value_length", "head_dim")),
 )
 ROPELESS = {"gemma", "gemma2"}
 """Architectures whose rotary embedding llama.cpp's converter does not describe: it has the base `PLAIN_THETA`."""
 PLAIN_THETA = 10000.0
-EXPERT_LENGTH = Fact(
-    "expert_feed_forward_length", Type.UINT32, ("moe_intermediate_size", "intermediate_size")
+EXPERT_LENGTH = Hyperparameter(
+    "expert_feed_forward_length", ValueType.UINT32, ("moe_intermediate_size", "intermediate_size")
 )
-VOCABULARY = Fact("vocab_size", Type.UINT32, ("vocab_size",))
-WINDOW = Fact("attention.sliding_window", Type.UINT32, ("sliding_window",))
-ROTATED = Fact("rope.dimension_count", Type.UINT32, ("rotated",))
-OWN: Mapping[str, tuple[Fact, ...]] = {
+VOCABULARY = Hyperparameter("vocab_size", ValueType.UINT32, ("vocab_size",))
+WINDOW = Hyperparameter("attention.sliding_window", ValueType.UINT32, ("sliding_window",))
+ROTATED = Hyperparameter("rope.dimension_count", ValueType.UINT32, ("rotated",))
+OF_ARCHITECTURE: Mapping[str, tuple[Hyperparameter, ...]] = {
     "llama": (VOCABULARY, ROTATED),
     "qwen3moe": (
         EXPERT_LENGTH,
-        Fact("expert_shared_feed_forward_length", Type.UINT32, ("shared_expert_intermediate_size",)),
+        Hyperparameter(
+            "expert_shared_feed_forward_length", ValueType.UINT32, ("shared_expert_intermediate_size",)
+        ),
     ),
     "gemma2": (
-        Fact("attn_logit_softcapping", Type.FLOAT32, ("attn_logit_softcapping",)),
-        Fact("final_logit_softcapping", Type.FLOAT32, ("final_logit_softcapping",)),
+        Hyperparameter("attn_logit_softcapping", ValueType.FLOAT32, ("attn_logit_softcapping",)),
+        Hyperparameter("final_logit_softcapping", ValueType.FLOAT32, ("final_logit_softcapping",)),
         WINDOW,
     ),
-    "gemma3": (Fact("final_logit_softcapping", Type.FLOAT32, ("softcap",)), WINDOW),
+    "gemma3": (Hyperparameter("final_logit_softcapping", ValueType.FLOAT32, ("softcap",)), WINDOW),
     "gpt-oss": (WINDOW, EXPERT_LENGTH),
     "deepseek2": (
-        Fact("leading_dense_block_count", Type.UINT32, ("first_k_dense_replace",)),
+        Hyperparameter("leading_dense_block_count", ValueType.UINT32, ("first_k_dense_replace",)),
         VOCABULARY,
-        Fact("attention.q_lora_rank", Type.UINT32, ("q_lora_rank",)),
-        Fact("attention.kv_lora_rank", Type.UINT32, ("kv_lora_rank",)),
-        Fact("attention.key_length_mla", Type.UINT32, ("key_length_mla",)),
-        Fact("attention.value_length_mla", Type.UINT32, ("v_head_dim",)),
+        Hyperparameter("attention.q_lora_rank", ValueType.UINT32, ("q_lora_rank",)),
+        Hyperparameter("attention.kv_lora_rank", ValueType.UINT32, ("kv_lora_rank",)),
+        Hyperparameter("attention.key_length_mla", ValueType.UINT32, ("key_length_mla",)),
+        Hyperparameter("attention.value_length_mla", ValueType.UINT32, ("v_head_dim",)),
         EXPERT_LENGTH,
-        Fact("expert_shared_count", Type.UINT32, ("n_shared_experts",)),
-        Fact("expert_weights_scale", Type.FLOAT32, ("routed_scaling_factor",)),
-        Fact("expert_weights_norm", Type.BOOL, ("normalised",)),
+        Hyperparameter("expert_shared_count", ValueType.UINT32, ("n_shared_experts",)),
+        Hyperparameter("expert_weights_scale", ValueType.FLOAT32, ("routed_scaling_factor",)),
+        Hyperparameter("expert_weights_norm", ValueType.BOOL, ("normalised",)),
         ROTATED,
-        Fact("rope.scaling.yarn_log_multiplier", Type.FLOAT32, ("log_multiplier",)),
+        Hyperparameter("rope.scaling.yarn_log_multiplier", ValueType.FLOAT32, ("log_multiplier",)),
     ),
 }
 
@@ -276,7 +284,7 @@ _DERIVED: Mapping[str, Callable[[Config], dict[str, Any]]] = {
 }
 
 
-def hyperparameters(config: Config, arch: str, keys: Keys) -> None:
+def hyperparameters(config: Config, arch: str, keys: TypedMetadata) -> None:
     """Set the keys of the architecture."""
     whole = completed(config)
     rope, local = ropes(whole)
@@ -290,7 +298,7 @@ def hyperparameters(config: Config, arch: str, keys: Keys) -> None:
     }
     is_known = arch in ROPELESS and rope.get("rope_theta") == PLAIN_THETA and "scaling.type" not in found
     common = [fact for fact in COMMON if not (is_known and fact.key.startswith("rope."))]
-    for fact in (*common, *OWN.get(arch, ())):
+    for fact in (*common, *OF_ARCHITECTURE.get(arch, ())):
         name = next((name for name in fact.names if found.get(name) is not None), None)
         if name is not None:
             keys.set(f"{arch}.{fact.key}", fact.type, found[name])

@@ -12,23 +12,28 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, understood
-from reshard.base.plain import json_of
-from reshard.formats.gguf import tokenizer
-from reshard.formats.gguf.differences import differences
-from reshard.formats.gguf.general import general
+from reshard.base.plain_json import json_of
+from reshard.formats.gguf import tokenizer_metadata
+from reshard.formats.gguf.general_metadata import general
 from reshard.formats.gguf.hyperparameters import ARCHITECTURES, hyperparameters, model_type
-from reshard.formats.gguf.keys import Keys
-from reshard.formats.gguf.values import Type, Value
+from reshard.formats.gguf.llama_cpp_differences import differences
+from reshard.formats.gguf.typed_metadata import TypedMetadata
+from reshard.formats.gguf.value_types import Value, ValueType
 
-__all__ = ["ARCHITECTURES", "Facts", "Metadata", "metadata"]
+__all__ = ["ARCHITECTURES", "Metadata", "ModelFacts", "metadata"]
 
 CONFIG, GENERATION, README = "config.json", "generation_config.json", "README.md"
-NAMED = (tokenizer.TOKENIZER, tokenizer.SETTINGS, tokenizer.PIECES, tokenizer.VOCABULARY)
+TOKENIZER_FILES = (
+    tokenizer_metadata.TOKENIZER,
+    tokenizer_metadata.SETTINGS,
+    tokenizer_metadata.PIECES,
+    tokenizer_metadata.VOCABULARY,
+)
 """Files of a tokenizer, the first of which is named if what they say makes no sense."""
 _NOT_OF_TOKENIZERS = {CONFIG, GENERATION, README}
 
 
-class Facts(NamedTuple):
+class ModelFacts(NamedTuple):
     """What the metadata need besides the config and files.
 
     `name` is that of the model's folder, `parameters` are all, those outside experts, those of one expert, and the
@@ -47,12 +52,12 @@ class Metadata(NamedTuple):
     warnings: tuple[Problem, ...]
 
 
-def metadata(config: Mapping[str, Any], files: Mapping[str, bytes], arch: str, facts: Facts) -> Metadata:
+def metadata(config: Mapping[str, Any], files: Mapping[str, bytes], arch: str, facts: ModelFacts) -> Metadata:
     """All metadata but those of tensors, alignment and splits. Raises ReshardError.
 
     `config` is the complete config.json, `files` are those beside it, by name.
     """
-    keys = Keys()
+    keys = TypedMetadata()
     keys.text("general.architecture", arch)
     keys.text("general.type", "model")
     with understood(PurePath(GENERATION)):
@@ -61,7 +66,7 @@ def metadata(config: Mapping[str, Any], files: Mapping[str, bytes], arch: str, f
     with understood(PurePath(CONFIG)):
         hyperparameters(config, arch, keys)
         warnings = [*differences(config)]
-    with understood(PurePath(next((name for name in NAMED if name in files), CONFIG))):
+    with understood(PurePath(next((name for name in TOKENIZER_FILES if name in files), CONFIG))):
         warnings += _tokenizer(keys, files, config, arch, facts.vocab)
     return Metadata(keys.values, tuple(warnings))
 
@@ -75,14 +80,14 @@ def _generation(files: Mapping[str, bytes]) -> Mapping[str, Any]:
 
 
 def _tokenizer(
-    keys: Keys, files: Mapping[str, bytes], config: Mapping[str, Any], arch: str, rows: int
+    keys: TypedMetadata, files: Mapping[str, bytes], config: Mapping[str, Any], arch: str, rows: int
 ) -> Iterator[Problem]:
     """Set `tokenizer.*`; without any file of a tokenizer, what llama.cpp needs to load the model without one."""
     if files.keys() - _NOT_OF_TOKENIZERS:
-        yield from tokenizer.write(keys, files, config, arch, model_type(config), rows)
+        yield from tokenizer_metadata.write(keys, files, config, arch, model_type(config), rows)
         return
     keys.text("tokenizer.ggml.model", "none")
-    keys.set(f"{arch}.vocab_size", Type.UINT32, rows)
+    keys.set(f"{arch}.vocab_size", ValueType.UINT32, rows)
     yield Problem(
         "gguf-without-tokenizer",
         "the GGUF file contains no tokenizer: llama.cpp loads it, but takes and returns only token ids",

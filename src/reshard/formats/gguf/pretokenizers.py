@@ -40,7 +40,7 @@ SPLITS: Mapping[tuple[str, ...], str] = {
     (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGITS): "deepseek-coder",
 }
 """llama.cpp's names of pre-tokenizers, by the expressions of a tokenizer.json, in their order."""
-KEPT = {("Isolated", False), ("Removed", True)}
+KEEPS_MATCHES = {("Isolated", False), ("Removed", True)}
 """How an expression that matches everything splits: it keeps its matches, or removes what is none."""
 WITHOUT_IGNORED_MERGES = {"llama-bpe": "smaug-bpe"}
 """Those that split in the same way, but merge even a word that is a token: `ignore_merges` of a tokenizer.json."""
@@ -63,7 +63,7 @@ def _splits(step: Any) -> Iterator[str]:
     if kind == "Sequence":
         for each in step.get("pretokenizers") or ():
             yield from _splits(each)
-    elif kind == "Split" and (step.get("behavior"), bool(step.get("invert"))) in KEPT:
+    elif kind == "Split" and (step.get("behavior"), bool(step.get("invert"))) in KEEPS_MATCHES:
         pattern = step.get("pattern")
         regex = pattern.get("Regex") if isinstance(pattern, Mapping) else None
         yield str(regex).replace("\r", r"\r").replace("\n", r"\n")

@@ -16,7 +16,7 @@ _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 """How values are stored, by number."""
 
 
-class Piece(NamedTuple):
+class VocabularyPiece(NamedTuple):
     text: bytes
     score: float
     type: int
@@ -53,7 +53,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
         at += size
 
 
-def _piece(content: bytes) -> Piece:
+def _piece(content: bytes) -> VocabularyPiece:
     """One piece; protocol buffers leave out a type that is `NORMAL` and a score that is 0."""
     found = dict(_fields(content))
     text, score, kind = found.get(1, b""), found.get(2, bytes(4)), found.get(3, NORMAL)
@@ -64,10 +64,10 @@ def _piece(content: bytes) -> Piece:
         or len(score) != 4
     ):
         raise ValueError("it contains a piece that is not one of SentencePiece")
-    return Piece(text, struct.unpack("<f", score)[0], kind)
+    return VocabularyPiece(text, struct.unpack("<f", score)[0], kind)
 
 
-def pieces(content: bytes) -> list[Piece]:
+def pieces(content: bytes) -> list[VocabularyPiece]:
     """The pieces of a model, by id. Raises ValueError."""
     found = [_piece(value) for number, value in _fields(content) if number == 1 and isinstance(value, bytes)]
     if not found:

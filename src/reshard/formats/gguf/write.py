@@ -17,56 +17,56 @@ from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.plain import json_of
-from reshard.families.gguf import GGUF
+from reshard.base.plain_json import json_of
+from reshard.families.dialects.gguf import GGUF
 from reshard.families.rope import rope_parameters
 from reshard.folders.companions import CONFIG
+from reshard.formats.contract import Request, Target
 from reshard.formats.gguf import container
-from reshard.formats.gguf.blocks import UINT8, Blocks, check_package, repacked
+from reshard.formats.gguf.block_types import UINT8, BlockBytes, check_package, repacked
 from reshard.formats.gguf.folder import SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS
-from reshard.formats.gguf.metadata import ARCHITECTURES, Facts, metadata
-from reshard.formats.gguf.values import (
+from reshard.formats.gguf.metadata import ARCHITECTURES, ModelFacts, metadata
+from reshard.formats.gguf.value_types import (
     BF16,
     F16,
     F32,
     MXFP4,
     Q8_0,
     QUANTIZED,
-    Kind,
     Metadata,
-    Type,
+    TensorType,
     Value,
+    ValueType,
     written,
 )
-from reshard.formats.target import Request, Target
-from reshard.transfer.memory import NOTHING, Need
-from reshard.transfer.plan import Block, Command, OutputFile, Planned
+from reshard.transfer.memory_budget import NOTHING, MemoryNeed
+from reshard.transfer.plan import Block, OutputCommand, OutputFile, Planned
 
 DTYPES = {F32: dtype("float32"), F16: dtype("float16"), BF16: dtype("bfloat16")}
-PLAIN = {each.name: kind for kind, each in DTYPES.items()}
+PLAIN_TYPES = {each.name: kind for kind, each in DTYPES.items()}
 STEM, SUFFIX = "model", ".gguf"
 QUANTIZATION_VERSION = 2
 """GGML_QUANT_VERSION: the layout of blocks."""
 FREQUENCIES = "rope_freqs.weight"
 
 
-class Stored(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor of a file: its type and shape, and its data, planned or known."""
 
-    kind: Kind
+    kind: TensorType
     shape: tuple[int, ...]
     data: Planned | bytes
 
 
-class Inside(NamedTuple):
+class GgufContents(NamedTuple):
     """What the files of a request contain."""
 
     metadata: Metadata
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, GgufTensor]
     warnings: Sequence[Problem]
 
 
-def kind_of(name: str, shape: tuple[int, ...], wanted: Kind) -> Kind:
+def kind_of(name: str, shape: tuple[int, ...], wanted: TensorType) -> TensorType:
     """The type of a tensor in a file of `wanted`, as `ModelBase.prepare_tensors` of llama.cpp's converter chooses it.
 
     In MXFP4 are experts only, and everything else in Q8_0, as llama-quantize chooses it.
@@ -94,11 +94,11 @@ def typed(request: Request, main: DType) -> Callable[[str, tuple[int, ...]], DTy
     return of
 
 
-def _wanted(request: Request, main: DType) -> Kind:
+def _wanted(request: Request, main: DType) -> TensorType:
     """The type that users choose, or else that of most weights."""
     if request.options.quantize:
         return written(request.options.quantize)
-    return PLAIN.get(main.name, F32)
+    return PLAIN_TYPES.get(main.name, F32)
 
 
 def fit(request: Request) -> Request:
@@ -151,42 +151,42 @@ def complete(request: Request) -> Request:
     """The request with its tensors as they are stored, and with metadata."""
     config = json_of(request.companions[CONFIG])
     arch = ARCHITECTURES[request.declared.text["model_type"]]
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, GgufTensor] = {}
     if frequencies := _frequencies(request.declared.text):
         content = np.asarray(frequencies, "<f4").tobytes()
-        tensors[FREQUENCIES] = Stored(F32, (len(frequencies),), content)
+        tensors[FREQUENCIES] = GgufTensor(F32, (len(frequencies),), content)
     tensors |= {each.name: _stored(request, arch, each) for each in request.tensors}
     made = metadata(config, request.companions, arch, _facts(request, tensors))
     values = {
         **made.values,
-        "general.file_type": Value(Type.UINT32, _file_type(request, tensors)),
-        "general.quantization_version": Value(Type.UINT32, QUANTIZATION_VERSION),
+        "general.file_type": Value(ValueType.UINT32, _file_type(request, tensors)),
+        "general.quantization_version": Value(ValueType.UINT32, QUANTIZATION_VERSION),
     }
     planned = [each.data for each in tensors.values() if isinstance(each.data, Planned)]
-    return replace(request, tensors=planned, inside=Inside(values, tensors, made.warnings))
+    return replace(request, tensors=planned, inside=GgufContents(values, tensors, made.warnings))
 
 
-def _stored(request: Request, arch: str, tensor: Planned) -> Stored:
+def _stored(request: Request, arch: str, tensor: Planned) -> GgufTensor:
     """A tensor in the type that it gets."""
     if arch == "gpt-oss" and tensor.name.endswith("_exps.weight") and (view := repacked(tensor.source())):
-        return Stored(
+        return GgufTensor(
             MXFP4, tensor.shape, tensor._replace(dtype=UINT8, shape=view.shape, source=lambda: view)
         )
-    kind = PLAIN[tensor.dtype.name]
+    kind = PLAIN_TYPES[tensor.dtype.name]
     if request.options.quantize:
         kind = kind_of(tensor.name, tensor.shape, written(request.options.quantize))
     if kind in DTYPES:
-        return Stored(kind, tensor.shape, tensor)
+        return GgufTensor(kind, tensor.shape, tensor)
     shape = (*tensor.shape[:-1], tensor.shape[-1] // kind.elements * kind.nbytes)
     blocks = partial(_blocks, tensor, kind, shape)
-    return Stored(kind, tensor.shape, Planned(tensor.name, UINT8, shape, blocks))
+    return GgufTensor(kind, tensor.shape, Planned(tensor.name, UINT8, shape, blocks))
 
 
-def _blocks(tensor: Planned, kind: Kind, shape: tuple[int, ...]) -> View:
-    return View.of(Blocks(tensor.name, Tensor(tensor.dtype, tensor.source()), kind), *shape)
+def _blocks(tensor: Planned, kind: TensorType, shape: tuple[int, ...]) -> View:
+    return View.of(BlockBytes(tensor.name, Tensor(tensor.dtype, tensor.source()), kind), *shape)
 
 
-def _facts(request: Request, tensors: Mapping[str, Stored]) -> Facts:
+def _facts(request: Request, tensors: Mapping[str, GgufTensor]) -> ModelFacts:
     """The numbers of parameters, counted as `GGUFWriter.get_total_parameter_count` counts them."""
     total = shared = of_expert = experts = stacks = 0
     for name, stored in tensors.items():
@@ -199,15 +199,15 @@ def _facts(request: Request, tensors: Mapping[str, Stored]) -> Facts:
             shared += size
     each = experts // stacks if stacks else 0
     rows = tensors[GGUF.embeddings[0]].shape[0]
-    return Facts(request.name, (total, shared, of_expert, each), rows)
+    return ModelFacts(request.name, (total, shared, of_expert, each), rows)
 
 
-def _file_type(request: Request, tensors: Mapping[str, Stored]) -> int:
+def _file_type(request: Request, tensors: Mapping[str, GgufTensor]) -> int:
     """The number of the type of most weights, as llama.cpp's converter names it."""
     if request.options.quantize:
         wanted = written(request.options.quantize)
     else:
-        sizes: Counter[Kind] = Counter()
+        sizes: Counter[TensorType] = Counter()
         for name, stored in tensors.items():
             if name.endswith(".weight") and len(stored.shape) > 1:
                 sizes[stored.kind] += math.prod(stored.shape)
@@ -244,8 +244,8 @@ def _frequencies(config: Mapping[str, Any]) -> list[float]:
 
 def lay_out(request: Request) -> list[OutputFile]:
     """One file, or several of at most the size that users ask for, as `GGUFWriter` divides them."""
-    inside: Inside = request.inside
-    parts: list[dict[str, Stored]] = [{}]
+    inside: GgufContents = request.inside
+    parts: list[dict[str, GgufTensor]] = [{}]
     options = request.options
     size, most = 0, options.shard_size if options.max_shard_size else math.inf
     for name, stored in inside.tensors.items():
@@ -261,15 +261,15 @@ def lay_out(request: Request) -> list[OutputFile]:
     for number, part in enumerate(parts):
         values = {
             **(inside.metadata if number == 0 else {}),
-            SPLIT_NUMBER: Value(Type.UINT16, number),
-            SPLIT_COUNT: Value(Type.UINT16, len(parts)),
-            SPLIT_TENSORS: Value(Type.INT32, len(inside.tensors)),
+            SPLIT_NUMBER: Value(ValueType.UINT16, number),
+            SPLIT_COUNT: Value(ValueType.UINT16, len(parts)),
+            SPLIT_TENSORS: Value(ValueType.INT32, len(inside.tensors)),
         }
         files.append(_file(f"{STEM}-{number + 1:05d}-of-{len(parts):05d}.gguf", values, part))
     return files
 
 
-def _file(path: str, values: Metadata, tensors: Mapping[str, Stored]) -> OutputFile:
+def _file(path: str, values: Metadata, tensors: Mapping[str, GgufTensor]) -> OutputFile:
     content, offsets = container.header(values, [(n, each.kind, each.shape) for n, each in tensors.items()])
     placed = list(zip(tensors.values(), offsets, strict=True))
     end = len(content)
@@ -292,7 +292,7 @@ def warnings(request: Request) -> list[Problem]:
 
 def notes(request: Request) -> list[str]:
     """Which types the tensors have, and why."""
-    inside: Inside = request.inside
+    inside: GgufContents = request.inside
     counted = Counter(stored.kind.name for stored in inside.tensors.values())
     told = [f"types: {', '.join(f'{kind} × {count}' for kind, count in counted.most_common())}"]
     if not request.options.quantize:
@@ -305,25 +305,25 @@ def notes(request: Request) -> list[str]:
     return told
 
 
-def _fell_back(name: str, stored: Stored, wanted: Kind) -> bool:
+def _fell_back(name: str, stored: GgufTensor, wanted: TensorType) -> bool:
     return stored.kind == F16 and not wanted.divides(stored.shape) and name.endswith(".weight")
 
 
-def need(request: Request) -> Need:
+def need(request: Request) -> MemoryNeed:
     """The memory that computing blocks takes."""
-    inside: Inside = request.inside
+    inside: GgufContents = request.inside
     kinds = {each.kind for each in inside.tensors.values() if each.kind not in DTYPES}
     nothing = Tensor(DTYPES[F32], View((0,), ()))
-    rooms = [(source := Blocks("", nothing, kind)).room(source.few) for kind in kinds]
-    return Need(max(rooms), None) if rooms else NOTHING
+    rooms = [(source := BlockBytes("", nothing, kind)).room(source.few) for kind in kinds]
+    return MemoryNeed(max(rooms), None) if rooms else NOTHING
 
 
-def afterwards(request: Request) -> Iterator[Command]:
+def afterwards(request: Request) -> Iterator[OutputCommand]:
     """How to quantize the output further, with the program of llama.cpp."""
-    inside: Inside = request.inside
+    inside: GgufContents = request.inside
     if all(stored.kind in DTYPES for stored in inside.tensors.values()):
         first, smaller = PurePath(lay_out(request)[0].path), PurePath(f"{STEM}-Q4_K_M{SUFFIX}")
-        yield Command("for K-quants", ("llama-quantize", first, smaller, "Q4_K_M"))
+        yield OutputCommand("for K-quants", ("llama-quantize", first, smaller, "Q4_K_M"))
 
 
 TARGET = Target(

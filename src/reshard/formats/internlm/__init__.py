@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from reshard.formats.contract import Format, Target
 from reshard.formats.internlm.folder import NAME, detect, open_checkpoint
 from reshard.formats.internlm.write import complete, fit, lay_out, notes
-from reshard.formats.target import Format, Target
 
 FORMAT = Format(
     NAME,

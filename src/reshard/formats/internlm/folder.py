@@ -1,7 +1,7 @@
 """InternEvo's checkpoints: one `model_tp{T}_pp{P}.pt` for each rank.
 
 Under weight parallelism (ISP) it is `model_tp{T}_wp{W}_pp{P}.pt`, later `model_wp{W}_pp{P}.pt`. Experts are in separate
-files. This module joins tensors over ranks; `families/internevo.py` maps their names to the Hub's. Source:
+files. This module joins tensors over ranks; `families/dialects/internevo.py` maps their names to the Hub's. Source:
 `checkpoint/components.py` of InternEvo 0.4.9, and files that it wrote.
 """
 
@@ -18,12 +18,13 @@ from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, one_for_each_file
 from reshard.containers.torchfiles.read import read_torch_file
-from reshard.families.internevo import dialect
+from reshard.families.dialects.internevo import dialect
 from reshard.folders.companions import CONFIG as HUB_CONFIG
 from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.internlm.config import (
+from reshard.formats.internlm.join_shards import COPY_AGAIN, InternEvoRank, ShardCollector, another_rank
+from reshard.formats.internlm.model_config import (
     CONFIG,
     EXPERTS_PER_TOKEN,
     QK_INTERLEAVED,
@@ -35,16 +36,15 @@ from reshard.formats.internlm.config import (
     stated_type,
     unlike_the_hub,
 )
-from reshard.formats.internlm.internevo import (
+from reshard.formats.internlm.tensor_names import (
     in_new_order,
     is_old_order,
     mlp_shapes,
     place_of,
     with_fused_attention,
 )
-from reshard.formats.internlm.shards import COPY, Rank, Shards, another_rank
-from reshard.formats.wrappers import without_buffers
-from reshard.transfer.sources import Sources
+from reshard.formats.state_dict_names import without_buffers
+from reshard.transfer.source_files import Sources
 
 NAME = "internlm"
 
@@ -119,13 +119,13 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
     )
 
 
-def _ranks(folder: Path) -> dict[Rank, Path]:
+def _ranks(folder: Path) -> dict[InternEvoRank, Path]:
     """The file of each rank. Raises ReshardError for missing ones, as far as the names of the others imply them."""
     found = {}
     for path in folder.glob("model_*.pt"):
         if match := _RANK.fullmatch(path.name):
             tp, wp, only_wp, pp = match.groups()
-            found[Rank(_number(tp), _number(wp or only_wp), int(pp))] = path
+            found[InternEvoRank(_number(tp), _number(wp or only_wp), int(pp))] = path
     if not found:
         raise ReshardError(
             "internlm-fsdp-unsupported",
@@ -144,17 +144,17 @@ def _number(digits: str | None) -> int | None:
     return None if digits is None else int(digits)
 
 
-def _order_of(rank: Rank) -> tuple[int, int, int]:
+def _order_of(rank: InternEvoRank) -> tuple[int, int, int]:
     return rank.pp, rank.tp or 0, rank.wp or 0
 
 
-def _missing(found: Mapping[Rank, Path]) -> list[Problem]:
+def _missing(found: Mapping[InternEvoRank, Path]) -> list[Problem]:
     """Problems of missing files. Under weight parallelism a rank has both coordinates: only some pairs have a file."""
     tp, wp, pp = (1 + max(number or 0 for number in numbers) for numbers in zip(*found, strict=True))
     example, path = next(iter(found.items()))
     pairs = {(r % tp, r % wp) for r in range(max(tp, wp))}
     wanted = {
-        Rank(None if example.tp is None else t, None if example.wp is None else w, p)
+        InternEvoRank(None if example.tp is None else t, None if example.wp is None else w, p)
         for t, w in pairs
         for p in range(pp)
     }
@@ -165,19 +165,21 @@ def _missing(found: Mapping[Rank, Path]) -> list[Problem]:
             file=str(path.with_name(_name(rank, path.name))),
             rule=f"{len(wanted)} ranks have a file each",
             found=f"{len(found)} files",
-            remedy=COPY,
+            remedy=COPY_AGAIN,
         )
         for rank in sorted(wanted - found.keys(), key=_order_of)
     ]
 
 
-def _name(rank: Rank, like: str) -> str:
+def _name(rank: InternEvoRank, like: str) -> str:
     """The name of a rank's file, in the pattern of another name."""
     values = {"tp": rank.tp, "wp": rank.wp, "pp": rank.pp}
     return re.sub(r"(tp|wp|pp)\d+", lambda match: f"{match[1]}{values[match[1]]}", like)
 
 
-def _read(files: Mapping[Rank, Path], sources: Sources) -> tuple[dict[Rank, dict[str, Tensor]], Counter[str]]:
+def _read(
+    files: Mapping[InternEvoRank, Path], sources: Sources
+) -> tuple[dict[InternEvoRank, dict[str, Tensor]], Counter[str]]:
     """The tensors of each rank's file, and the bytes that are dropped."""
     dropped: Counter[str] = Counter()
     contents = {}
@@ -201,7 +203,7 @@ def _tensors(path: Path, sources: Sources) -> dict[str, Tensor]:
     return {key: Tensor.stored(stored) for key, stored in content.items()}
 
 
-def _kind(folder: Path, sources: Sources, contents: Mapping[Rank, Mapping[str, Tensor]]) -> str:
+def _kind(folder: Path, sources: Sources, contents: Mapping[InternEvoRank, Mapping[str, Tensor]]) -> str:
     """The Hub's model type. Llama, and InternLM2 of newer versions, have the same names (see `_unsettled`)."""
     names = [name for content in contents.values() for name in content]
     if any(".blocks." in f".{name}" for name in names):
@@ -219,7 +221,7 @@ def _stated(folder: Path, sources: Sources) -> str | None:
     return stated if stated in ("llama", "internlm2") else None
 
 
-def _is_old(contents: Mapping[Rank, Mapping[str, Tensor]]) -> bool | None:
+def _is_old(contents: Mapping[InternEvoRank, Mapping[str, Tensor]]) -> bool | None:
     """Whether w2 and w3 are swapped, as before InternEvo 0.3.0; None if the shapes are ambiguous."""
     orders = {is_old_order(shapes) for content in contents.values() for shapes in mlp_shapes(content)}
     return None if orders == {None} else True in orders
@@ -229,7 +231,7 @@ def _unsettled(
     folder: Path,
     sources: Sources,
     config: Mapping[str, Any] | None,
-    contents: Mapping[Rank, Mapping[str, Tensor]],
+    contents: Mapping[InternEvoRank, Mapping[str, Tensor]],
 ) -> Iterator[Problem]:
     """Problems of settings that no file records, but the weights depend on. Some keys imply a newer version."""
     if config is None:
@@ -266,10 +268,10 @@ def _unsettled(
 
 
 def _collected(
-    folder: Path, sources: Sources, contents: Mapping[Rank, Mapping[str, Tensor]], old: bool | None
-) -> Shards:
+    folder: Path, sources: Sources, contents: Mapping[InternEvoRank, Mapping[str, Tensor]], old: bool | None
+) -> ShardCollector:
     """The tensors of all ranks and experts, under the names of the complete model."""
-    shards = Shards()
+    shards = ShardCollector()
     for rank, content in contents.items():
         shards.count(rank, content)
     for rank, content in contents.items():
@@ -278,7 +280,7 @@ def _collected(
     return shards
 
 
-def _add_experts(folder: Path, sources: Sources, shards: Shards, old: bool | None) -> None:
+def _add_experts(folder: Path, sources: Sources, shards: ShardCollector, old: bool | None) -> None:
     """Add the files of experts; each contains one shard of one expert of one layer."""
     for path in sorted(folder.glob("model_moe_layer*.pt")):
         match = _EXPERT.fullmatch(path.name)
@@ -294,5 +296,5 @@ def _add_experts(folder: Path, sources: Sources, shards: Shards, old: bool | Non
             place = place_of(key)
             if shards.chunks == 1 and (place.layer != own[0] or own[1] not in place.module):
                 shards.misplaced.append(another_rank(key, str(path), f"expert {expert} of layer {layer}"))
-        rank = Rank(None, index, stage) if match[3] == "wp" else Rank(index, None, stage)
+        rank = InternEvoRank(None, index, stage) if match[3] == "wp" else InternEvoRank(index, None, stage)
         shards.add(rank, tensors)

@@ -16,10 +16,10 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.families.rope import rope_parameters
 from reshard.families.rules import Dims
-from reshard.formats.internlm.config import CONFIG, engine_config, is_dynamic
-from reshard.formats.internlm.internevo import EMBEDDINGS, HEADS, place_of, split_of
+from reshard.formats.contract import Request
+from reshard.formats.internlm.model_config import CONFIG, engine_config, is_dynamic
+from reshard.formats.internlm.tensor_names import EMBEDDINGS, HEADS, place_of, split_of
 from reshard.formats.sharding import Split, blocks_of, divided, misfits, shard_of
-from reshard.formats.target import Request
 from reshard.transfer.plan import OutputFile, Planned
 
 HEAD = "output.weight"

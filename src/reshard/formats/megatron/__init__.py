@@ -11,6 +11,7 @@ from reshard.algebra.layout import AXES
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import MASTER_STATE, MOMENTS, CheckpointKind, Format, Target
 from reshard.formats.megatron import (
     fsdp_dtensor,
     fsdp_dtensor_writing,
@@ -19,9 +20,8 @@ from reshard.formats.megatron import (
     torch_dist,
     zarr,
 )
-from reshard.formats.megatron.request import complete, fit, load_with, notes
-from reshard.formats.target import MASTERS, MOMENTS, Format, Kind, Target
-from reshard.transfer.sources import Sources
+from reshard.formats.megatron.megatron_request import complete, fit, load_with, notes
+from reshard.transfer.source_files import Sources
 
 
 def _open(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -61,9 +61,9 @@ TORCH_DIST = Format(
     Target(
         torch_dist.lay_out,
         names=("mcore",),
-        holds=frozenset({Kind.MODEL, Kind.ADAPTER}),
+        holds=frozenset({CheckpointKind.MODEL, CheckpointKind.ADAPTER}),
         layout=AXES,
-        states=(*MOMENTS, MASTERS),
+        states=(*MOMENTS, MASTER_STATE),
         fit=fit,
         complete=complete,
         notes=notes,

@@ -7,10 +7,10 @@ have an optimizer and buffers of their own. A buffer has the parameters of its m
     [chained_<0, or 1 for experts>.]optimizer.distributed.dp_group_idx_<rank>.gbuf_idx_<buffer>
         .dtype_(<of the parameters>, <of the gradients>).bucket_idx_<n>.{param,exp_avg,exp_avg_sq}
 
-The order is computed (`order.py`), must fit the buckets and the pieces that data-parallel ranks stored, and is proven
-before anything is written: rounded masters are the weights, and modules that could be exchanged differ. Sources:
-`distributed/param_and_grad_buffer.py`, `optimizer/distrib_optimizer.py` and `optimizer/__init__.py` of megatron-core
-0.15 to 0.20.
+The order is computed (`parameter_order.py`), must fit the buckets and the pieces that data-parallel ranks stored, and
+is proven before anything is written: rounded masters are the weights, and modules that could be exchanged differ.
+Sources: `distributed/param_and_grad_buffer.py`, `optimizer/distrib_optimizer.py` and `optimizer/__init__.py` of
+megatron-core 0.15 to 0.20.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from reshard.algebra.layout import Layout, SavedLayout
-from reshard.algebra.lines import Line
+from reshard.algebra.split_vectors import SplitVector
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import View, concat
 from reshard.base.errors import ReshardError
 from reshard.containers.dcp_metadata import DcpTensor
-from reshard.formats.checkpoint import States
-from reshard.formats.megatron.common import Reading
+from reshard.formats.checkpoint import OptimizerStates
+from reshard.formats.megatron.common_state import Reading
 from reshard.formats.megatron.mcore import is_carried, is_gated, place_of, split_of, stages_of
-from reshard.formats.megatron.optimizer import rounding
-from reshard.formats.megatron.order import UnorderedError, exchangeable, position_of, spellings, ungrouped
-from reshard.formats.megatron.ranks import Rank, RankStates
+from reshard.formats.megatron.optimizer_states import rounding
+from reshard.formats.megatron.parameter_order import (
+    UnorderedError,
+    exchangeable,
+    position_of,
+    spellings,
+    ungrouped,
+)
+from reshard.formats.megatron.rank_states import MegatronRank, RankStates
 from reshard.formats.sharding import Shard, TensorShards
 from reshard.stores import as_path
 from reshard.transfer.elements import castable
@@ -51,7 +57,7 @@ _BUCKET = re.compile(
 _NOT_TRAINED = ".router.expert_bias"
 """Ending of the name of a buffer of a module, which is not a parameter."""
 
-SPARE = "copies and padding of optimizer states"
+COPIES_AND_PADDING = "copies and padding of optimizer states"
 
 _ALIGNED = 64
 _REMEDY = (
@@ -60,7 +66,7 @@ _REMEDY = (
 )
 
 
-class _Buffer(NamedTuple):
+class _BufferKey(NamedTuple):
     """Whether a buffer is that of experts, the index of its rank, and its number there."""
 
     experts: bool
@@ -72,7 +78,7 @@ class _Buffer(NamedTuple):
         return f"{chained}optimizer.distributed.dp_group_idx_{self.rank}.gbuf_idx_{self.number}"
 
 
-class _Parameter(NamedTuple):
+class _RankParameter(NamedTuple):
     """A parameter of a rank: its key in the state dict there, its shard, and which of the shards that is."""
 
     key: str
@@ -84,11 +90,11 @@ class _Parameter(NamedTuple):
         return place_of(self.shard.tensor.name).expert is not None
 
 
-class _Segment(NamedTuple):
+class _BucketSegment(NamedTuple):
     """The elements of a parameter: from `start` of a bucket."""
 
-    parameter: _Parameter
-    bucket: tuple[_Buffer, int]
+    parameter: _RankParameter
+    bucket: tuple[_BufferKey, int]
     start: int
 
 
@@ -100,24 +106,24 @@ class _MisfitError(Exception):
         self.key, self.expected, self.found = key, expected, found
 
 
-_Fitting = tuple[dict[_Buffer, list[_Parameter]], list[_Segment]]
+_Fitting = tuple[dict[_BufferKey, list[_RankParameter]], list[_BucketSegment]]
 """The parameters of each buffer in the order of the modules, and their segments."""
 
-_Lines = dict[tuple[_Buffer, int], Line]
+_Lines = dict[tuple[_BufferKey, int], SplitVector]
 """Buckets of one state as vectors, by buffer and number."""
 
-_Buckets = Mapping[_Buffer, Mapping[int, tuple[str, DcpTensor]]]
+_Buckets = Mapping[_BufferKey, Mapping[int, tuple[str, DcpTensor]]]
 """Keys and tensors of buckets, by buffer and number."""
 
 
 def buckets_of(stored: Mapping[str, DcpTensor]) -> dict[str, _Buckets]:
     """The buckets among the tensors of a checkpoint, by state; empty if there are none."""
-    found: defaultdict[str, dict[_Buffer, dict[int, tuple[str, DcpTensor]]]] = defaultdict(dict)
+    found: defaultdict[str, dict[_BufferKey, dict[int, tuple[str, DcpTensor]]]] = defaultdict(dict)
     for key, tensor in stored.items():
         match = _BUCKET.fullmatch(key)
         if match and len(tensor.shape) == 1:
             link, group, number, bucket, state = match.groups()
-            buffer = _Buffer(link not in (None, "0"), int(group), int(number))
+            buffer = _BufferKey(link not in (None, "0"), int(group), int(number))
             found[state].setdefault(buffer, {})[int(bucket)] = key, tensor
     return dict(found)
 
@@ -136,9 +142,9 @@ class OptimizerBuffers:
     reading: Reading
     _read: dict[str, _Lines] = field(default_factory=dict)
 
-    def states(self) -> States:
+    def states(self) -> OptimizerStates:
         """All states, looked up on first use."""
-        return States(
+        return OptimizerStates(
             {each: partial(self.state, each) for each, key in STATE_KEYS.items() if key in self.buckets}
         )
 
@@ -203,11 +209,11 @@ class OptimizerBuffers:
         return self.buckets.get(_MASTERS, {})
 
     @property
-    def _parameters(self) -> Mapping[_Buffer, list[_Parameter]]:
+    def _parameters(self) -> Mapping[_BufferKey, list[_RankParameter]]:
         return self._fitting[0]
 
     @property
-    def _segments(self) -> list[_Segment]:
+    def _segments(self) -> list[_BucketSegment]:
         return self._fitting[1]
 
     @cached_property
@@ -230,7 +236,9 @@ class OptimizerBuffers:
         except ReshardError as error:  # Megatron-Core has no ranks of this model or layout
             return _MisfitError(error.problems[0].message, "a model and a layout of Megatron-Core", "others")
 
-    def _ordered(self, transformer_engine: bool, grouped: bool) -> Iterator[tuple[_Buffer, list[_Parameter]]]:
+    def _ordered(
+        self, transformer_engine: bool, grouped: bool
+    ) -> Iterator[tuple[_BufferKey, list[_RankParameter]]]:
         """The parameters of each buffer, in the order of the modules."""
         layout = self._layout
         states = self._rank_states(transformer_engine)
@@ -238,14 +246,14 @@ class OptimizerBuffers:
         for group in range(layout.pp * layout.tp):
             pp, tp = divmod(group, layout.tp)
             etp = tp if layout.etp == layout.tp else 0
-            chunks = [_held(states, Rank(tp, pp), etp, chunk) for chunk in range(layout.vpp)]
+            chunks = [_held(states, MegatronRank(tp, pp), etp, chunk) for chunk in range(layout.vpp)]
             if apart:
                 chunks = [[each for each in held if not each.is_expert] for held in chunks]
             yield from _buffers(False, group, chunks, grouped)
         for group in range(layout.pp * layout.ep * layout.etp if apart else 0):
             pp, part = divmod(group, layout.ep * layout.etp)
             ep, etp = divmod(part, layout.etp)
-            chunks = [_held(states, Rank(0, pp, ep), etp, chunk) for chunk in range(layout.vpp)]
+            chunks = [_held(states, MegatronRank(0, pp, ep), etp, chunk) for chunk in range(layout.vpp)]
             chunks = [[each for each in held if each.is_expert] for held in chunks]
             yield from _buffers(True, group, chunks, grouped)
 
@@ -266,7 +274,7 @@ class OptimizerBuffers:
         ]
         return RankStates(planned, {**self.args, **counted}, self._layout, transformer_engine, least=0)
 
-    def _placed(self, parameters: Mapping[_Buffer, list[_Parameter]]) -> Iterator[_Segment]:
+    def _placed(self, parameters: Mapping[_BufferKey, list[_RankParameter]]) -> Iterator[_BucketSegment]:
         """The segment of each parameter. Raises _MisfitError if the buckets do not consist of exactly these."""
         buckets = self._masters
         for buffer in sorted(parameters.keys() ^ buckets.keys()):
@@ -280,7 +288,7 @@ class OptimizerBuffers:
         if state in self._read:
             return self._read[state]
         buckets, masters = self.buckets.get(state, {}), self._masters
-        found: dict[tuple[_Buffer, int], DcpTensor] = {}
+        found: dict[tuple[_BufferKey, int], DcpTensor] = {}
         for buffer, held in masters.items():
             for number, (key, bucket) in held.items():
                 own, tensor = buckets.get(buffer, {}).get(number, (key.removesuffix(_MASTERS) + state, None))
@@ -292,7 +300,7 @@ class OptimizerBuffers:
         stored = dict(each for held in buckets.values() for each in held.values())
         with self.reading(stored) as read:
             lines = {
-                place: Line([read(tensor, chunk) for chunk in sorted(tensor.chunks)])
+                place: SplitVector([read(tensor, chunk) for chunk in sorted(tensor.chunks)])
                 for place, tensor in found.items()
             }
         self._read[state] = lines
@@ -303,15 +311,15 @@ def _is_trained(name: str) -> bool:
     return not is_carried(name) and not name.endswith(_NOT_TRAINED)
 
 
-def _held(states: RankStates, rank: Rank, etp: int, chunk: int) -> list[_Parameter]:
+def _held(states: RankStates, rank: MegatronRank, etp: int, chunk: int) -> list[_RankParameter]:
     """The parameters of one virtual chunk of a rank."""
-    found = (_Parameter(key, shard, rank.tp) for key, shard in states.state(rank, chunk, etp).items())
+    found = (_RankParameter(key, shard, rank.tp) for key, shard in states.state(rank, chunk, etp).items())
     return [each._replace(at=etp) if each.is_expert else each for each in found]
 
 
 def _buffers(
-    experts: bool, group: int, chunks: Sequence[Sequence[_Parameter]], grouped: bool
-) -> Iterator[tuple[_Buffer, list[_Parameter]]]:
+    experts: bool, group: int, chunks: Sequence[Sequence[_RankParameter]], grouped: bool
+) -> Iterator[tuple[_BufferKey, list[_RankParameter]]]:
     """The buffers of a rank: one for each virtual chunk and dtype, numbered in the order of the modules."""
     number = 0
     for held in chunks:
@@ -323,13 +331,13 @@ def _buffers(
                 unknown.key, "a module with a known place in the order", unknown.part
             ) from None
         for dtype in dict.fromkeys(each.shard.dtype for each in ordered):
-            yield _Buffer(experts, group, number), [each for each in ordered if each.shard.dtype == dtype]
+            yield _BufferKey(experts, group, number), [each for each in ordered if each.shard.dtype == dtype]
             number += 1
 
 
 def _walked(
-    buffer: _Buffer, parameters: Sequence[_Parameter], buckets: Mapping[int, tuple[str, DcpTensor]]
-) -> Iterator[_Segment]:
+    buffer: _BufferKey, parameters: Sequence[_RankParameter], buckets: Mapping[int, tuple[str, DcpTensor]]
+) -> Iterator[_BucketSegment]:
     """The segments of parameters in the buckets of their buffer. Raises _MisfitError where one has none.
 
     Every segment begins and ends where a piece does. A bucket ends with its last parameter, or with the padding before
@@ -347,7 +355,7 @@ def _walked(
         if not {start, end} <= cuts:
             name = parameter.shard.tensor.name
             raise _MisfitError(key, f"elements {start} to {end} for {name}", f"other pieces, {size} elements")
-        yield _Segment(parameter, (buffer, number), start)
+        yield _BucketSegment(parameter, (buffer, number), start)
     if size not in (end, -(-end // _ALIGNED) * _ALIGNED) or number + 1 != len(buckets):
         raise _MisfitError(
             key, f"{end} elements in {number + 1} buckets", f"{size} elements in {len(buckets)}"
@@ -384,7 +392,7 @@ def _amount(bucket: DcpTensor | None) -> str:
     return f"{sum(chunk.sizes[0] for chunk in bucket.chunks)} elements in {len(bucket.chunks)} pieces"
 
 
-def _cut(lines: _Lines, segment: _Segment) -> Tensor:
+def _cut(lines: _Lines, segment: _BucketSegment) -> Tensor:
     """The state of a shard."""
     line, shard = lines[segment.bucket], segment.parameter.shard
     pieces = tuple(line.cut(segment.start, segment.start + shard.numel))

@@ -29,10 +29,10 @@ from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
 from reshard.containers.torchfiles.read import ChunkReader, read_torch_file, scalar
 from reshard.containers.torchfiles.untrusted import number_of
 from reshard.formats.checkpoint import Checkpoint, Optimizer
-from reshard.formats.megatron.common import with_expert_before_module
+from reshard.formats.megatron.common_state import with_expert_before_module
 from reshard.formats.megatron.mcore import BELOW, is_carried, is_gated, unfused
-from reshard.formats.megatron.optimizer import MOST, distributed_of
-from reshard.transfer.sources import Sources
+from reshard.formats.megatron.optimizer_states import MAX_VALUES, distributed_of
+from reshard.transfer.source_files import Sources
 
 NAME = "megatron-fsdp"
 VARIANT = "fsdp_dtensor"
@@ -181,7 +181,7 @@ def read_optimizer(metadata: DcpMetadata, sources: Sources) -> Optimizer | None:
             if key.startswith(_SCHEDULE)
         }
         found = distributed_of(steps, groups, {"opt_param_scheduler": schedule} if schedule else {})
-        return found if number_of(found.native, MOST) <= MOST else None
+        return found if number_of(found.native, MAX_VALUES) <= MAX_VALUES else None
     except UNUSABLE:
         return None
 

@@ -27,15 +27,15 @@ from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
 from reshard.families.family import MCORE_BRIDGE
 from reshard.folders import iterations
 from reshard.formats.checkpoint import Optimizer
-from reshard.formats.dcp.optimizer import NewOptimizer as TorchOptimizer
-from reshard.formats.dcp.optimizer import step_tensor
-from reshard.formats.megatron import request as of_megatron
+from reshard.formats.contract import Request
+from reshard.formats.dcp.optimizer_states import DcpOptimizer as TorchOptimizer
+from reshard.formats.dcp.optimizer_states import step_tensor
+from reshard.formats.megatron import megatron_request as of_megatron
 from reshard.formats.megatron.fsdp_dtensor import VARIANT
 from reshard.formats.megatron.mcore import is_hybrid, place_of, split_of, stored_args
-from reshard.formats.megatron.optimizer import NewOptimizer
-from reshard.formats.megatron.ranks import Rank, RankStates
-from reshard.formats.megatron.request import arguments, below, iteration_of, optimizer_of
-from reshard.formats.target import Request
+from reshard.formats.megatron.megatron_request import arguments, below, iteration_of, optimizer_of
+from reshard.formats.megatron.optimizer_states import MegatronOptimizer
+from reshard.formats.megatron.rank_states import MegatronRank, RankStates
 from reshard.transfer.plan import OutputFile, Planned
 
 _WRAPPED = "module."
@@ -105,7 +105,7 @@ def _refuse_unsaved(request: Request) -> None:
 def lay_out(request: Request) -> list[OutputFile]:
     """The files of one iteration, and the tracker that names it."""
     args, iteration = _arguments(request), iteration_of(request)
-    writer = _Writer(request, args)
+    writer = _FolderWriter(request, args)
     for tensor in request.tensors:
         for rows, keys in writer.keys(tensor, tensor.name):
             writer.add(tensor, rows, [("model", _WRAPPED + key) for key in keys])
@@ -139,7 +139,7 @@ def _arguments(request: Request) -> dict[str, Any]:
 Rows = range | None
 
 
-class _Writer:
+class _FolderWriter:
     """Names tensors and objects, and adds them to the folder."""
 
     def __init__(self, request: Request, args: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ class _Writer:
         self._keys: dict[str, list[str]] = defaultdict(list)
         for transformer_engine in (True, False):
             states = RankStates(request.tensors, args, Layout(), transformer_engine, below=below(request))
-            for key, held in states.state(Rank(0), 0, 0).items():
+            for key, held in states.state(MegatronRank(0), 0, 0).items():
                 known = self._keys[held.tensor.name]
                 spelled = (key, key.replace("transformer_layer.", "mtp_model_layer."))
                 known += [each for each in dict.fromkeys(spelled) if each not in known]
@@ -174,7 +174,7 @@ class _Writer:
         for path in paths:
             self.folder.name(path, entry)
 
-    def add_optimizer(self, optimizer: NewOptimizer, request: Request) -> None:
+    def add_optimizer(self, optimizer: MegatronOptimizer, request: Request) -> None:
         """Add the states, the group of each parameter and the schedule."""
         step = step_tensor(
             self.folder.append(TorchOptimizer(optimizer=request.optimizer or Optimizer()).step())
@@ -187,7 +187,7 @@ class _Writer:
                     paths = [("optimizer", "state", _IN_OPTIMIZER + key) for key in keys]
                     self.add(state, rows, [(*path, kind) for path in paths])
                     self._name(step, [(*path, "step") for path in paths])
-        groups = _Groups(optimizer, request)
+        groups = _GroupFinder(optimizer, request)
         stored: dict[int, dict[str, DcpChunk]] = {}
         for name, state in stateful.items():
             number, group = groups.of(name, state)
@@ -201,10 +201,10 @@ class _Writer:
             self.folder.name(("opt_param_scheduler", field), self.object(value))
 
 
-class _Groups:
+class _GroupFinder:
     """Finds the group of each parameter, as Megatron-Core sorts them."""
 
-    def __init__(self, optimizer: NewOptimizer, request: Request) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, request: Request) -> None:
         step, lr = request.optimizer.step if request.optimizer else None, 0.0
         self._groups = []
         for group in optimizer.groups:

@@ -20,16 +20,17 @@ from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.read import read_dict
 from reshard.containers.torchfiles.untrusted import stored_in
-from reshard.containers.torchfiles.write import Image, NewTensor, layout_torch_file
+from reshard.containers.torchfiles.write import FileImage, NewTensor, layout_torch_file
 from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.copies import CopyFinder
+from reshard.formats.contract import Request
+from reshard.formats.copied_files import CopyFinder
 from reshard.formats.megatron.mcore import (
     BELOW,
     PARALLEL_LINEARS,
-    Place,
+    MegatronPosition,
     is_carried,
     is_hybrid,
     name_of,
@@ -38,10 +39,11 @@ from reshard.formats.megatron.mcore import (
     stored_args,
     unfused,
 )
+from reshard.formats.megatron.megatron_request import arguments, below, iteration_of
 from reshard.formats.megatron.rank_files import (
-    FILE,
-    TELLING,
-    Facts,
+    LAYOUT_ARGUMENTS,
+    STATE_FILE,
+    JoiningFacts,
     args_of,
     chunks_of,
     folder_name,
@@ -49,37 +51,35 @@ from reshard.formats.megatron.rank_files import (
     other_runs,
     stage_ranks,
 )
-from reshard.formats.megatron.ranks import Rank, RankStates
-from reshard.formats.megatron.request import arguments, below, iteration_of
+from reshard.formats.megatron.rank_states import MegatronRank, RankStates
 from reshard.formats.megatron.writers import COMPUTED_BY
 from reshard.formats.sharding import Shard, Split, TensorShards, add_shard, blocks_of
-from reshard.formats.target import Request
 from reshard.transfer.plan import Block, OutputFile, Planned
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "megatron-legacy"
 
 
 def detect(path: Path) -> bool:
     """Whether `path` is an iteration folder with `mp_rank_*`, or a folder with such iterations."""
-    return any(any(folder.glob(f"mp_rank_*/{FILE}")) for folder in iterations.candidates(path))
+    return any(any(folder.glob(f"mp_rank_*/{STATE_FILE}")) for folder in iterations.candidates(path))
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the tracked (or the requested) iteration. Raises ReshardError naming every rank that is missing."""
     folder, step = iterations.choose(path, iteration)
     read = cache(partial(_read, folder, sources))
-    names = sorted(path.parent.name for path in folder.glob(f"mp_rank_*/{FILE}"))
+    names = sorted(path.parent.name for path in folder.glob(f"mp_rank_*/{STATE_FILE}"))
     args = args_of(read(names[0])) or None
-    if args and args.keys() >= set(TELLING):
-        facts = Facts.of_args(args)
+    if args and args.keys() >= set(LAYOUT_ARGUMENTS):
+        facts = JoiningFacts.of_args(args)
     else:
-        facts = Facts.of_files({name: read(name) for name in names})
+        facts = JoiningFacts.of_files({name: read(name) for name in names})
     layout = facts.layout
     pairs = stage_ranks(layout)
-    ranks = [Rank(tp, pp, ep) for tp, ep in pairs for pp in range(layout.pp)]
+    ranks = [MegatronRank(tp, pp, ep) for tp, ep in pairs for pp in range(layout.pp)]
     _check_ranks(folder, ranks, layout)
-    reader = RankReader(facts, {pair: rank % layout.etp for pair, rank in pairs.items()})
+    reader = LegacyReader(facts, {pair: rank % layout.etp for pair, rank in pairs.items()})
     dropped: Counter[str] = Counter()
     files = {rank: read(folder_name(rank, layout)) for rank in ranks}
     for rank, content in files.items():
@@ -89,7 +89,9 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         reader.add(rank, content)
     for optimizer in folder.glob("mp_rank_*/distrib_optim.pt"):
         dropped["optimizer states"] += optimizer.stat().st_size
-    by_path = {str(folder / folder_name(rank, layout) / FILE): content for rank, content in files.items()}
+    by_path = {
+        str(folder / folder_name(rank, layout) / STATE_FILE): content for rank, content in files.items()
+    }
     problems = reader.copies.problems() or [*other_runs(by_path)] or [*misplaced(by_path, layout)]
     if misfits := reader.misfits():
         raise ReshardError(problems or misfits)
@@ -114,7 +116,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 def _read(folder: Path, sources: Sources, rank: str) -> dict[str, Any]:
     remedy = "copy the file again from the node that saved it"
     return read_dict(
-        folder / rank / FILE,
+        folder / rank / STATE_FILE,
         sources,
         "not-megatron",
         "not a Megatron checkpoint",
@@ -123,18 +125,18 @@ def _read(folder: Path, sources: Sources, rank: str) -> dict[str, Any]:
     )
 
 
-def _check_ranks(folder: Path, ranks: list[Rank], layout: Layout) -> None:
+def _check_ranks(folder: Path, ranks: list[MegatronRank], layout: Layout) -> None:
     problems = [
         Problem(
             "legacy-rank-missing",
             "the file of a rank is missing",
             file=str(path),
             rule=f"{layout} has {len(ranks)} files",
-            found=f"{len(list(folder.glob(f'mp_rank_*/{FILE}')))} files",
+            found=f"{len(list(folder.glob(f'mp_rank_*/{STATE_FILE}')))} files",
             remedy="copy the missing folder from the node that saved it",
         )
         for rank in ranks
-        if not (path := folder / folder_name(rank, layout) / FILE).is_file()
+        if not (path := folder / folder_name(rank, layout) / STATE_FILE).is_file()
     ]
     if problems:
         raise ReshardError(problems)
@@ -158,10 +160,12 @@ _DOWN = {
 """Tensors whose rows are gate and up, or up alone, and those whose columns are the width of the MLP."""
 
 
-class RankReader:
+class LegacyReader:
     """Joins the shards of all ranks under global names."""
 
-    def __init__(self, facts: Facts, shards: Mapping[tuple[int, int], int], *, gated: bool = True) -> None:
+    def __init__(
+        self, facts: JoiningFacts, shards: Mapping[tuple[int, int], int], *, gated: bool = True
+    ) -> None:
         self.copies = CopyFinder()
         self.replicas: list[Replica] = []
         self.fused = False
@@ -173,7 +177,7 @@ class RankReader:
         self._counts: dict[tuple[int, int], int] = {}
         self._found: dict[str, TensorShards] = {}
 
-    def learn(self, rank: Rank, content: Mapping[str, Any]) -> None:
+    def learn(self, rank: MegatronRank, content: Mapping[str, Any]) -> None:
         """Record how many layers each (chunk, stage) has, how wide latents are, and whether MLPs have a gate."""
         for chunk, state in enumerate(chunks_of(content)):
             layers = [
@@ -192,7 +196,7 @@ class RankReader:
         """The layers of all stages, once their files are known."""
         return sum(self._counts.values())
 
-    def add(self, rank: Rank, content: Mapping[str, Any]) -> None:
+    def add(self, rank: MegatronRank, content: Mapping[str, Any]) -> None:
         """Add all tensors of one rank's file."""
         for chunk, state in enumerate(chunks_of(content)):
             first = sum(count for at, count in self._counts.items() if at < (chunk, rank.pp))
@@ -200,7 +204,7 @@ class RankReader:
                 if isinstance(stored, StoredTensor) and not key.endswith("_extra_state"):
                     self._add(rank, first, key, stored)
 
-    def _add(self, rank: Rank, first: int, key: str, stored: StoredTensor) -> None:
+    def _add(self, rank: MegatronRank, first: int, key: str, stored: StoredTensor) -> None:
         tensor = Tensor.stored(stored)
         for stored_as, part in self._named(rank, first, key, tensor):
             place = place_of(stored_as)
@@ -219,11 +223,13 @@ class RankReader:
         latent = self._latent.get(name.rpartition(".linear_")[2], 0)
         return Split(0) if part.shape[0] < latent else split_of(name, self._gated)
 
-    def _is_tied_copy(self, rank: Rank) -> bool:
+    def _is_tied_copy(self, rank: MegatronRank) -> bool:
         """Whether a rank's head is a copy of the embedding, as on the last of several stages if they are tied."""
         return self._layout.pp > 1 and rank.pp == self._layout.pp - 1 and self._tied
 
-    def _named(self, rank: Rank, first: int, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _named(
+        self, rank: MegatronRank, first: int, key: str, tensor: Tensor
+    ) -> Iterator[tuple[str, Tensor]]:
         """The global name of a tensor, or of each expert in it."""
         match = _LAYER.fullmatch(key)
         if not match:
@@ -234,7 +240,10 @@ class RankReader:
         self.fused |= module != unfused(module)
         base = rank.ep * self._local_experts
         for expert, name, part in self._experts(unfused(module), tensor):
-            yield name_of(Place(name, stack, layer, None if expert is None else base + expert)), part
+            yield (
+                name_of(MegatronPosition(name, stack, layer, None if expert is None else base + expert)),
+                part,
+            )
 
     def _experts(self, module: str, tensor: Tensor) -> Iterator[tuple[int | None, str, Tensor]]:
         if sequential := _SEQUENTIAL.fullmatch(module):
@@ -310,9 +319,9 @@ def lay_out(request: Request) -> list[OutputFile]:
     transformer_engine = args["transformer_impl"] != "local"
     if transformer_engine and args.get("num_experts"):
         args = {**args, "moe_grouped_gemm": True}
-    writer = _Writer(tensors, args, layout, transformer_engine, below(request))
+    writer = _StateDictWriter(tensors, args, layout, transformer_engine, below(request))
 
-    def content(rank: Rank, first: int) -> dict[str, Any]:
+    def content(rank: MegatronRank, first: int) -> dict[str, Any]:
         own = {"rank": rank.pp * layout.stage_ranks + first}
         return {
             "args": Namespace(**stored_args({**args, **own}, layout, "torch")),
@@ -322,22 +331,24 @@ def lay_out(request: Request) -> list[OutputFile]:
         }
 
     files: list[OutputFile] = []
-    outlines: dict[tuple[Any, ...], Image] = {}
+    outlines: dict[tuple[Any, ...], FileImage] = {}
     for (tp, ep), first in sorted(stage_ranks(layout).items()):
-        for rank in (Rank(tp, pp, ep) for pp in range(layout.pp)):
-            file = _RankFile(partial(content, rank, first), outlines)
-            path = f"{iterations.name_of(iteration)}/{folder_name(rank, layout)}/{FILE}"
+        for rank in (MegatronRank(tp, pp, ep) for pp in range(layout.pp)):
+            file = _LegacyFile(partial(content, rank, first), outlines)
+            path = f"{iterations.name_of(iteration)}/{folder_name(rank, layout)}/{STATE_FILE}"
             files.append(OutputFile(path, file.outline.size, file, file.literals))
     return [*files, OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode())]
 
 
-class _RankFile:
+class _LegacyFile:
     """The file of one rank. Its content is rebuilt on every access: thousands would not fit in memory.
 
     Files that differ only in the values of tensors share one outline: the image of the first of them.
     """
 
-    def __init__(self, content: Callable[[], dict[str, Any]], outlines: dict[tuple[Any, ...], Image]) -> None:
+    def __init__(
+        self, content: Callable[[], dict[str, Any]], outlines: dict[tuple[Any, ...], FileImage]
+    ) -> None:
         self._content, first = content, content()
         tensors = [(key, held and (held.dtype, held.shape)) for key, held in _entries(first)]
         rank = (first["args"].rank.bit_length() + 7) // 8  # the number of bytes that it takes
@@ -366,7 +377,7 @@ def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, NewTensor | None
             yield from state.items()
 
 
-class _Writer:
+class _StateDictWriter:
     """Builds the state dicts of ranks."""
 
     def __init__(
@@ -380,12 +391,12 @@ class _Writer:
         self._layout, self._te = layout, transformer_engine
         self._states = RankStates(tensors, args, layout, transformer_engine, below=below)
 
-    def models(self, rank: Rank, etp: int) -> dict[str, dict[str, Any]]:
+    def models(self, rank: MegatronRank, etp: int) -> dict[str, dict[str, Any]]:
         """The state dict of a rank, or one for each of its virtual stages."""
         states = [self._state(rank, chunk, etp) for chunk in range(self._layout.vpp)]
         return {"model": states[0]} if len(states) == 1 else {f"model{i}": s for i, s in enumerate(states)}
 
-    def _state(self, rank: Rank, chunk: int, etp: int) -> dict[str, Any]:
+    def _state(self, rank: MegatronRank, chunk: int, etp: int) -> dict[str, Any]:
         state: dict[str, Any] = {}
         for key, held in self._states.state(rank, chunk, etp).items():
             state[key] = NewTensor(held, held.dtype, held.shape)

@@ -128,7 +128,7 @@ def is_hybrid(args: Mapping[str, Any]) -> bool:
     return bool(args.get("hybrid_override_pattern"))
 
 
-class Place(NamedTuple):
+class MegatronPosition(NamedTuple):
     """The position of a tensor according to its name."""
 
     module: str
@@ -143,19 +143,19 @@ _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(.*)")
 _EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(.*)")
 
 
-def place_of(name: str) -> Place:
+def place_of(name: str) -> MegatronPosition:
     """Parse one of reshard's own names."""
     match = _LAYER.fullmatch(name)
     if not match:
-        return Place(name)
+        return MegatronPosition(name)
     stack, layer, module = match[1], int(match[2]), match[3]
     expert = _EXPERT.fullmatch(module)
     if expert:
-        return Place(f"{expert[1]}.{expert[3]}", stack, layer, int(expert[2]))
-    return Place(module, stack, layer)
+        return MegatronPosition(f"{expert[1]}.{expert[3]}", stack, layer, int(expert[2]))
+    return MegatronPosition(module, stack, layer)
 
 
-def name_of(place: Place) -> str:
+def name_of(place: MegatronPosition) -> str:
     """Build a name: the inverse of `place_of`."""
     module = place.module
     if place.expert is not None:
@@ -171,7 +171,7 @@ def unfused(module: str) -> str:
     return module.replace("mtp_model_layer.", "transformer_layer.")
 
 
-class Spelling:
+class LayerSpelling:
     """How layers are named: by Transformer Engine or by the local spec, in torch_dist or legacy files.
 
     `places` are those of all tensors. torch_dist writes fused names under both specs, but only Transformer Engine keeps
@@ -179,7 +179,9 @@ class Spelling:
     reads their outputs.
     """
 
-    def __init__(self, places: Iterable[Place], *, transformer_engine: bool, torch_dist: bool) -> None:
+    def __init__(
+        self, places: Iterable[MegatronPosition], *, transformer_engine: bool, torch_dist: bool
+    ) -> None:
         self.transformer_engine, self._torch_dist = transformer_engine, torch_dist
         places = list(places)
         self._latent = any("linear_kv_up_proj" in place.module for place in places)
@@ -208,7 +210,7 @@ class Spelling:
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class StageFinder:
     """Finds the pipeline stage, and its virtual chunk, that has a tensor. Each has at least `least` layers."""
 
     layout: Layout

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.families.rope import LLAMA3
-from reshard.folders.provenance import read_yaml
+from reshard.folders.base_hints import read_yaml
 from reshard.formats.megatron import nemo_1
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 CONTEXT, MODEL, TOKENIZER = "context", "model.yaml", "nemo_tokenizer"
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.folders.provenance import read_yaml
-from reshard.transfer.sources import Sources
+from reshard.folders.base_hints import read_yaml
+from reshard.transfer.source_files import Sources
 
-FILE = "model_config.yaml"
+CONFIG_FILE = "model_config.yaml"
 NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "encoder_seq_length")
 """Keys without which a file does not describe a GPT."""
 
@@ -31,7 +31,9 @@ def read_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
 
     None if there is no such file, or if it does not describe a model completely. Raises ValueError if it is broken.
     """
-    path = next((each / FILE for each in (folder, folder.parent) if (each / FILE).is_file()), None)
+    path = next(
+        (each / CONFIG_FILE for each in (folder, folder.parent) if (each / CONFIG_FILE).is_file()), None
+    )
     return _fields(read_yaml(path, sources)) if path else None
 
 

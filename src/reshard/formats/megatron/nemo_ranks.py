@@ -22,18 +22,18 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.read import read_dict
 from reshard.families.dialect import MEGATRON
 from reshard.folders import iterations
+from reshard.folders.allowed_paths import check_open
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import check_open
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.megatron.legacy import RankReader
+from reshard.formats.megatron.legacy import LegacyReader
 from reshard.formats.megatron.mcore import is_gated
-from reshard.formats.megatron.rank_files import Facts
-from reshard.formats.megatron.ranks import Rank
+from reshard.formats.megatron.rank_files import JoiningFacts
+from reshard.formats.megatron.rank_states import MegatronRank
 from reshard.formats.megatron.writers import recorded_args
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "nemo"
-FILE = "model_weights.ckpt"
+WEIGHTS_FILE = "model_weights.ckpt"
 _FOLDER = re.compile(r"(?:mp_rank|tp_rank)_(\d{2,})(?:_pp_rank_(\d{3,}))?")
 _WRAPPERS = re.compile(r"(?:model\.)?(?:module\.)?")
 _NAMES = (
@@ -68,9 +68,11 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     found = dict(_files(path))
     _check_ranks(path, found)
     contents = {rank: {"model": _under_megatrons_names(file, sources)} for rank, file in found.items()}
-    facts = Facts.of_files({f"mp_rank_{rank.tp:02d}_{rank.pp:03d}": each for rank, each in contents.items()})
+    facts = JoiningFacts.of_files(
+        {f"mp_rank_{rank.tp:02d}_{rank.pp:03d}": each for rank, each in contents.items()}
+    )
     args = recorded_args(path, sources, {})
-    reader = RankReader(facts, {(rank.tp, 0): rank.tp for rank in found}, gated=is_gated(args or {}))
+    reader = LegacyReader(facts, {(rank.tp, 0): rank.tp for rank in found}, gated=is_gated(args or {}))
     for rank, content in contents.items():
         reader.learn(rank, content)
     for rank, content in contents.items():
@@ -90,24 +92,24 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     )
 
 
-def _files(folder: Path) -> Iterator[tuple[Rank, Path]]:
+def _files(folder: Path) -> Iterator[tuple[MegatronRank, Path]]:
     """The files of ranks in a folder."""
-    if (folder / FILE).is_file():
-        yield Rank(0, 0, 0), folder / FILE
+    if (folder / WEIGHTS_FILE).is_file():
+        yield MegatronRank(0, 0, 0), folder / WEIGHTS_FILE
         return
     for child in sorted(folder.iterdir()):
         match = _FOLDER.fullmatch(child.name)
         if not match:
             continue
         check_open(child)
-        if (child / FILE).is_file():
-            yield Rank(int(match[1]), int(match[2] or 0), 0), child / FILE
+        if (child / WEIGHTS_FILE).is_file():
+            yield MegatronRank(int(match[1]), int(match[2] or 0), 0), child / WEIGHTS_FILE
 
 
-def _check_ranks(folder: Path, found: Mapping[Rank, Path]) -> None:
+def _check_ranks(folder: Path, found: Mapping[MegatronRank, Path]) -> None:
     tp, pp = (1 + max(each) for each in zip(*((rank.tp, rank.pp) for rank in found), strict=True))
     names = {
-        Rank(i, j, 0): f"tp_rank_{i:02d}_pp_rank_{j:03d}" if pp > 1 else f"mp_rank_{i:02d}"
+        MegatronRank(i, j, 0): f"tp_rank_{i:02d}_pp_rank_{j:03d}" if pp > 1 else f"mp_rank_{i:02d}"
         for i in range(tp)
         for j in range(pp)
     }
@@ -115,7 +117,7 @@ def _check_ranks(folder: Path, found: Mapping[Rank, Path]) -> None:
         Problem(
             "nemo-rank-missing",
             "the file of a rank is missing",
-            file=str(folder / name / FILE),
+            file=str(folder / name / WEIGHTS_FILE),
             rule=f"there are {tp} tensor-parallel ranks and {pp} stages, as other folders say",
             found=f"{len(found)} files",
             remedy="copy the missing folder from where it was saved; if it is an archive, copy that again",
@@ -143,7 +145,7 @@ def _translated(name: str) -> str:
 
 
 def _refuse(
-    path: Path, reader: RankReader, contents: Mapping[Rank, Any], args: Mapping[str, Any] | None
+    path: Path, reader: LegacyReader, contents: Mapping[MegatronRank, Any], args: Mapping[str, Any] | None
 ) -> None:
     """Raise ReshardError for ranks that do not fit together."""
     problems = reader.misfits()

@@ -20,18 +20,18 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.read import first_bytes
-from reshard.formats.copies import ANOTHER_RUN, ONE_RUN, of_other_runs
+from reshard.formats.copied_files import ANOTHER_RUN, ONE_RUN, of_other_runs
 from reshard.formats.megatron.mcore import BELOW, layout_of
-from reshard.formats.megatron.ranks import Rank
+from reshard.formats.megatron.rank_states import MegatronRank
 from reshard.formats.megatron.writers import arguments_of
 
-FILE = "model_optim_rng.pt"
+STATE_FILE = "model_optim_rng.pt"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-COMPARED = 1 << 16
+COMPARED_BYTES = 1 << 16
 """Bytes compared to tell whether two tables are equal: some rows of each."""
 
-RUN = (
+SHARED_ARGUMENTS = (
     "iteration",
     "world_size",
     "tensor_model_parallel_size",
@@ -44,7 +44,7 @@ RUN = (
 )
 """Arguments that are the same in all files of one iteration."""
 
-TELLING = (
+LAYOUT_ARGUMENTS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "num_experts",
@@ -55,7 +55,7 @@ TELLING = (
 Content = Mapping[str, Any]
 
 
-def folder_name(rank: Rank, layout: Layout) -> str:
+def folder_name(rank: MegatronRank, layout: Layout) -> str:
     """The folder of a rank: with the stage if there are several, likewise the expert rank."""
     stage = f"_{rank.pp:03d}" if layout.pp > 1 else ""
     expert = f"_{rank.ep:03d}" if layout.ep > 1 else ""
@@ -93,7 +93,7 @@ def other_runs(files: Mapping[str, Content]) -> Iterator[Problem]:
     said = {
         path: {**args_of(content), "iteration": content.get("iteration")} for path, content in files.items()
     }
-    known = [key for key in RUN if all(isinstance(each.get(key), int) for each in said.values())]
+    known = [key for key in SHARED_ARGUMENTS if all(isinstance(each.get(key), int) for each in said.values())]
     runs = {path: tuple(f"{key} {each[key]}" for key in known) for path, each in said.items()}
     problem = Problem(
         "megatron-file-of-another-run",
@@ -133,7 +133,7 @@ def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]
             )
 
 
-def coordinates(args: Mapping[str, Any], layout: Layout) -> Rank | None:
+def coordinates(args: Mapping[str, Any], layout: Layout) -> MegatronRank | None:
     """The coordinates of `args.rank` in a layout; None if the arguments are not there.
 
     Which replica of data or context parallelism saves a file differs between versions, and does not matter: ranks count
@@ -148,7 +148,7 @@ def coordinates(args: Mapping[str, Any], layout: Layout) -> Rank | None:
         stage_size = layout.tp * replicas
     # Until 0.9, which had no expert tensor parallelism, context parallelism divided the ranks of experts too.
     inside = layout.etp if args.get("expert_tensor_parallel_size") else layout.tp * replicas
-    return Rank(rank % layout.tp, rank // stage_size % layout.pp, rank // inside % layout.ep)
+    return MegatronRank(rank % layout.tp, rank // stage_size % layout.pp, rank // inside % layout.ep)
 
 
 def chunks_of(content: Content) -> list[Mapping[str, Any]]:
@@ -164,7 +164,7 @@ def chunks_of(content: Content) -> list[Mapping[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Facts:
+class JoiningFacts:
     """The facts needed to join files: layout, experts per layer, and whether the head is tied."""
 
     layout: Layout
@@ -172,13 +172,13 @@ class Facts:
     tied: bool
 
     @classmethod
-    def of_args(cls, args: Mapping[str, Any]) -> Facts:
-        """The facts in Megatron-LM's arguments; requires all of `TELLING`."""
+    def of_args(cls, args: Mapping[str, Any]) -> JoiningFacts:
+        """The facts in Megatron-LM's arguments; requires all of `LAYOUT_ARGUMENTS`."""
         tied = not args.get("untie_embeddings_and_output_weights", False)
         return cls(layout_of(args).complete(), int(args.get("num_experts") or 0), tied)
 
     @classmethod
-    def of_files(cls, files: Mapping[str, Content]) -> Facts:
+    def of_files(cls, files: Mapping[str, Content]) -> JoiningFacts:
         """The facts that follow from the files themselves and the names of their folders."""
         numbers = {name: _numbers(name) for name in files}
         tensors = {name: dict(_tensors(content)) for name, content in files.items()}
@@ -223,4 +223,4 @@ def _begin_alike(first: StoredTensor, second: StoredTensor) -> bool:
     """Whether two tensors begin with the same bytes. Checksums may be of storages that contain other tensors too."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    return first_bytes(first, COMPARED) == first_bytes(second, COMPARED)
+    return first_bytes(first, COMPARED_BYTES) == first_bytes(second, COMPARED_BYTES)

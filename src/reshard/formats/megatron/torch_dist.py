@@ -1,8 +1,8 @@
 """Megatron-Core's torch_dist checkpoints: chunks of complete tensors, in files that torch's DCP metadata maps.
 
 `<root>/latest_checkpointed_iteration.txt` names `iter_0000002` or `release`; that folder has `.metadata`,
-`metadata.json`, `__<rank>_<n>.distcp` and, before megatron-core 0.19, `common.pt` (see `common.py`). torch_dcp, which
-torch's DCP alone writes, is read as well. Source: megatron-core's dist_checkpointing 0.12 to 0.19.
+`metadata.json`, `__<rank>_<n>.distcp` and, before megatron-core 0.19, `common.pt` (see `common_state.py`). torch_dcp,
+which torch's DCP alone writes, is read as well. Source: megatron-core's dist_checkpointing 0.12 to 0.19.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from reshard.containers.torchfiles.write import image_bytes, layout_torch_file
 from reshard.folders import iterations
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.copies import explained
+from reshard.formats.contract import Request
+from reshard.formats.copied_files import explained
 from reshard.formats.megatron import fsdp_dtensor
-from reshard.formats.megatron.common import ReadChunk, is_torch_dcp, read_common, respelled
+from reshard.formats.megatron.common_state import ReadChunk, is_torch_dcp, read_common, respelled
 from reshard.formats.megatron.mcore import (
     LINEARS_BESIDE,
     PARALLEL_LINEARS,
-    Place,
-    Spelling,
-    Stages,
+    LayerSpelling,
+    MegatronPosition,
+    StageFinder,
     is_carried,
     is_gated,
     is_hybrid,
@@ -49,18 +50,13 @@ from reshard.formats.megatron.mcore import (
     split_of,
     stored_args,
 )
-from reshard.formats.megatron.optimizer import (
-    NUMBERED,
-    NewOptimizer,
-    torch_file,
-)
-from reshard.formats.megatron.request import arguments, below, iteration_of, optimizer_of, run_config
-from reshard.formats.megatron.seeds import exchanged
-from reshard.formats.megatron.stacked import Saved, checkpoint_of, not_a_weight, unprefixed
+from reshard.formats.megatron.megatron_request import arguments, below, iteration_of, optimizer_of, run_config
+from reshard.formats.megatron.optimizer_states import NUMBERED_STATES, MegatronOptimizer, torch_file
+from reshard.formats.megatron.rank_seeds import exchanged
+from reshard.formats.megatron.stacked_keys import SavedIteration, checkpoint_of, not_a_weight, unprefixed
 from reshard.formats.sharding import shard_boxes
-from reshard.formats.target import Request
 from reshard.transfer.plan import OutputFile, Planned
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "megatron"
 
@@ -91,7 +87,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
     metadata = read_metadata(folder / ".metadata", sources)
     stored, variant = _spelled(metadata)
-    saved = Saved(
+    saved = SavedIteration(
         NAME,
         stored,
         metadata.objects,
@@ -101,7 +97,7 @@ def _open(folder: Path, sources: Sources, step: Iteration | None) -> Checkpoint:
         variant,
     )
     if variant == "torch_dcp":
-        saved = replace(saved, left_out=NUMBERED)
+        saved = replace(saved, left_out=NUMBERED_STATES)
     elif variant == fsdp_dtensor.VARIANT:
         read = partial(fsdp_dtensor.read_optimizer, metadata, sources)
         saved = replace(saved, left_out=fsdp_dtensor.WITHOUT_GROUPS, optimizer=lambda _: read())
@@ -138,7 +134,7 @@ EXTRA_STATE = image_bytes(layout_torch_file([None]))
 """The extra state of a parallel linear without fp8 state; loading it is a no-op."""
 
 
-class _Writer:
+class _TorchDistWriter:
     """Assigns the chunks of every tensor to ranks, like megatron-core."""
 
     def __init__(
@@ -146,18 +142,18 @@ class _Writer:
         layout: Layout,
         layers: int,
         experts: int,
-        spelling: Spelling,
+        spelling: LayerSpelling,
         stacked: bool,
         below: str,
         gated: bool,
-        places: Mapping[str, Place],
+        places: Mapping[str, MegatronPosition],
     ) -> None:
         self.layout, self.gated, self.places = layout, gated, places
         self.below = below
         self.layers, self.experts = layers, experts
         self.spelling, self.stacked = spelling, stacked
         self.metadata = DcpMetadata({}, {})
-        self.stages = Stages(layout, layers)
+        self.stages = StageFinder(layout, layers)
         self.table = self.stages.table()
         self.files: dict[int, ChunkFile] = {}
         self.problems: list[Problem] = []
@@ -187,7 +183,7 @@ class _Writer:
             for low, size in shard_boxes(tensor.shape, split, rank, ranks):
                 entry.chunks.append(file.add(tensor, low, size, at))
 
-    def add_extra_state(self, place: Place) -> None:
+    def add_extra_state(self, place: MegatronPosition) -> None:
         """Add the object that the module at `place` saves with its weight."""
         key, lead, at = self._key(place._replace(module=f"{place.module}._extra_state"))
         if lead:
@@ -214,7 +210,7 @@ class _Writer:
                     )
                 )
 
-    def _key(self, place: Place) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    def _key(self, place: MegatronPosition) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """The key of a tensor, the leading axes that it stacks, and its index on them."""
         module = place.module if place.layer is None else self.spelling.module(place.module, place[1:3])
         lead: tuple[int, ...] = ()
@@ -231,7 +227,7 @@ class _Writer:
             lead, at = (*lead, self.experts), (*at, place.expert)
         return prefix + module, lead, at
 
-    def _file(self, place: Place, rank: int) -> ChunkFile:
+    def _file(self, place: MegatronPosition, rank: int) -> ChunkFile:
         if place.stack == "decoder" and place.layer is not None:
             stage = self.table[place.layer][0]
         else:
@@ -257,11 +253,11 @@ def lay_out(request: Request) -> list[OutputFile]:
     # Megatron-Core stacks layers only if they are all of one kind.
     kinds = ("moe_layer_freq", "linear_attention_freq")
     stacked = not hybrid and all(args.get(kind) in (None, 1) for kind in kinds)
-    writer = _Writer(
+    writer = _TorchDistWriter(
         layout,
         int(args["num_layers"]),
         int(args.get("num_experts") or 0),
-        Spelling(places.values(), transformer_engine=transformer_engine, torch_dist=True),
+        LayerSpelling(places.values(), transformer_engine=transformer_engine, torch_dist=True),
         stacked,
         below(request),
         is_gated(args),
@@ -301,7 +297,7 @@ def _common_content(
     args: Mapping[str, Any],
     layout: Layout,
     iteration: Iteration,
-    optimizer: NewOptimizer | None,
+    optimizer: MegatronOptimizer | None,
     stacked: bool,
 ) -> dict[str, Any]:
     """The content of `common.pt`: all data that do not belong to a tensor."""
@@ -322,7 +318,7 @@ def _common_content(
     }
 
 
-def _with_extra_state(place: Place, spelling: Spelling, hybrid: bool) -> Iterator[str]:
+def _with_extra_state(place: MegatronPosition, spelling: LayerSpelling, hybrid: bool) -> Iterator[str]:
     """The modules whose extra state is saved with the tensor at `place`: parallel linears of layers.
 
     A `hybrid` model also saves that of its head.

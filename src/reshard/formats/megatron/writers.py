@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.folders.provenance import RUN_CONFIG, read_run_config
+from reshard.folders.base_hints import RUN_CONFIG, read_run_config
 from reshard.formats.megatron import nemo
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
-LAYOUT = (
+LAYOUT_ARGUMENTS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size", "world_size"),
     *(
@@ -57,7 +57,7 @@ def recorded_args(folder: Path, sources: Sources, common: Mapping[str, Any]) -> 
         args = arguments_of(common["args"])
         if "num_layers" in args:
             return args
-        return {name: args[name] for name in LAYOUT if name in args}
+        return {name: args[name] for name in LAYOUT_ARGUMENTS if name in args}
     try:
         run_config, of_nemo = read_run_config(folder, sources), nemo.read_model(folder, sources)
     except ValueError:

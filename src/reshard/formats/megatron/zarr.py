@@ -18,17 +18,17 @@ from pathlib import Path
 
 from reshard.algebra.storage import StoredTensor
 from reshard.base.errors import Problem, ReshardError
-from reshard.containers import zarr
+from reshard.containers import zarr_arrays
 from reshard.containers.dcp_metadata import DcpChunk, DcpMetadata, DcpTensor
-from reshard.containers.zarr import ZarrArray
+from reshard.containers.zarr_arrays import ZarrArray
 from reshard.folders import iterations
+from reshard.folders.allowed_paths import check_open
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import check_open
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.megatron.common import FILE as COMMON
-from reshard.formats.megatron.common import ReadChunk, read_common
-from reshard.formats.megatron.stacked import Saved, checkpoint_of, not_a_weight, unprefixed
-from reshard.transfer.sources import Sources
+from reshard.formats.megatron.common_state import COMMON_FILE as COMMON
+from reshard.formats.megatron.common_state import ReadChunk, read_common
+from reshard.formats.megatron.stacked_keys import SavedIteration, checkpoint_of, not_a_weight, unprefixed
+from reshard.transfer.source_files import Sources
 
 NAME = "megatron-zarr"
 
@@ -41,7 +41,7 @@ def detect(path: Path) -> bool:
 def _holds(folder: Path) -> bool:
     """Whether arrays are in a folder of Megatron-Core, or the chunks of some whose hidden files were not copied."""
     beside = any((folder / name).is_file() for name in ("metadata.json", COMMON))
-    return beside and any(any(folder.glob(pattern)) for pattern in (f"*/{zarr.FILE}", "*.weight/0*"))
+    return beside and any(any(folder.glob(pattern)) for pattern in (f"*/{zarr_arrays.ZARRAY}", "*.weight/0*"))
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -54,7 +54,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     if problems := [problem for each in found.values() if isinstance(each, list) for problem in each]:
         raise ReshardError(problems)
     arrays = {key: array for key, array in found.items() if isinstance(array, ZarrArray)}
-    saved = Saved(
+    saved = SavedIteration(
         NAME,
         unprefixed(arrays),
         dict(_objects(inside)),
@@ -67,13 +67,13 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 def _array(folder: Path, sources: Sources) -> ZarrArray | list[Problem]:
     """The array in a folder, or its problems: none if it is not a weight, which nothing else needs."""
     try:
-        return zarr.read_array(folder, sources)
+        return zarr_arrays.read_array(folder, sources)
     except ReshardError as error:
         return [] if not_a_weight(folder.name) else list(error.problems)
 
 
 def _is_array(folder: Path) -> bool:
-    return (folder / zarr.FILE).is_file() or bool(zarr.chunk_names(folder))
+    return (folder / zarr_arrays.ZARRAY).is_file() or bool(zarr_arrays.chunk_names(folder))
 
 
 def _objects(folders: list[Path]) -> Iterator[tuple[str, DcpChunk]]:
@@ -87,14 +87,14 @@ def _objects(folders: list[Path]) -> Iterator[tuple[str, DcpChunk]]:
 def _reading(sources: Sources, stored: Mapping[str, DcpTensor]) -> Iterator[ReadChunk]:
     """Each chunk is a file. Raises ReshardError listing those that are missing or have another size."""
     arrays = {key: array for key, array in stored.items() if isinstance(array, ZarrArray)}
-    lacking = (zarr.missing_chunks(key, array) for key, array in arrays.items())
+    lacking = (zarr_arrays.missing_chunks(key, array) for key, array in arrays.items())
     problems = [problem for problem in lacking if problem]
-    problems += [problem for array in arrays.values() for problem in zarr.misfits(array, sources)]
+    problems += [problem for array in arrays.values() for problem in zarr_arrays.misfits(array, sources)]
     if problems:
         raise ReshardError(problems)
 
     def read(tensor: DcpTensor, chunk: DcpChunk) -> StoredTensor:
         assert isinstance(tensor, ZarrArray)
-        return zarr.read_chunk(tensor, chunk)
+        return zarr_arrays.read_chunk(tensor, chunk)
 
     yield read

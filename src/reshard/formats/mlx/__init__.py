@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reshard.formats import huggingface
+from reshard.formats.contract import Format
 from reshard.formats.mlx import folder, write
-from reshard.formats.target import Format
 
 FORMAT = Format(
     folder.NAME,

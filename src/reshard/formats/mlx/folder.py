@@ -10,15 +10,15 @@ from typing import Any
 
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, one_for_all
-from reshard.families import mlx
+from reshard.families.dialects import mlx
+from reshard.folders.allowed_paths import belongs
 from reshard.folders.companions import CONFIG, read_object
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import belongs
-from reshard.formats import huggingface, marks, renamed
+from reshard.formats import apply_renamings, huggingface, safetensors_writers
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.mlx.modes import SMALL, Settings, settings_in
-from reshard.formats.mlx.weights import Parts, dequantized
-from reshard.transfer.sources import Sources
+from reshard.formats.mlx.quantization_modes import SMALL_FLOAT_MODES, ModeSettings, settings_in
+from reshard.formats.mlx.quantized_weights import WeightParts, dequantized
+from reshard.transfer.source_files import Sources
 
 NAME = "mlx"
 """Also in the metadata of its files."""
@@ -29,24 +29,24 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 def detect(path: Path) -> bool:
     """Whether `path` is a folder whose weights MLX has written, or one such file, or the index of several."""
-    return marks.may_have(path, NAME)
+    return safetensors_writers.may_have(path, NAME)
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder or a file. Raises ReshardError."""
     found = huggingface.open_checkpoint(path, sources, iteration)
-    if not marks.has(path, NAME):
+    if not safetensors_writers.has(path, NAME):
         return found
     config = _config(found.root, sources)
     quantization = _settings(config, found.root)
-    weights = _Weights(found.tensors, quantization, str(path))
+    weights = _MlxWeights(found.tensors, quantization, str(path))
     tensors, notes = weights.plain(), []
     if weights.kinds:
         notes.append(_told(weights.kinds))
     naming = mlx.naming(config)
     if naming is None:
         raise unknown_model(config, found.root, "convert the Hugging Face folder that it was made from")
-    hub = renamed.on_hub(tensors, naming.rules, config)
+    hub = apply_renamings.on_hub(tensors, naming.rules, config)
     if naming.is_rounded:
         notes.append("mlx-lm stores zero-centred norms plus one, which rounded them: one is subtracted again")
     lacks = mlx.VISION in naming.left and not any(map(mlx.VISION.names.match, hub))
@@ -108,19 +108,19 @@ def unknown_model(config: Mapping[str, Any], folder: Path | None, remedy: str) -
     )
 
 
-def _told(kinds: Counter[Settings]) -> str:
+def _told(kinds: Counter[ModeSettings]) -> str:
     how = "; ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
     total = sum(kinds.values())
     return f"{total} weights are quantized by MLX, and dequantized as it does it: {how}"
 
 
-class _Weights:
+class _MlxWeights:
     """The weights of a folder under MLX's names. `kinds` counts the quantized ones, after `plain`."""
 
     def __init__(self, tensors: Mapping[str, Tensor], told: Mapping[str, Any], file: str) -> None:
         self._tensors, self._told, self._file = tensors, told, file
         self._default = self._parsed(told) if told else None
-        self.kinds: Counter[Settings] = Counter()
+        self.kinds: Counter[ModeSettings] = Counter()
 
     def plain(self) -> dict[str, Tensor]:
         """All weights. Raises ReshardError naming those whose parts do not fit."""
@@ -159,9 +159,9 @@ class _Weights:
             yield self._misfit(module, items, scales, biases)
             return
         self.kinds[settings] += 1
-        made[f"{module}.weight"] = dequantized(Parts(items, scales, biases), settings)
+        made[f"{module}.weight"] = dequantized(WeightParts(items, scales, biases), settings)
 
-    def _of(self, module: str, items: Tensor, scales: Tensor) -> Settings | None:
+    def _of(self, module: str, items: Tensor, scales: Tensor) -> ModeSettings | None:
         """The settings of a module: its own, else those that its parts leave open; None if none fit."""
         own = self._told.get(module)
         if isinstance(own, dict):
@@ -169,11 +169,11 @@ class _Weights:
         groups = scales.shape[-1] if scales.shape else 0
         bits_of_group = 32 * items.shape[-1] // groups if items.shape and groups else 0
         if scales.dtype.name == "uint8":
-            found = (Settings(each.group, each.bits, mode) for mode, each in SMALL.items())
+            found = (ModeSettings(each.group, each.bits, mode) for mode, each in SMALL_FLOAT_MODES.items())
             return next((each for each in found if each.bits * each.group == bits_of_group), None)
         return self._default
 
-    def _parsed(self, told: Mapping[str, Any]) -> Settings:
+    def _parsed(self, told: Mapping[str, Any]) -> ModeSettings:
         try:
             return settings_in(told)
         except ValueError as error:
@@ -193,9 +193,9 @@ class _Weights:
         )
 
 
-def _fits(settings: Settings, items: Tensor, scales: Tensor, biases: Tensor | None) -> bool:
+def _fits(settings: ModeSettings, items: Tensor, scales: Tensor, biases: Tensor | None) -> bool:
     """Whether the parts of a weight have the dtypes and shapes of these settings."""
-    is_small = settings.mode in SMALL
+    is_small = settings.mode in SMALL_FLOAT_MODES
     if (scales.dtype.name == "uint8") != is_small or (biases is None) != is_small:
         return False
     if biases is not None and (biases.dtype, biases.shape) != (scales.dtype, scales.shape):

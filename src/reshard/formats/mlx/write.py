@@ -12,26 +12,26 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.base.errors import ReshardError, listed
-from reshard.families import mlx
+from reshard.families.dialects import mlx
 from reshard.families.renaming import Renaming
 from reshard.formats import huggingface
+from reshard.formats.contract import Request, Target
 from reshard.formats.mlx.folder import FLOATS, NAME, unknown_model
-from reshard.formats.mlx.modes import AFFINE, BITS, GROUPS, USUAL_BITS, USUAL_GROUP, Settings
-from reshard.formats.mlx.weights import Items, affine
-from reshard.formats.target import Request, Target
+from reshard.formats.mlx.quantization_modes import AFFINE, BITS, GROUPS, USUAL_BITS, USUAL_GROUP, ModeSettings
+from reshard.formats.mlx.quantized_weights import AffineItems, affine
 from reshard.transfer.elements import castable
-from reshard.transfer.memory import NOTHING, Need
-from reshard.transfer.plan import Command, OutputFile, Planned
+from reshard.transfer.memory_budget import NOTHING, MemoryNeed
+from reshard.transfer.plan import OutputCommand, OutputFile, Planned
 
 METHODS = {
-    f"{AFFINE}-{bits}" + (f"-{group}" if group != USUAL_GROUP else ""): Settings(group, bits)
+    f"{AFFINE}-{bits}" + (f"-{group}" if group != USUAL_GROUP else ""): ModeSettings(group, bits)
     for bits in BITS
     for group in (USUAL_GROUP, *GROUPS)
 }
 """The values of `--quantize`."""
-FINER = Settings(64, 8)
+FINER_SETTINGS = ModeSettings(64, 8)
 """How mlx-lm stores routers and the like, whatever the others are in."""
-NONE = ("\n",)
+NO_ENDING = ("\n",)
 """The end of no name."""
 
 
@@ -41,7 +41,7 @@ def fit(request: Request) -> Request:
     return request
 
 
-def _naming(request: Request) -> mlx.Naming:
+def _naming(request: Request) -> mlx.MlxNaming:
     found = mlx.naming(request.config)
     if found is None:
         remedy = "pass --to huggingface, of which mlx_lm.convert makes an MLX folder if mlx-lm has the model"
@@ -70,13 +70,15 @@ def complete(request: Request) -> Request:
     return _quantized(naming, request) if request.options.quantize else request
 
 
-def _in_one_dtype(naming: mlx.Naming, request: Request) -> Request:
+def _in_one_dtype(naming: mlx.MlxNaming, request: Request) -> Request:
     """The request with all tensors in the dtype of most, as mlx-lm casts them; `inside` are notes on it."""
     main = dtype(request.main_dtype)
     others = {
         tensor.name: tensor.dtype
         for tensor in request.tensors
-        if castable(tensor.dtype) and tensor.dtype != main and not tensor.name.endswith(naming.exact or NONE)
+        if castable(tensor.dtype)
+        and tensor.dtype != main
+        and not tensor.name.endswith(naming.exact or NO_ENDING)
     }
     tensors = [tensor._replace(dtype=main) if tensor.name in others else tensor for tensor in request.tensors]
     told = [
@@ -86,7 +88,7 @@ def _in_one_dtype(naming: mlx.Naming, request: Request) -> Request:
     return replace(request, tensors=tensors, inside=told if others else [])
 
 
-def _quantized(naming: mlx.Naming, request: Request) -> Request:
+def _quantized(naming: mlx.MlxNaming, request: Request) -> Request:
     """The request with quantized weights."""
     usual = METHODS[str(request.options.quantize)]
     chosen = {t.name: how for t in request.tensors if (how := _method(naming, usual, t))}
@@ -123,18 +125,18 @@ def _no_groups(request: Request) -> ReshardError:
     )
 
 
-def _method(naming: mlx.Naming, usual: Settings, tensor: Planned) -> Settings | None:
+def _method(naming: mlx.MlxNaming, usual: ModeSettings, tensor: Planned) -> ModeSettings | None:
     """How mlx-lm quantizes a tensor: matrices whose rows the group divides, unless a model's class says otherwise."""
     module = tensor.name.removesuffix(".weight")
     is_matrix = module != tensor.name and len(tensor.shape) > 1 and tensor.dtype.name in FLOATS
-    if not is_matrix or tensor.shape[-1] % usual.group or module.endswith(naming.kept or NONE):
+    if not is_matrix or tensor.shape[-1] % usual.group or module.endswith(naming.kept or NO_ENDING):
         return None
-    if not module.endswith(naming.finer or NONE):
+    if not module.endswith(naming.finer or NO_ENDING):
         return usual
-    return None if tensor.shape[-1] % FINER.group else FINER
+    return None if tensor.shape[-1] % FINER_SETTINGS.group else FINER_SETTINGS
 
 
-def _parts(tensor: Planned, settings: Settings) -> Iterator[Planned]:
+def _parts(tensor: Planned, settings: ModeSettings) -> Iterator[Planned]:
     """The tensors stored instead of a weight; its view is compiled when one of them is written."""
     module = tensor.name.removesuffix(".weight")
     nothing = Tensor(tensor.dtype, View.of(None, *tensor.shape))
@@ -142,18 +144,18 @@ def _parts(tensor: Planned, settings: Settings) -> Iterator[Planned]:
         yield Planned(f"{module}.{part}", made.dtype, made.shape, partial(_compiled, tensor, settings, part))
 
 
-def _compiled(tensor: Planned, settings: Settings, part: str) -> View:
+def _compiled(tensor: Planned, settings: ModeSettings, part: str) -> View:
     return affine(tensor.name, Tensor(tensor.dtype, tensor.source()), settings)[part].view
 
 
-def need(request: Request) -> Need:
+def need(request: Request) -> MemoryNeed:
     """The memory that computing quantized weights takes."""
     if not request.options.quantize:
         return NOTHING
     settings = METHODS[request.options.quantize]
     nothing = Tensor(request.tensors[0].dtype, View((0,), ()))
-    sources = (Items("", nothing, each) for each in (settings, FINER))
-    return Need(max(source.room(source.few) for source in sources) + (1 << 20), None)
+    sources = (AffineItems("", nothing, each) for each in (settings, FINER_SETTINGS))
+    return MemoryNeed(max(source.room(source.few) for source in sources) + (1 << 20), None)
 
 
 def notes(request: Request) -> list[str]:
@@ -164,7 +166,7 @@ def notes(request: Request) -> list[str]:
     if request.quantization:
         count = sum(tensor.name.endswith(".scales") for tensor in request.tensors)
         own = sum(isinstance(each, Mapping) for each in request.quantization.values())
-        finer = f", {own} of them in {FINER.bits} bits, as mlx-lm does it" if own else ""
+        finer = f", {own} of them in {FINER_SETTINGS.bits} bits, as mlx-lm does it" if own else ""
         told.append(f"{count} weights are quantized: {METHODS[str(request.options.quantize)]}{finer}")
     return told
 
@@ -174,10 +176,10 @@ def lay_out(request: Request) -> list[OutputFile]:
     return huggingface.laid_out(request, {"format": "mlx"}, indexed=True)
 
 
-def afterwards(request: Request) -> Iterator[Command]:
+def afterwards(request: Request) -> Iterator[OutputCommand]:
     """How to use the output."""
     words: tuple[Any, ...] = ("mlx_lm.generate", "--model", PurePath(), "--prompt", "Hello")
-    yield Command("on Apple silicon", words)
+    yield OutputCommand("on Apple silicon", words)
 
 
 TARGET = Target(

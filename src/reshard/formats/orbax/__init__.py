@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from reshard.formats.contract import Format
 from reshard.formats.orbax import folder, write
-from reshard.formats.target import Format
 
 FORMAT = Format(
     folder.NAME,

@@ -20,25 +20,25 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Tensor
 from reshard.algebra.views import View, assemble
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.base.plain import json_of
-from reshard.containers import zarr
-from reshard.containers.zarr import ZarrArray
-from reshard.families.maxtext import MAXTEXT
+from reshard.base.plain_json import json_of
+from reshard.containers import zarr_arrays
+from reshard.containers.zarr_arrays import ZarrArray
+from reshard.families.dialects.maxtext import MAXTEXT
 from reshard.folders.iterations import Iteration, refuse
 from reshard.formats import foreign
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.orbax.spelling import normal
+from reshard.formats.orbax.layer_names import normal
 from reshard.stores import is_remote
-from reshard.stores.orbax import DATABASE, METADATA, Array, chunk_in, places
+from reshard.stores.orbax import DATABASE, METADATA, ArrayShape, chunk_in, places
 from reshard.stores.registry import container
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME, UNSCANNED = "orbax", "orbax-unscanned"
 OF_CHECKPOINT = "_CHECKPOINT_METADATA"
 UNFINISHED = re.compile(r"(.+)\.orbax-checkpoint-tmp(-\d+)?")
 ROOTS = (("params", "params"), ("params",), ("base",), ())
 """Where the model is in the tree: of Linen, of Linen without its collection, of NNX with LoRA, and of NNX."""
-TOP = ("decoder", "token_embedder", "vision_encoder", "mtp_block")
+TOP_MODULES = ("decoder", "token_embedder", "vision_encoder", "mtp_block")
 OPTIMIZER = "optimizer states"
 NOT_WEIGHTS = (
     (re.compile(r"(opt|opt_state|optimizer)(\..*)?"), OPTIMIZER),
@@ -48,7 +48,7 @@ NOT_WEIGHTS = (
 _LORA = re.compile(r"(.*[._])?(w_)?lora_[ab](\..*)?")
 _ORDERED = re.compile(r"query_norm|query\.bias|wkv_a|MoeBlock_0|pre_ffw_norm")
 """In the names of models that are not Llama."""
-AGAIN = "copy the checkpoint again from where it was saved, or use another step of the run"
+COPY_AGAIN = "copy the checkpoint again from where it was saved, or use another step of the run"
 
 
 def detect(path: Path) -> bool:
@@ -72,7 +72,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _refuse_adapters(leaves.values(), path)
     root = _root(leaves, path)
     weights, beside = _sorted(leaves, root)
-    reader = _Reader(path, sources)
+    reader = _ArrayReader(path, sources)
     tensors = normal({name: reader.tensor(name, stored) for name, stored in weights.items()})
     dropped = Counter[str]()
     for stored, rule in beside.items():
@@ -136,7 +136,7 @@ def _leaves(path: Path, sources: Sources) -> dict[str, str]:
             file=str(path / METADATA),
             expected="JSON with the keys of each array (tree_metadata)",
             found="no such file" if isinstance(error, OSError) else f"{type(error).__name__}: {error}",
-            remedy=AGAIN,
+            remedy=COPY_AGAIN,
         ) from error
     return {".".join(each): ".".join(each[:-1] if each[-1:] == ["value"] else each) for each in keys}
 
@@ -218,7 +218,7 @@ def _notes(path: Path, dropped: Mapping[str, int]) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------- the arrays
 
 
-class _Reader:
+class _ArrayReader:
     """Makes tensors of arrays, and collects problems."""
 
     def __init__(self, folder: Path, sources: Sources) -> None:
@@ -230,7 +230,7 @@ class _Reader:
                 "the file that leads to all arrays of an Orbax checkpoint is missing",
                 file=str(folder / DATABASE),
                 rule=f"use_ocdbt in {METADATA}: the arrays are in a database",
-                remedy=AGAIN,
+                remedy=COPY_AGAIN,
             )
         self._problems: list[Problem] = []
         self._largest = 0
@@ -251,7 +251,7 @@ class _Reader:
     def tensor(self, name: str, stored: str) -> Tensor:
         """A complete tensor as a view over the chunks of an array."""
         if self._container.is_plain(stored):
-            return self._plain(name, zarr.read_array(self._folder / stored, self._sources))
+            return self._plain(name, zarr_arrays.read_array(self._folder / stored, self._sources))
         array = self._container.array(stored)
         dtype = BY_NAME.get(array.dtype)
         if dtype is None:
@@ -277,9 +277,12 @@ class _Reader:
 
     def _plain(self, name: str, array: ZarrArray) -> Tensor:
         """A tensor whose chunks are not compressed, as reshard writes them."""
-        lacking = zarr.missing_chunks(name, array)
-        self._problems += [lacking] if lacking else zarr.misfits(array, self._sources)
-        parts = [(chunk.offsets, Tensor.stored(zarr.read_chunk(array, chunk)).view) for chunk in array.chunks]
+        lacking = zarr_arrays.missing_chunks(name, array)
+        self._problems += [lacking] if lacking else zarr_arrays.misfits(array, self._sources)
+        parts = [
+            (chunk.offsets, Tensor.stored(zarr_arrays.read_chunk(array, chunk)).view)
+            for chunk in array.chunks
+        ]
         return Tensor(array.dtype, assemble(array.shape, parts))
 
     def nbytes(self, stored: str) -> int:
@@ -295,7 +298,7 @@ class _Reader:
         if self._sources.meter:
             self._sources.meter.set_aside(3 * self._largest, str(self._folder))
 
-    def _incomplete(self, name: str, array: Array, missing: list[str]) -> Problem:
+    def _incomplete(self, name: str, array: ArrayShape, missing: list[str]) -> Problem:
         return Problem(
             "orbax-chunks-missing",
             "chunks of an array are missing",
@@ -304,5 +307,5 @@ class _Reader:
             rule="Orbax stores every chunk of an array",
             expected=f"{list(array.shape)} in chunks of {list(array.chunk)}",
             found=f"without {listed(missing, 3)}",
-            remedy=AGAIN,
+            remedy=COPY_AGAIN,
         )

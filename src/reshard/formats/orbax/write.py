@@ -1,8 +1,8 @@
 """Write Orbax containers with MaxText's names, as `to_maxtext` of MaxText makes them.
 
 The output is `<step>/items`, with an array of zarr 2 in a folder of its own: not in a database, and not compressed, so
-that every byte is planned. Orbax recognizes all of this by the files. A chunk has one layer, and at most `LARGEST`
-bytes if its first axis can be divided.
+that every byte is planned. Orbax recognizes all of this by the files. A chunk has one layer, and at most
+`MAX_CHUNK_BYTES` bytes if its first axis can be divided.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from math import prod
 from typing import Any, NamedTuple
 
 from reshard.algebra.views import View
-from reshard.base.plain import to_json
-from reshard.families.maxtext import HEAD, MAXTEXT
+from reshard.base.plain_json import to_json
+from reshard.families.dialects.maxtext import HEAD, MAXTEXT
+from reshard.formats.contract import Request, Target
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.orbax.folder import UNSCANNED
-from reshard.formats.orbax.spelling import Place, place_of
-from reshard.formats.target import Request, Target
+from reshard.formats.orbax.layer_names import LayerPosition, place_of
 from reshard.transfer.plan import Block, OutputFile, Planned
 
 ITEM = "items"
-LARGEST = 256 << 20
+MAX_CHUNK_BYTES = 256 << 20
 """Bytes of a chunk above which it is divided: to read a part of a chunk, Orbax reads all of it."""
 
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -32,7 +32,7 @@ DICT_KEY = 2
 """The type of the keys of a dictionary in Orbax's metadata."""
 
 
-class Written(NamedTuple):
+class OutputArray(NamedTuple):
     """An array of the output. `tensors` are those of its layers along `axis`, or only one, which is all of it."""
 
     name: str
@@ -94,10 +94,10 @@ def _step(request: Request) -> int:
     return request.iteration if isinstance(request.iteration, int) else 0
 
 
-def _arrays(request: Request, *, scanned: bool) -> Iterator[Written]:
+def _arrays(request: Request, *, scanned: bool) -> Iterator[OutputArray]:
     """The arrays, in the order of the tensors that come first in each."""
     found: dict[str, list[tuple[int, Planned]]] = {}
-    places: dict[str, Place | None] = {}
+    places: dict[str, LayerPosition | None] = {}
     for tensor in request.tensors:
         place = place_of(tensor.name, request.declared, scanned=scanned)
         name = place.name if place else _beside(tensor.name)
@@ -106,7 +106,9 @@ def _arrays(request: Request, *, scanned: bool) -> Iterator[Written]:
     for name, parts in found.items():
         place = places[name]
         tensors = [tensor for _, tensor in sorted(parts, key=lambda part: part[0])]
-        yield Written(f"params.params.{name}", tensors, place.axis if place and place.is_scanned else None)
+        yield OutputArray(
+            f"params.params.{name}", tensors, place.axis if place and place.is_scanned else None
+        )
 
 
 def _beside(name: str) -> str:
@@ -132,7 +134,7 @@ def target(*, scanned: bool) -> Target:
     )
 
 
-def _files(folder: str, array: Written) -> Iterator[OutputFile]:
+def _files(folder: str, array: OutputArray) -> Iterator[OutputFile]:
     """The description of an array, and a file for each chunk."""
     shape, dtype = array.shape, array.tensors[0].dtype
     grid = _grid(array)
@@ -161,18 +163,20 @@ def _rows(tensor: Planned, begin: int, end: int) -> View:
     return tensor.source()[begin:end]
 
 
-def _grid(array: Written) -> tuple[int, ...]:
+def _grid(array: OutputArray) -> tuple[int, ...]:
     """The shape of a chunk: one layer, and a part of the first axis if that is large."""
     shape = list(array.shape)
     if array.axis is not None:
         shape[array.axis] = 1
     nbytes = prod(shape) * array.tensors[0].dtype.itemsize
     rows = shape[0]
-    parts = next(n for n in range(1, rows + 1) if rows % n == 0 and (nbytes // n <= LARGEST or n == rows))
+    parts = next(
+        n for n in range(1, rows + 1) if rows % n == 0 and (nbytes // n <= MAX_CHUNK_BYTES or n == rows)
+    )
     return (rows // parts, *shape[1:])
 
 
-def _metadata(arrays: Iterable[Written]) -> Mapping[str, Any]:
+def _metadata(arrays: Iterable[OutputArray]) -> Mapping[str, Any]:
     """What `_METADATA` says of the tree."""
     tree = {}
     for array in arrays:

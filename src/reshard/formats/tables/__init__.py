@@ -1,13 +1,13 @@
 """Formats of other tools that are files as others have them, under names of their own: a table each.
 
 Each module declares which files a checkpoint has, how ranks cut its tensors, and what the Hub calls them: either as
-`Renaming`s, which `formats/renamed.py` applies, or as a dialect of families.
+`Renaming`s, which `formats/apply_renamings.py` applies, or as a dialect of families.
 """
 
 from __future__ import annotations
 
+from reshard.formats.contract import Format
 from reshard.formats.tables import deepseek, litgpt, meta, mistral, nanotron, paddle, vllm
-from reshard.formats.target import Format
 
 FORMATS: tuple[Format, ...] = (
     mistral.FORMAT,

@@ -22,10 +22,10 @@ from reshard.folders import iterations
 from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import Format
 from reshard.formats.sharding import Split
-from reshard.formats.tables.ranks import COPY, Joined, files_of_ranks
-from reshard.formats.target import Format
-from reshard.transfer.sources import Sources
+from reshard.formats.tables.rank_files import COPY_AGAIN, JoinedRanks, files_of_ranks
+from reshard.transfer.source_files import Sources
 
 NAME = "deepseek-inference"
 RANKS = re.compile(r"model(\d{1,5})-mp(\d{1,5})\.safetensors")
@@ -53,7 +53,7 @@ MODULES = {
 }
 """What the Hub calls a module, and the axis along which ranks have parts of its weight. Modules of the indexer of V3.2
 are the same on both sides, and complete on all ranks."""
-PARTS = {"attn": "self_attn", "ffn": "mlp", "scale": "weight_scale_inv"}
+NAME_PARTS = {"attn": "self_attn", "ffn": "mlp", "scale": "weight_scale_inv"}
 _EXPERT = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.")
 _INDEXER = "indexer"
 
@@ -73,7 +73,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     contents = [read_tensors(file, sources) for file in files_of_ranks(folder, RANKS, _count(folder))]
     if misplaced := [*_misplaced(contents)]:
         raise ReshardError(misplaced)
-    joined = Joined(contents, split_of)
+    joined = JoinedRanks(contents, split_of)
     tensors = {hub_name(name): tensor for name, tensor in joined.tensors().items()}
     settings = _settings(folder, sources)
     return Checkpoint(
@@ -104,7 +104,7 @@ def hub_name(name: str) -> str:
         module = MODULES.get(module, (module, None))[0]
     if (module, kind) == ("gate", "bias"):
         kind = "e_score_correction_bias"
-    whole = [PARTS.get(part, part) for part in (*parts, module, kind)]
+    whole = [NAME_PARTS.get(part, part) for part in (*parts, module, kind)]
     return ".".join(whole if module == "lm_head" else ("model", *whole))
 
 
@@ -138,7 +138,7 @@ def _misplaced(contents: list[dict[str, Tensor]]) -> Iterator[Problem]:
                 rule="each rank has a block of the experts, in the order of the ranks",
                 expected=f"experts {begin} to {begin + len(experts) - 1}",
                 found=f"experts {min(experts)} to {max(experts)}",
-                remedy=COPY,
+                remedy=COPY_AGAIN,
             )
 
 
@@ -183,7 +183,7 @@ DEFAULTS: Mapping[str, Any] = {
     "mscale": 1.0,
 }
 """`ModelArgs` in `inference/model.py`."""
-SAME = {
+CONFIG_KEYS = {
     **{key: key for key in ("vocab_size", "n_routed_experts", "n_shared_experts", "kv_lora_rank")},
     **{key: key for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_theta")},
     "hidden_size": "dim",
@@ -213,7 +213,7 @@ def hub_config(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     return {
         "model_type": f"deepseek_{version.lower()}",
         "architectures": [f"Deepseek{version}ForCausalLM"],
-        **{key: said[own] for key, own in SAME.items()},
+        **{key: said[own] for key, own in CONFIG_KEYS.items()},
         **({key: said[key] for key in INDEXER if key in said} if indexed else {}),
         "q_lora_rank": said["q_lora_rank"] or None,
         "norm_topk_prob": is_sigmoid,

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import UNUSABLE, ReshardError, listed
-from reshard.families import litgpt
+from reshard.families.dialects import litgpt
 from reshard.families.renaming import in_all_layers
+from reshard.folders.base_hints import read_yaml
 from reshard.folders.iterations import Iteration
-from reshard.folders.provenance import read_yaml
-from reshard.formats import huggingface, renamed
+from reshard.formats import apply_renamings, huggingface
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import Format
 from reshard.formats.tables import litgpt_config
-from reshard.formats.tables.misfits import refuse_misfits
-from reshard.formats.target import Format
-from reshard.transfer.sources import Sources
+from reshard.formats.tables.unknown_tensors import refuse_misfits
+from reshard.transfer.source_files import Sources
 
 NAME, FILE, SETTINGS = "litgpt", "lit_model.pth", "model_config.yaml"
 TRAINED = ("lora_", "adapter_", "gating_factor")
@@ -39,7 +39,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     if rules is None:
         raise _unknown_model(settings, found.root)
     sizes = litgpt_config.sizes(settings)
-    hub = renamed.on_hub(found.tensors, rules, sizes)
+    hub = apply_renamings.on_hub(found.tensors, rules, sizes)
     _refuse_misfits(found, hub, sizes["num_hidden_layers"])
     return replace(
         found, path=path, format=NAME, tensors=hub, config=litgpt_config.config_of(settings), variant=""

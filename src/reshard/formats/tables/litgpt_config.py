@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.base.errors import UNUSABLE
-from reshard.families.config import count_layers
-from reshard.families.litgpt import kind
+from reshard.families.config_map import count_layers
+from reshard.families.dialects.litgpt import kind
 
 Values = dict[str, Any]
 ARCHITECTURES = {
@@ -141,7 +141,7 @@ def _is_usual(model_type: str, settings: Mapping[str, Any]) -> bool:
     }.get(model_type, ())
     if model_type in ("mistral", "phi3", "gemma2", "gemma3_text"):
         own = (*own, "sliding_window_size")
-    differing = {key for key, value in wanted.items() if settings.get(key, USUAL.get(key)) != value}
+    differing = {key for key, value in wanted.items() if settings.get(key, DEFAULTS.get(key)) != value}
     layers = settings.get("sliding_window_indices")
     return differing <= {*own} and (model_type in ("gemma2", "gemma3_text") or all(layers or ()))
 
@@ -151,7 +151,7 @@ _MLP = {
     **dict.fromkeys(GEMMAS, "GemmaMLP"),
     **dict.fromkeys(("mixtral", "qwen3_moe"), "LLaMAMoE"),
 }
-USUAL: Values = {
+DEFAULTS: Values = {
     "norm_class_name": "LayerNorm",
     "mlp_class_name": "GptNeoxMLP",
     **dict.fromkeys(("bias", "norm_1", "norm_2", "parallel_residual"), True),
@@ -226,7 +226,7 @@ _NEAR, _FAR = "sliding_attention", "full_attention"
 
 
 def _partly_rotated(model_type: str, settings: Mapping[str, Any], rope: Values) -> Values:
-    rotated = settings.get("rotary_percentage", USUAL["rotary_percentage"])
+    rotated = settings.get("rotary_percentage", DEFAULTS["rotary_percentage"])
     found: Values = {"rope_parameters": {**rope, "partial_rotary_factor": rotated}}
     if model_type == "phi3":
         length = {"original_max_position_embeddings": settings["block_size"], "pad_token_id": None}

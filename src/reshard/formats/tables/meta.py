@@ -22,8 +22,8 @@ from typing import Any
 from reshard.algebra.layout import Layout, SavedLayout
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.plain import to_json
-from reshard.families.internevo import dialect
+from reshard.base.plain_json import to_json
+from reshard.families.dialects.internevo import dialect
 from reshard.families.rope import rope_parameters
 from reshard.families.rules import Dims
 from reshard.folders import iterations
@@ -31,14 +31,14 @@ from reshard.folders.companions import read_object
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.copies import same_bytes
-from reshard.formats.internlm.internevo import place_of, split_of
+from reshard.formats.contract import Format, Request, Target
+from reshard.formats.copied_files import same_bytes
+from reshard.formats.internlm.tensor_names import place_of, split_of
 from reshard.formats.internlm.write import rank_file, shares
 from reshard.formats.sharding import Split
-from reshard.formats.tables.ranks import COPY, Joined, files_of_ranks
-from reshard.formats.target import Format, Request, Target
+from reshard.formats.tables.rank_files import COPY_AGAIN, JoinedRanks, files_of_ranks
 from reshard.transfer.plan import OutputFile
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "meta"
 PARAMS = "params.json"
@@ -82,7 +82,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     contents = [huggingface.read_weights(file, sources) for file in files]
     dropped = Counter({"rotary buffers": sum(_without_frequencies(content) for content in contents)})
     _check_count(folder, params, contents)
-    joined = Joined(contents, partial(_split_of, by_columns=_by_columns(contents[0])))
+    joined = JoinedRanks(contents, partial(_split_of, by_columns=_by_columns(contents[0])))
     tensors = joined.tensors()
     copies = [*_tied(tensors)]
     dropped["the tied head, stored twice"] = sum(each.second.nbytes for each in copies)
@@ -152,7 +152,7 @@ def _check_count(folder: Path, params: Mapping[str, Any], contents: list[dict[st
             rule=f"the parts of all ranks make up {params['dim']} columns, the dim of {PARAMS}",
             expected=f"{ranks} files consolidated.*.pth",
             found=f"{len(contents)}, with {columns} columns each",
-            remedy=COPY,
+            remedy=COPY_AGAIN,
         )
 
 

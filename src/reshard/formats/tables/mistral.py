@@ -10,47 +10,49 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import ReshardError, listed
-from reshard.base.plain import to_json
+from reshard.base.plain_json import to_json
 from reshard.containers import safetensors
-from reshard.families import mistral_own
+from reshard.families.dialects import mistral
+from reshard.folders.allowed_paths import belongs
 from reshard.folders.companions import CONFIG, read_object
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import belongs
-from reshard.formats import foreign, huggingface, renamed
+from reshard.formats import apply_renamings, foreign, huggingface
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import Format, Request, Target
 from reshard.formats.tables import mistral_params
-from reshard.formats.tables.misfits import refuse_misfits
-from reshard.formats.target import Format, Request, Target
+from reshard.formats.tables.unknown_tensors import refuse_misfits
 from reshard.stores import open_file
 from reshard.transfer.plan import OutputFile
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "mistral"
 SINGLE, INDEX, OLD = "consolidated.safetensors", "consolidated.safetensors.index.json", "consolidated.00.pth"
-OWN = re.compile(r"consolidated(-\d{1,6}-of-\d{1,6})?\.safetensors(\.index\.json)?")
+CONSOLIDATED_FILE = re.compile(r"consolidated(-\d{1,6}-of-\d{1,6})?\.safetensors(\.index\.json)?")
 QUANTIZED = ("qscale_act", "qscale_weight")
 """The ends of the names of FP8 scales."""
-HERS = b'"hidden_dim"'
+MISTRAL_KEY = b'"hidden_dim"'
 """A key of `params.json` that Meta's, whose files have the same names, does not have."""
 
 
 def detect(path: Path) -> bool:
     """Whether `path` is one of these files, or a folder with them whose weights are not there as on the Hub, too."""
     if path.is_file():
-        return bool(OWN.fullmatch(path.name)) or (path.name == OLD and _is_of_mistral(path.parent))
+        return bool(CONSOLIDATED_FILE.fullmatch(path.name)) or (
+            path.name == OLD and _is_of_mistral(path.parent)
+        )
     weights = [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]
-    if huggingface.weights_in(path) or not all(OWN.fullmatch(each.name) for each in weights):
+    if huggingface.weights_in(path) or not all(CONSOLIDATED_FILE.fullmatch(each.name) for each in weights):
         return False
     return bool(weights) or ((path / OLD).is_file() and _is_of_mistral(path))
 
 
 def _is_of_mistral(folder: Path) -> bool:
     """Whether a folder with `consolidated.00.pth` is Mistral's, who have one such file, and not Meta's."""
-    params = folder / mistral_params.FILE
+    params = folder / mistral_params.PARAMS_FILE
     if not params.is_file() or (folder / "consolidated.01.pth").exists():
         return False
     with suppress(OSError, ReshardError), open_file(params) as file:
-        return HERS in file.read(0, min(file.size, 1 << 16))
+        return MISTRAL_KEY in file.read(0, min(file.size, 1 << 16))
     return False
 
 
@@ -63,15 +65,17 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     _refuse_quantized(found)
     derived, notes = None, list[str]()
     if config is None:
-        params = _beside(found.root, mistral_params.FILE, sources)
+        params = _beside(found.root, mistral_params.PARAMS_FILE, sources)
         if params is None:
             raise _without_params(found.root)
-        config, notes = mistral_params.config_of(params, found.tensors, str(found.root / mistral_params.FILE))
+        config, notes = mistral_params.config_of(
+            params, found.tensors, str(found.root / mistral_params.PARAMS_FILE)
+        )
         derived = config
-    rules = mistral_own.renames(config)
+    rules = mistral.renames(config)
     if rules is None:
         raise mistral_params.unsupported([f"model_type {config.get('model_type')}"], str(found.root / CONFIG))
-    hub = renamed.on_hub(found.tensors, rules, config)
+    hub = apply_renamings.on_hub(found.tensors, rules, config)
     _refuse_misfits(found, hub, config)
     kept = [each for each in found.notes if "index" not in each]
     return replace(found, path=path, format=NAME, tensors=hub, config=derived, notes=[*kept, *notes])
@@ -113,13 +117,13 @@ def _without_params(folder: Path) -> ReshardError:
 
 def _refuse_misfits(found: Checkpoint, hub: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Raise ReshardError for tensors that are missing, or that no rule has renamed: all have other names on the Hub."""
-    wanted = mistral_own.wanted(config, found.tensors)
+    wanted = mistral.wanted(config, found.tensors)
     refuse_misfits(found, wanted, found.tensors.keys() & hub.keys(), "params.json")
 
 
 def fit(request: Request) -> Request:
     """The request. Raises ReshardError for a model that Mistral's own code does not have."""
-    if mistral_own.renames(request.config) is None:
+    if mistral.renames(request.config) is None:
         raise mistral_params.unsupported([f"model_type {request.config.get('model_type')}"])
     mistral_params.params_of(request.config, ())
     return request
@@ -130,7 +134,7 @@ def lay_out(request: Request) -> list[OutputFile]:
     params = mistral_params.params_of(request.config, [tensor.name for tensor in request.tensors])
     return [
         safetensors.output_file(SINGLE, request.tensors),
-        OutputFile.of_bytes(mistral_params.FILE, to_json(params)),
+        OutputFile.of_bytes(mistral_params.PARAMS_FILE, to_json(params)),
     ]
 
 
@@ -139,10 +143,10 @@ FORMAT = Format(
     "consolidated.safetensors and params.json of Mistral's own code, as vLLM and mistral_inference read them",
     detect,
     open_checkpoint,
-    Target(lay_out, (NAME,), renames=mistral_own.renames, fit=fit),
+    Target(lay_out, (NAME,), renames=mistral.renames, fit=fit),
     aliases=("mistral-inference",),
-    parts=(mistral_params.FILE, INDEX),
-    files=(SINGLE, OLD, mistral_params.FILE),
+    parts=(mistral_params.PARAMS_FILE, INDEX),
+    files=(SINGLE, OLD, mistral_params.PARAMS_FILE),
     naming={INDEX: huggingface.shards_in},
     seen={"Mistral": r"(?:^|/)consolidated(?:-\d+-of-\d+)?\.safetensors$"},
     judged=("mistral_inference", "transformers"),

@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.families.config import count_layers
-from reshard.families.mistral_own import ARCHITECTURES, SEEING
+from reshard.families.config_map import count_layers
+from reshard.families.dialects.mistral import ARCHITECTURES, SEEING
 from reshard.families.rope import rope_parameters
 
-FILE = "params.json"
+PARAMS_FILE = "params.json"
 Values = dict[str, Any]
 
 SIZES = {
@@ -38,7 +38,7 @@ YARN = {
     "alpha": "beta_slow",
 }
 EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
-USUAL: Values = {
+REQUIRED_VALUES: Values = {
     "model_type": "transformer",
     "activation": "silu",
     **dict.fromkeys(
@@ -61,17 +61,19 @@ IMAGE, BREAK, END = 10, 12, 13
 """The tokens of images in all tokenizers of Mistral."""
 
 
-class Derived(NamedTuple):
+class DerivedConfig(NamedTuple):
     """A config.json, and notes on what is assumed."""
 
     config: Values
     notes: list[str]
 
 
-def config_of(params: Mapping[str, Any], tensors: Collection[str], file: str) -> Derived:
+def config_of(params: Mapping[str, Any], tensors: Collection[str], file: str) -> DerivedConfig:
     """The config.json of the model with these parameters and tensors, which tell its biases. Raises ReshardError."""
     told = {key: value for key, value in params.items() if value is not None}
-    beyond = [f"{key} {told[key]}" for key in USUAL if key in told and told[key] != USUAL[key]]
+    beyond = [
+        f"{key} {told[key]}" for key in REQUIRED_VALUES if key in told and told[key] != REQUIRED_VALUES[key]
+    ]
     beyond += [f"moe.{key}" for key in told.get("moe", ()) if key not in EXPERTS]
     beyond += _odd_rope(told)
     if "moe" in told and "vision_encoder" in told:
@@ -131,7 +133,7 @@ def unsupported(found: list[str], file: str | None = None) -> ReshardError:
     )
 
 
-def _derived(told: Mapping[str, Any], bias: bool) -> Derived:
+def _derived(told: Mapping[str, Any], bias: bool) -> DerivedConfig:
     notes: list[str] = []
     text = _text(told, notes)
     tied = bool(told.get("tied_embeddings"))
@@ -144,9 +146,9 @@ def _derived(told: Mapping[str, Any], bias: bool) -> Derived:
         notes.append(f"params.json has no length of sequences: {length}, as transformers' converter sets it")
     text["max_position_embeddings"] = length
     if vision is None:
-        return Derived({"architectures": [ARCHITECTURES[kind]], **text, **TOKENS}, notes)
+        return DerivedConfig({"architectures": [ARCHITECTURES[kind]], **text, **TOKENS}, notes)
     whole = {**_with_vision(kind, vision, bias), "tie_word_embeddings": tied, "text_config": text}
-    return Derived(whole, notes)
+    return DerivedConfig(whole, notes)
 
 
 def _seeing(vision: Mapping[str, Any]) -> str:

@@ -25,15 +25,15 @@ from reshard.algebra.views import View, assemble, overlaps
 from reshard.base.errors import UNUSABLE, Problem, ReshardError, listed, one_for_all, said
 from reshard.containers.safetensors import read_file
 from reshard.containers.torchfiles.untrusted import shape_of
-from reshard.families.nanotron import dialect
+from reshard.families.dialects.nanotron import dialect
+from reshard.folders.allowed_paths import folders_in
 from reshard.folders.iterations import Iteration
-from reshard.folders.places import folders_in
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import Format
 from reshard.formats.tables.nanotron_config import hub_config, read_model_config, rows_are_interleaved
-from reshard.formats.tables.ranks import COPY
-from reshard.formats.target import Format
+from reshard.formats.tables.rank_files import COPY_AGAIN
 from reshard.stores import open_file
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "nanotron"
 MODEL = "model"
@@ -56,7 +56,7 @@ _FILE = re.compile(
 _NUMBER = re.compile(r"(?<![\w.])\d+")
 
 
-class Place(NamedTuple):
+class AxisRanks(NamedTuple):
     """The rank whose part a file has, and the number of ranks, on the axes of pipeline, tensor and experts."""
 
     rank: tuple[int, ...]
@@ -64,11 +64,11 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class File:
+class ParameterFile:
     """A file of a parameter; without a `place`, it has the complete one."""
 
     path: Path
-    place: Place | None
+    place: AxisRanks | None
 
 
 def detect(path: Path) -> bool:
@@ -142,29 +142,29 @@ def _size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.pt"))
 
 
-def _files(weights: Path) -> dict[str, list[File]]:
+def _files(weights: Path) -> dict[str, list[ParameterFile]]:
     """The files of each parameter."""
-    found: dict[str, list[File]] = defaultdict(list)
+    found: dict[str, list[ParameterFile]] = defaultdict(list)
     for path in sorted(weights.rglob("model_*.safetensors")):
         if match := _FILE.fullmatch(path.name):
             name = ".".join((*path.relative_to(weights).parent.parts, match["weight"]))
-            found[name].append(File(path, _place(match)))
+            found[name].append(ParameterFile(path, _place(match)))
     return found
 
 
-def _place(match: re.Match[str]) -> Place | None:
+def _place(match: re.Match[str]) -> AxisRanks | None:
     axes = [match[axis].split("-of-") for axis in ("pp", "tp", "ep") if match[axis]]
-    return Place(*zip(*(map(int, axis) for axis in axes), strict=True)) if axes else None
+    return AxisRanks(*zip(*(map(int, axis) for axis in axes), strict=True)) if axes else None
 
 
-def _layout(files: Mapping[str, Sequence[File]]) -> SavedLayout:
+def _layout(files: Mapping[str, Sequence[ParameterFile]]) -> SavedLayout:
     """The layout, by the names of all files; experts are told apart only where their ranks have files of their own."""
     ranks = [each.place.ranks for found in files.values() for each in found if each.place]
     pp, tp, ep = (max((each[axis] for each in ranks if len(each) > axis), default=1) for axis in range(3))
     return SavedLayout(tp=tp, pp=pp, vpp=1, ep=ep, etp=tp)
 
 
-def _read(files: Mapping[str, list[File]], folder: Path, sources: Sources) -> dict[str, Tensor]:
+def _read(files: Mapping[str, list[ParameterFile]], folder: Path, sources: Sources) -> dict[str, Tensor]:
     """All parameters of a folder. Raises ReshardError for each that is not complete."""
     tensors: dict[str, Tensor] = {}
     problems: list[Problem] = []
@@ -182,7 +182,7 @@ def _read(files: Mapping[str, list[File]], folder: Path, sources: Sources) -> di
     return tensors
 
 
-def _lacking(name: str, found: Sequence[File]) -> Iterator[Problem]:
+def _lacking(name: str, found: Sequence[ParameterFile]) -> Iterator[Problem]:
     """Problems of the files of a parameter: some are missing, or they are of two saves."""
     places = [each.place for each in found]
     first = places[0]
@@ -212,12 +212,12 @@ def _lacking(name: str, found: Sequence[File]) -> Iterator[Problem]:
             rule="each rank has a part of the parameter, and all are read",
             expected=f"{prod(first.ranks[1:])} files",
             found=f"{len(there)}, and none of rank {'; '.join(ranks)}",
-            remedy=COPY,
+            remedy=COPY_AGAIN,
         )
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """What a file has of a parameter: its tensor, the complete shape, and views with their offsets in that."""
 
     path: Path
@@ -226,14 +226,14 @@ class Part:
     boxes: tuple[tuple[tuple[int, ...], View], ...]
 
 
-def _part(path: Path, sources: Sources) -> Part:
+def _part(path: Path, sources: Sources) -> ParameterPart:
     tensors, metadata = read_file(path, sources)
     try:
         (tensor,) = (tensors[DATA],)
         if not metadata:
-            return Part(path, tensor, tensor.shape, (((0,) * len(tensor.shape), tensor.view),))
+            return ParameterPart(path, tensor, tensor.shape, (((0,) * len(tensor.shape), tensor.view),))
         shape = shape_of([int(size) for size in _NUMBER.findall(metadata[SHAPE])])
-        return Part(path, tensor, shape, tuple(_boxes(tensor, shape, metadata[SLICES])))
+        return ParameterPart(path, tensor, shape, tuple(_boxes(tensor, shape, metadata[SLICES])))
     except UNUSABLE as error:
         raise ReshardError(
             "nanotron-part-unreadable",
@@ -270,7 +270,7 @@ def _box(text: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int,
     return low, size
 
 
-def _joined(name: str, parts: Sequence[Part]) -> Tensor:
+def _joined(name: str, parts: Sequence[ParameterPart]) -> Tensor:
     """The complete parameter. Raises ReshardError unless the parts cover it exactly."""
     first = parts[0]
     kinds = {(part.tensor.dtype.name, part.shape) for part in parts}
@@ -284,7 +284,7 @@ def _joined(name: str, parts: Sequence[Part]) -> Tensor:
     return Tensor(first.tensor.dtype, whole)
 
 
-def _twice(parts: Iterable[Part]) -> str:
+def _twice(parts: Iterable[ParameterPart]) -> str:
     """The names of files that have the same slices: one is a copy of the other."""
     seen: dict[Any, Path] = {}
     for part in parts:
@@ -295,7 +295,7 @@ def _twice(parts: Iterable[Part]) -> str:
     return ""
 
 
-def _misfit(name: str, parts: Sequence[Part], found: str) -> ReshardError:
+def _misfit(name: str, parts: Sequence[ParameterPart], found: str) -> ReshardError:
     return ReshardError(
         "nanotron-parts-misfit",
         "the parts of a parameter do not fit together",
@@ -304,7 +304,7 @@ def _misfit(name: str, parts: Sequence[Part], found: str) -> ReshardError:
         rule="the slices in the metadata of all files cover the complete parameter once",
         expected=f"{parts[0].tensor.dtype} {list(parts[0].shape)}",
         found=found,
-        remedy=COPY,
+        remedy=COPY_AGAIN,
     )
 
 

@@ -13,16 +13,16 @@ from typing import Any
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain_yaml import yaml_of
-from reshard.families.nanotron import QKV
+from reshard.families.dialects.nanotron import QKV
 from reshard.families.rules import MOST_MODULES
 from reshard.folders.companions import read_object
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 FILE, TRAINING = "model_config.json", "config.yaml"
 LLAMA, QWEN2 = "is_llama_config", "is_qwen2_config"
 """The keys by which nanotron tells its classes of configs apart."""
 INTERLEAVED = "rope_interleaved"
-SAME = (
+SAME_KEYS = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "hidden_act", "hidden_size", "initializer_range"),
     *("intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers"),
     *(
@@ -42,7 +42,7 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
-LARGEST = 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
 """Bytes of a training config."""
 
 
@@ -88,7 +88,7 @@ def hub_config(
     if problems := [*_unlike_the_hub(config, biased, folder, sources)]:
         raise ReshardError(problems)
     window, interval = config.get("sliding_window_size"), config.get("no_rope_layer")
-    found = {key: config[key] for key in SAME if key in config}
+    found = {key: config[key] for key in SAME_KEYS if key in config}
     if factor := config.get("rope_seq_len_interpolation_factor"):
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     if experts := config.get("moe_config"):
@@ -151,7 +151,7 @@ def _unsupported(file: Path, what: str, found: str) -> Problem:
 
 def _uses_mup(path: Path, sources: Sources) -> bool:
     """Whether the training config says that the model was initialized for muP; model_config.json does not."""
-    content: Any = yaml_of(sources.read(path, LARGEST)) if path.is_file() else None
+    content: Any = yaml_of(sources.read(path, MAX_CONFIG_BYTES)) if path.is_file() else None
     for key in ("model", "init_method", "use_mup"):
         content = content.get(key) if isinstance(content, dict) else None
     return bool(content)

@@ -20,15 +20,15 @@ from reshard.algebra.views import View
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.folders.companions import CONFIG
 from reshard.folders.iterations import Iteration
-from reshard.formats import foreign, huggingface, marks, mlx
+from reshard.formats import foreign, huggingface, mlx, safetensors_writers
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.tables.configs import config_beside
-from reshard.formats.target import Format
-from reshard.transfer.sources import Sources
+from reshard.formats.contract import Format
+from reshard.formats.tables.config_beside import config_beside
+from reshard.transfer.source_files import Sources
 
 NAME = "paddle"
 MARKS = ("np", "pd")
-KNOWN = (
+KNOWN_TYPES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     *("deepseek_v2", "deepseek_v3"),
 )
@@ -46,7 +46,7 @@ FUSED_GATE = re.compile(r"(.+\.)(?:gate_up_fused_proj|up_gate_proj)(\.weight|\.b
 
 def detect(path: Path) -> bool:
     """Whether `path` is a folder whose weights Paddle has written, or one such file, or the index of several."""
-    return marks.may_have(path, *MARKS)
+    return safetensors_writers.may_have(path, *MARKS)
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -54,7 +54,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     if of_ranks := foreign.named_by_a_tool(path):
         raise ReshardError(of_ranks)
     found = huggingface.open_checkpoint(path, sources, iteration)
-    if not marks.has(path, *MARKS):
+    if not safetensors_writers.has(path, *MARKS):
         return mlx.FORMAT.open(path, sources, iteration)
     if _is_plain(found.tensors, path):
         return found
@@ -68,14 +68,14 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:
     """The config beside the weights. Raises ReshardError if the names of its model's weights are not known."""
     config = config_beside(folder, sources)
-    if config and config.get("model_type") in KNOWN:
+    if config and config.get("model_type") in KNOWN_TYPES:
         return config
     raise ReshardError(
         "paddle-model-unsupported",
         "reshard does not know which weights of this model Paddle stores as [in, out]",
         file=str(folder / CONFIG),
         rule='safetensors with the format "np" or "pd" in their metadata are Paddle\'s',
-        expected=f"model_type {', '.join(KNOWN)}",
+        expected=f"model_type {', '.join(KNOWN_TYPES)}",
         found=f"model_type {config.get('model_type')}" if config else f"no {CONFIG} beside the weights",
         remedy="save the model in Hugging Face's format: save_pretrained(…, save_to_hf=True) of PaddleFormers",
     )

@@ -26,37 +26,39 @@ from reshard.folders.companions import CONFIG
 from reshard.folders.iterations import Iteration
 from reshard.formats import huggingface
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import Format
 from reshard.formats.sharding import Split
-from reshard.formats.tables.configs import config_beside
-from reshard.formats.tables.ranks import Joined, files_of_ranks
-from reshard.formats.target import Format
+from reshard.formats.tables.config_beside import config_beside
+from reshard.formats.tables.rank_files import JoinedRanks, files_of_ranks
 from reshard.stores import fetch_heads
 from reshard.transfer.plan import ZERO
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 NAME = "vllm-sharded-state"
-FILE = re.compile(r"model-rank-(\d+)-part-\d+\.safetensors")
-FIRST = re.compile(r"model-rank-(\d+)-part-0\.safetensors")
-KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+RANK_PART_FILE = re.compile(r"model-rank-(\d+)-part-\d+\.safetensors")
+FIRST_PART_FILE = re.compile(r"model-rank-(\d+)-part-0\.safetensors")
+KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """The types of models whose tensors are told by the names here."""
 FLOATS = ("bfloat16", "float16", "float32")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-SCALE = re.compile(r".+\.attn\._(?:q|k|v|prob)_scale")
+ATTENTION_SCALE = re.compile(r".+\.attn\._(?:q|k|v|prob)_scale")
 _LAYER = r"model\.layers\.\d+\."
-ROWS = re.compile(
+CUT_BY_ROWS = re.compile(
     rf"{_LAYER}(?:self_attn\.(?:q|k|v)|mlp\.(?:gate|up))_proj\.(?:weight|bias)|{EMBEDDING}|{HEAD}"
 )
-COLUMNS = re.compile(rf"{_LAYER}(?:self_attn\.o|mlp\.down)_proj\.weight")
-SAME = re.compile(rf"model\.norm\.weight|{_LAYER}(?:.+norm\.weight|(?:self_attn\.o|mlp\.down)_proj\.bias)")
-INSTEAD = "convert the Hugging Face folder that these files were made from"
+CUT_BY_COLUMNS = re.compile(rf"{_LAYER}(?:self_attn\.o|mlp\.down)_proj\.weight")
+REPLICATED = re.compile(
+    rf"model\.norm\.weight|{_LAYER}(?:.+norm\.weight|(?:self_attn\.o|mlp\.down)_proj\.bias)"
+)
+CONVERT_ORIGINAL = "convert the Hugging Face folder that these files were made from"
 
 
 def detect(path: Path) -> bool:
     """Whether `path` is a folder whose only weights are files of ranks, or one of these."""
     if path.is_file():
-        return FILE.fullmatch(path.name) is not None
+        return RANK_PART_FILE.fullmatch(path.name) is not None
     files = [*path.glob("*.safetensors")]
-    return bool(files) and all(FILE.fullmatch(file.name) for file in files)
+    return bool(files) and all(RANK_PART_FILE.fullmatch(file.name) for file in files)
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
@@ -64,14 +66,16 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     iterations.refuse(path, iteration, "a sharded_state of vLLM")
     folder = path if path.is_dir() else path.parent
     config = _config(folder, sources)
-    contents = [_content(folder, rank, sources) for rank in range(len(files_of_ranks(folder, FIRST)))]
+    contents = [
+        _content(folder, rank, sources) for rank in range(len(files_of_ranks(folder, FIRST_PART_FILE)))
+    ]
     _refuse(contents, folder)
     ranks, dropped = len(contents), Counter[str]()
     for content in contents:
-        scales = [name for name in content if SCALE.fullmatch(name)]
+        scales = [name for name in content if ATTENTION_SCALE.fullmatch(name)]
         dropped["vLLM's scales of attention"] += sum(content.pop(name).nbytes for name in scales)
-    sizes = _Sizes(config, ranks, folder)
-    joined = Joined([dict(_apart(content, sizes)) for content in contents], _split_of)
+    sizes = _SharedSizes(config, ranks, folder)
+    joined = JoinedRanks([dict(_apart(content, sizes)) for content in contents], _split_of)
     tensors = joined.tensors()
     found = _with_both_ends(tensors, config)
     heads = [replica for name in found for replica in sizes.once(name, found)]
@@ -94,7 +98,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:
     """The config beside the files. Raises ReshardError if the names of its model's tensors are not known."""
     config = config_beside(folder, sources)
-    if config.get("model_type") in KNOWN and not config.get("quantization_config"):
+    if config.get("model_type") in KNOWN_TYPES and not config.get("quantization_config"):
         return config
     found = f"model_type {config.get('model_type')}" if config else f"no {CONFIG} beside the weights"
     raise ReshardError(
@@ -102,9 +106,9 @@ def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:
         "reshard does not know how vLLM arranges the weights of this model",
         file=str(folder / CONFIG),
         rule="vLLM packs quantized weights for its kernels, and permutes those of experts on some GPUs",
-        expected=f"model_type {', '.join(KNOWN)}, not quantized",
+        expected=f"model_type {', '.join(KNOWN_TYPES)}, not quantized",
         found="quantization_config" if config.get("quantization_config") else found,
-        remedy=INSTEAD,
+        remedy=CONVERT_ORIGINAL,
     )
 
 
@@ -118,7 +122,7 @@ def _content(folder: Path, rank: int, sources: Sources) -> dict[str, Tensor]:
 def _refuse(contents: list[dict[str, Tensor]], folder: Path) -> None:
     """Raise ReshardError for weights that vLLM has arranged for its kernels, and for names that are not known."""
     names = {name: tensor for content in contents for name, tensor in content.items()}
-    if not any(map(COLUMNS.fullmatch, names)):
+    if not any(map(CUT_BY_COLUMNS.fullmatch, names)):
         raise ReshardError(
             "vllm-weights-packed",
             "the weights of linear layers are missing: vLLM has packed them for the kernels of a CPU",
@@ -126,13 +130,18 @@ def _refuse(contents: list[dict[str, Tensor]], folder: Path) -> None:
             rule="vLLM saves what a model has in memory, and on a CPU the packed weights are elsewhere",
             expected="model.layers.0.self_attn.o_proj.weight",
             found=listed(sorted(names), 3),
-            remedy=f"save them on a GPU, or {INSTEAD}",
+            remedy=f"save them on a GPU, or {CONVERT_ORIGINAL}",
         )
     wrong = [
         name
         for name, tensor in names.items()
         if tensor.dtype.name not in FLOATS
-        or not (_fused(name) or any(known.fullmatch(name) for known in (ROWS, COLUMNS, SAME, SCALE)))
+        or not (
+            _fused(name)
+            or any(
+                known.fullmatch(name) for known in (CUT_BY_ROWS, CUT_BY_COLUMNS, REPLICATED, ATTENTION_SCALE)
+            )
+        )
     ]
     if wrong:
         _unknown(wrong, names)
@@ -148,7 +157,7 @@ def _unknown(wrong: list[str], names: Mapping[str, Tensor]) -> NoReturn:
             rule="only plain weights of dense models are read: vLLM permutes others for its kernels",
             expected=f"a weight in {', '.join(FLOATS)}",
             found=f"{names[name].dtype} {list(names[name].shape)}",
-            remedy=INSTEAD,
+            remedy=CONVERT_ORIGINAL,
         )
         for name in wrong
     )
@@ -160,12 +169,12 @@ def _fused(name: str) -> re.Match[str] | None:
 
 
 def _split_of(name: str) -> Split | None:
-    if ROWS.fullmatch(name):
+    if CUT_BY_ROWS.fullmatch(name):
         return Split(0)
-    return Split(1) if COLUMNS.fullmatch(name) else None
+    return Split(1) if CUT_BY_COLUMNS.fullmatch(name) else None
 
 
-def _apart(content: Mapping[str, Tensor], sizes: _Sizes) -> Iterator[tuple[str, Tensor]]:
+def _apart(content: Mapping[str, Tensor], sizes: _SharedSizes) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a rank, its part of each projection under the name that the Hub has for it."""
     for name, tensor in content.items():
         fused = _fused(name)
@@ -188,7 +197,7 @@ def _with_both_ends(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> di
     }
 
 
-class _Sizes:
+class _SharedSizes:
     """The sizes in a config, and how ranks share them."""
 
     def __init__(self, config: Mapping[str, Any], ranks: int, folder: Path) -> None:

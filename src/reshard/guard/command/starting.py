@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import which
 
 from reshard.base.errors import ReshardError
-from reshard.base.shown import shown
+from reshard.base.foreign_text import shown
 from reshard.base.suggest import did_you_mean
 from reshard.guard.command.interpreters import is_of_shell, program
 from reshard.guard.command.read import PROGRAMS, SHELLS

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from reshard import adapters
-from reshard.adapters.adapter import Pair
+from reshard.adapters.adapter import LowRankPair
 from reshard.base.errors import Problem, ReshardError
-from reshard.families.config import portable_config
-from reshard.families.within import language_config
+from reshard.families.config_map import portable_config
+from reshard.families.outer_model import language_config
 from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.peft import CONFIG as ADAPTER_CONFIG
-from reshard.model.described import describe
-from reshard.model.heads import resolve_if_declared
+from reshard.model.described_checkpoint import describe
+from reshard.model.model_heads import resolve_if_declared
 from reshard.stores.hub import name_of
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -319,7 +319,7 @@ def _fits(folder: Path, origin: Origin) -> str:
     return f"{len(adapter.pairs)} layers, rank {ranks}, each whole"
 
 
-def _misshapen(module: str, pair: Pair, shape: tuple[int, ...], folder: Path) -> Iterator[Problem]:
+def _misshapen(module: str, pair: LowRankPair, shape: tuple[int, ...], folder: Path) -> Iterator[Problem]:
     if pair.embedding:
         shape = (shape[1], shape[0])
     whole = {"lora_A": (pair.a.shape, (pair.rank, shape[1])), "lora_B": (pair.b.shape, (shape[0], pair.rank))}

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
-from reshard.base.plain import json_of
+from reshard.base.plain_json import json_of
 from reshard.folders import iterations
-from reshard.folders.descent import STEPS
+from reshard.folders.find_weights import STEPS
 from reshard.formats import detect, huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.guard.end.complete import lacking
 from reshard.guard.end.finite import diverged
-from reshard.stores.names import declared
+from reshard.stores.checkpoint_names import declared
 
 DEPTH = 4
 """Levels of folders that are searched."""

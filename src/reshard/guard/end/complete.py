@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.base.plain import json_of, put
+from reshard.base.plain_json import json_of, put
 
 SAVED = "saved.json"
 """The names and sizes of all other files of a checkpoint, except its record."""

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from reshard.base.errors import Problem
-from reshard.base.shown import escape, escape_lines
+from reshard.base.foreign_text import escape, escape_lines
 from reshard.checks.finding import UNKNOWN, Finding
 from reshard.checks.together import combined
 from reshard.checks.words import aside

@@ -11,17 +11,17 @@ from typing import Any
 from reshard import adapters
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.commands.conversion import Conversion, How, convert
+from reshard.folders.base_hints import BASE, find_hints
 from reshard.folders.companions import CONFIG, find_companions
-from reshard.folders.provenance import BASE, find_hints
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import Kind
+from reshard.formats.contract import CheckpointKind
 from reshard.guard.end import acceptance
 from reshard.guard.end.acceptance import Check, Origin, checked
 from reshard.guard.end.checkpoints import Found
 from reshard.guard.end.finite import assert_finite
 from reshard.guard.end.publish import UNCHECKED, publish
-from reshard.planning import Options
+from reshard.planning import ConversionOptions
 from reshard.stores.hub import cached, may_have
 
 GENERATION = "generation_config.json"
@@ -106,7 +106,7 @@ def _checks(found: Found, draft: Path, ask: Ask) -> Iterator[Check]:
         yield opened
         return
     checkpoint = open_checkpoint(found.path)
-    is_adapter = adapters.kind_of(checkpoint) is Kind.ADAPTER
+    is_adapter = adapters.kind_of(checkpoint) is CheckpointKind.ADAPTER
     base = _base_of(checkpoint, ask, is_adapter=is_adapter)
 
     def make() -> Conversion:
@@ -159,7 +159,9 @@ def _folder(working: Path, name: str) -> Path | None:
     return cached(name) if may_have(name) else None
 
 
-def options_for(checkpoint: Checkpoint, base: Path | None, *, merge: bool, is_adapter: bool) -> Options:
+def options_for(
+    checkpoint: Checkpoint, base: Path | None, *, merge: bool, is_adapter: bool
+) -> ConversionOptions:
     """How to convert a checkpoint to a folder that loads. Raises ReshardError if there is no adapter to merge.
 
     The base is only named if it is needed: for an adapter, a config or a tokenizer. PEFT ignores the config of the base
@@ -178,7 +180,7 @@ def options_for(checkpoint: Checkpoint, base: Path | None, *, merge: bool, is_ad
     is_whole = own.config is not None and own.has_tokenizer and not is_adapter
     beside = {} if own.has_tokenizer else theirs.files
     beside = {CONFIG: theirs.files[CONFIG], **beside} if CONFIG in theirs.files else beside
-    return Options(
+    return ConversionOptions(
         to="peft" if is_adapter and not merge else "huggingface",
         base=None if is_whole else base,
         merge=merge,

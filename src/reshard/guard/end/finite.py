@@ -10,8 +10,8 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError, listed
 from reshard.formats import open_checkpoint
 from reshard.transfer.elements import count_nonfinite
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
+from reshard.transfer.thread_files import OpenFiles
 
 if TYPE_CHECKING:
     from reshard.commands.conversion import Conversion
@@ -59,7 +59,7 @@ def damaged(model: Path, names: list[str]) -> Problem:
 def nonfinite(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     """The names of tensors with NaN or Inf, of one of several parts of a checkpoint. Raises ReshardError, OSError."""
     tensors = sorted(open_checkpoint(folder).tensors.items())[part::parts]
-    with closing(Files()) as files:
+    with closing(OpenFiles()) as files:
         gatherer = Gatherer(files, None)
         return [name for name, tensor in tensors if _is_wrong(gatherer, tensor)]
 
@@ -68,7 +68,7 @@ def diverged(checkpoint: Checkpoint) -> str | None:
     """A tensor with NaN or Inf among the first elements of each, `SAMPLE` bytes in all; None if there is none."""
     tensors = sorted(checkpoint.tensors.items())
     share = SAMPLE // max(len(tensors), 1)
-    with closing(Files()) as files:
+    with closing(OpenFiles()) as files:
         gatherer = Gatherer(files, None)
         wrong = (name for name, each in tensors if _is_wrong(gatherer, each, share // each.dtype.itemsize))
         return next(wrong, None)

@@ -11,9 +11,9 @@ from itertools import count
 from pathlib import Path
 
 from reshard.base.errors import ReshardError
-from reshard.folders.companions import FILES, RECORD
-from reshard.records.contents import foreign_in
-from reshard.records.record import digests_of, read_record
+from reshard.folders.companions import FILES_KEY, RECORD
+from reshard.records.checkpoint_files import foreign_in
+from reshard.records.reshard_json import digests_of, read_record
 
 UNCHECKED = ".unchecked"
 """Suffix of the name of a folder that has not been checked yet, and of one that is about to be removed."""
@@ -80,8 +80,8 @@ def _free(path: Path) -> Path:
 def _is_same(place: Path, draft: Path) -> bool:
     """Whether a folder has all files of another one, unchanged since reshard wrote them."""
     try:
-        listed = read_record(place)[FILES]
-        same = listed == read_record(draft)[FILES]
+        listed = read_record(place)[FILES_KEY]
+        same = listed == read_record(draft)[FILES_KEY]
         return same and digests_of(place, list(listed), 1) == {
             name: told["digest"] for name, told in listed.items()
         }

@@ -155,7 +155,7 @@ class Report:
         print_why(self.failure, console, language)
 
     def _lines(self, words: dict[str, str]) -> Iterable[str]:
-        from reshard.base.shown import shown
+        from reshard.base.foreign_text import shown
 
         if self.elsewhere:
             said = [self.elsewhere.get(name, "") for name in ("who", "node", "did", "shown")]

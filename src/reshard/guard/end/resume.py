@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.base.errors import ReshardError
 from reshard.checks.source import Call, Source, read_source
-from reshard.folders.descent import RUN
+from reshard.folders.find_weights import RUN_FOLDER
 from reshard.guard.command.read import Started
 from reshard.guard.end.checkpoints import Found
 
@@ -65,7 +65,7 @@ def _option(found: Found) -> str:
 def _swift(started: Started, found: Found) -> _Change:
     """A run has a folder of its own, such as v0-20250101-120000: without these options it would get another one."""
     folder = found.path.parent
-    stay = (f"--output_dir={folder}", "--add_version=false") if RUN.fullmatch(folder.name) else ()
+    stay = (f"--output_dir={folder}", "--add_version=false") if RUN_FOLDER.fullmatch(folder.name) else ()
     return _Change((_option(found), *stay), ("resume_only_model",))
 
 

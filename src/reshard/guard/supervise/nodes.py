@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.plain import json_of
+from reshard.base.plain_json import json_of
 
 Told = Mapping[str, Any]
 """What a guard says about its node. Each has "node", its number."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.base.plain import json_of
+from reshard.base.plain_json import json_of
 from reshard.training.data.faults import Template, faults
 from reshard.training.data.images import located
 from reshard.training.data.mix import INDEX, Mix

@@ -34,7 +34,7 @@ ROLES = ("system", "user", "assistant", "tool")
 def has_processor(folder: Path) -> bool:
     """Whether a model's folder has the config of a processor, and so the model sees images."""
     from reshard.folders.companions import find_companions  # which imports numpy, and --help needs none
-    from reshard.transfer.sources import Sources
+    from reshard.transfer.source_files import Sources
 
     return any(name.endswith("processor_config.json") for name in find_companions(Sources(), folder).files)
 

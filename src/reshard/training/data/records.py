@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
-from reshard.base.plain import json_of
+from reshard.base.plain_json import json_of
 from reshard.training import methods
 from reshard.training.data import pretokenized
 from reshard.training.data.images import BESIDE, with_images

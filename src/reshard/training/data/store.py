@@ -25,7 +25,7 @@ from reshard.training.data import digest, files_of, read_records
 from reshard.training.data.pretokenized import IGNORED
 from reshard.training.data.tokens import Learning, Sample, samples
 from reshard.training.run import Run
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 from reshard.version import __version__
 
 ROWS = 256

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, RunFailedError
-from reshard.base.plain import put
-from reshard.base.shown import escape
+from reshard.base.foreign_text import escape
+from reshard.base.plain_json import put
 from reshard.guard.end.complete import RECORD
 from reshard.guard.screen import print_notice
 from reshard.guard.supervise import nodes

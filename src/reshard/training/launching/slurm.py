@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from reshard.base.errors import ReshardError
-from reshard.base.installing import install_command
-from reshard.cluster.slurm import (
+from reshard.base.missing_packages import install_command
+from reshard.cluster.slurm_executor import (
     accepted,
     check_texts,
     nodes_of,

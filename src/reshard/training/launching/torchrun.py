@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.base.plain import put
+from reshard.base.plain_json import put
 from reshard.guard.end.complete import RECORD
 from reshard.guard.supervise.lifetime import end_with_parent
 from reshard.guard.watch.announce import FOLDER

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.families.within import language_config
+from reshard.families.outer_model import language_config
 from reshard.folders.companions import CONFIG, read_object
 from reshard.training.data.mix import INDEX, TOKENS, Mix, are_indexed, prefix_of
 from reshard.training.data.tokens import Lengths
 from reshard.training.megatron.options import Options
 from reshard.training.megatron.rows import FOLDER, Order, Rows
 from reshard.training.run import Run
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 CACHE = "megatron-core"
 """Folder among the rows for megatron-core's indices, which it would otherwise write next to the data."""

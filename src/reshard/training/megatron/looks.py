@@ -13,9 +13,9 @@ from reshard.checks.machine import old_gpus
 from reshard.checks.remedies import in_words_of
 from reshard.folders import iterations
 from reshard.formats import open_checkpoint
-from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
+from reshard.formats.megatron.supported_layouts import SHARED_GROUPS, shares_groups
 from reshard.guard.end.complete import SAVED
-from reshard.model.described import describe
+from reshard.model.described_checkpoint import describe
 from reshard.model.resolve import resolve
 from reshard.training.findings import lacking, of_fact
 from reshard.training.megatron.options import read

@@ -28,7 +28,7 @@ from reshard.training.data.store import folder_of, open_tokens, tokenize
 from reshard.training.data.tokens import Learning, Sample, load_tokenizer, samples
 from reshard.training.megatron.options import Options
 from reshard.training.run import Run
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 Rows = npt.NDArray[np.int32]
 """[rows, 3, length]: inputs, labels, samples."""

@@ -21,17 +21,17 @@ from reshard.base.errors import Problem, ReshardError
 from reshard.engines.megatron.arguments import to_store
 from reshard.engines.megatron.checkpoint import SaveOptions, every, load_run, write_torch_dist
 from reshard.folders import iterations
+from reshard.folders.base_hints import RUN_CONFIG
 from reshard.folders.companions import find_companions
-from reshard.folders.provenance import RUN_CONFIG
-from reshard.formats.megatron.common import read_common
-from reshard.formats.megatron.request import LORA
+from reshard.formats.megatron.common_state import read_common
+from reshard.formats.megatron.megatron_request import LORA
 from reshard.guard.end.complete import RECORD, note_files
 from reshard.stores.hub import name_of
 from reshard.training.engines import engine_of
 from reshard.training.megatron.lora import is_adapter
 from reshard.training.megatron.setup import Trainee, dtype_of, gather_weights
 from reshard.training.reading import reading
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 PORTABLE = SaveOptions(optimizer_sharding="fully_reshardable")
 _OURS = {

@@ -11,28 +11,28 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from reshard import adapters
-from reshard.adapters.megatron_linears import linears
+from reshard.adapters.to_megatron import linears
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
 from reshard.engines.megatron.shards import Weights, sharded, states_of
 from reshard.families.family import ENGINES, MCORE
-from reshard.families.model import Model
+from reshard.families.sized_family import Model
 from reshard.formats import open_checkpoint
-from reshard.formats.megatron.layouts import check_layout
 from reshard.formats.megatron.mcore import padded_vocabulary
+from reshard.formats.megatron.supported_layouts import check_layout
 from reshard.formats.sharding import Shard
-from reshard.model.described import describe
-from reshard.model.logical import logical_tensors
+from reshard.model.described_checkpoint import describe
+from reshard.model.logical_tensors import logical_tensors
 from reshard.model.resolve import resolve
-from reshard.planning.adapters import same_bytes
+from reshard.planning.adapter_tensors import same_bytes
 from reshard.training.megatron.options import Options
 from reshard.training.run import Run
 from reshard.transfer.compare import unequal_replicas
-from reshard.transfer.files import Files
 from reshard.transfer.gather import Gatherer
-from reshard.transfer.memory import shared
+from reshard.transfer.memory_budget import shared
 from reshard.transfer.plan import Planned
+from reshard.transfer.thread_files import OpenFiles
 
 WINDOW = 4 << 20
 """Elements that are read at once for a checksum."""
@@ -130,7 +130,7 @@ def adapters_of(folder: Path, base: Weights, *, transformer_engine: bool) -> Wei
 def checksums(weights: Weights) -> dict[str, int]:
     """CRC32s of all shards of all ranks, read from the files of `weights`."""
     found: dict[str, int] = {}
-    with closing(Files()) as files:
+    with closing(OpenFiles()) as files:
         gatherer = Gatherer(files, None)
         for at in weights.everywhere():
             for chunk in range(weights.layout.vpp):

@@ -13,8 +13,8 @@ from typing import Any
 
 from reshard.base.errors import UNUSABLE, Problem, ReshardError
 from reshard.families import declared
+from reshard.families.outer_model import language_config
 from reshard.families.rules import Dims
-from reshard.families.within import language_config
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from reshard.base.errors import memory_size
-from reshard.base.shown import escape
+from reshard.base.foreign_text import escape
 from reshard.training.methods import headline
 from reshard.training.run import Run
 from reshard.training.show import report

@@ -28,7 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from reshard.base.plain import json_of
+from reshard.base.plain_json import json_of
 from reshard.training.methods import headline
 from reshard.training.run import Run
 from reshard.training.signals import Stopped

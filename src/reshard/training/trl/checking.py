@@ -13,11 +13,11 @@ from reshard.algebra.tensors import Tensor, cells_of
 from reshard.base.errors import Problem
 from reshard.formats import open_checkpoint
 from reshard.formats.huggingface import read_weights
-from reshard.model.described import describe
+from reshard.model.described_checkpoint import describe
 from reshard.training.engine import Trained
 from reshard.training.run import Run
-from reshard.transfer.files import Files
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
+from reshard.transfer.thread_files import OpenFiles
 
 T = TypeVar("T")
 WINDOW = 4 << 20
@@ -29,7 +29,7 @@ def differences(run: Run, trained: Trained, final: Path) -> list[Problem]:
     if not run.lora:
         trained = replace(trained, digests=_on_hub(trained.checkpoint, trained.digests))
         tensors = _on_hub(final, tensors)
-    reader, buffer = Files(), bytearray(WINDOW)
+    reader, buffer = OpenFiles(), bytearray(WINDOW)
     found = {name: _crc32(reader, tensors[name], buffer) for name in trained.digests.keys() & tensors.keys()}
     reader.close()
     return list(trained.differing(found, final, "its bytes in the memory of the run"))
@@ -52,7 +52,7 @@ def _place(tensor: Tensor) -> tuple[str, int]:
     return str(storage.path), storage.offset
 
 
-def _crc32(files: Files, tensor: Tensor, buffer: bytearray) -> int:
+def _crc32(files: OpenFiles, tensor: Tensor, buffer: bytearray) -> int:
     """The CRC32 of a tensor in a safetensors file, where its bytes are contiguous."""
     storage = next(cells.storage for cells in cells_of(tensor.view))
     value = 0

@@ -15,9 +15,9 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from reshard.base.arguments import truth
+from reshard.base.argument_checks import truth
 from reshard.base.errors import Problem, ReshardError, when
-from reshard.base.text import Text
+from reshard.base.languages import Text
 from reshard.checks.environment import Environment
 from reshard.checks.machine import facts_of, old_gpus
 from reshard.folders.companions import CONFIG

@@ -17,7 +17,7 @@ from typing import Any
 from packaging.version import Version
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.base.plain import json_of
+from reshard.base.plain_json import json_of
 from reshard.checks.precision import BF16
 from reshard.diagnosis.history.calls import refused
 from reshard.diagnosis.history.table import table

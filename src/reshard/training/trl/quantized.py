@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.base.arguments import truth
+from reshard.base.argument_checks import truth
 
 LOADED_IN = {"load_in_4bit": 4, "load_in_8bit": 8}
 OPTIONS = (*LOADED_IN, "bnb_4bit_quant_type", "use_bnb_nested_quant")

@@ -9,8 +9,8 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, when
 from reshard.checks.precision import several
-from reshard.families.config import EXPERTS
-from reshard.families.within import language_config
+from reshard.families.config_map import EXPERTS
+from reshard.families.outer_model import language_config
 from reshard.training import signals
 from reshard.training.findings import of_fact
 from reshard.training.option_checks import (

@@ -18,16 +18,16 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map, tree_map_only
 
-from reshard.base.plain import put
+from reshard.base.plain_json import put
 from reshard.folders.companions import CONFIG, find_companions, read_object
-from reshard.formats.target import SHARD_SIZE
+from reshard.formats.contract import SHARD_SIZE
 from reshard.guard.end.complete import RECORD, note_files
 from reshard.stores.hub import name_of
 from reshard.training.run import Run, read_record
 from reshard.training.trl import weights
 from reshard.training.trl.devices import rank
 from reshard.training.trl.methods import WAYS
-from reshard.transfer.sources import Sources
+from reshard.transfer.source_files import Sources
 
 OPTIMIZER = "optimizer_0"
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -1,0 +1,157 @@
+"""Workers on other machines: each plans the same conversion itself, and writes parts of it."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from reshard.base.errors import ReshardError, said
+from reshard.cluster.distribute import PartOrder
+from reshard.cluster.plan_parts import PartOutcome, execute_part
+from reshard.folders.companions import RECORD
+from reshard.planning import ConversionOptions, plan_conversion
+from reshard.transfer import part_claims
+from reshard.transfer.journal import OutputIdentity
+from reshard.transfer.memory_budget import MemoryMeter, shared
+from reshard.transfer.plan import Plan
+from reshard.version import __version__
+
+PROGRAM = (
+    *("algebra", "families", "transfer", "containers", "folders", "formats", "model"),
+    *("adapters", "planning", "cluster"),
+)
+"""The packages that determine the bytes of an output."""
+
+
+def identity_of(
+    plan: Plan, options: ConversionOptions, *, checksum: bool, inodes: bool = True
+) -> OutputIdentity:
+    """Everything that determines the bytes of the output: the program, the sources, the options and the files.
+
+    Without `inodes`, it is the same on all machines: some file systems give a file another inode on each.
+    """
+    wanted = _at(options, lambda path: path.resolve())
+    told = sha256(f"{wanted.meant!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
+    for file in (each for each in plan.files if each.path != RECORD):
+        told.update(f"\n{file.path!r} {file.size}".encode())
+    return OutputIdentity(_program(), plan.sources.digest(inodes=inodes), told.hexdigest())
+
+
+def _program() -> str:
+    """A digest of the code that determines the output: the version alone does not identify a checkout."""
+    package, digest = Path(__file__).parents[1], sha256(f"{__version__} {np.__version__}".encode())
+    for part in PROGRAM:
+        for path in sorted((package / part).rglob("*.*")):  # tables of names, too
+            digest.update(b"" if "__pycache__" in path.parts else path.read_bytes())
+    return digest.hexdigest()
+
+
+def absolute(source: Path, options: ConversionOptions) -> tuple[Path, ConversionOptions]:
+    """The same paths, absolute, for processes in another folder."""
+    beside = {name: path.absolute() for name, path in options.beside.items()}
+    return source.absolute(), replace(_at(options, lambda path: path.absolute()), beside=beside)
+
+
+def _at(options: ConversionOptions, place: Callable[[Path], Path]) -> ConversionOptions:
+    """The options with other paths of what is read."""
+    average = options.average and options.average.at(place)
+    return replace(options, base=options.base_path and place(options.base_path), average=average)
+
+
+@dataclass(frozen=True)
+class PartWorker:
+    """Executes parts of one conversion, in any process that sees the same files. `workers` is the threads per part."""
+
+    source: Path
+    options: ConversionOptions
+    identity: OutputIdentity
+    checksum: bool
+    memory: int
+    workers: int | None
+
+    def __call__(self, order: PartOrder) -> PartOutcome:
+        """Execute a part. Every error is part of the outcome: each executor would wrap an exception in its own way."""
+        try:
+            with part_claims.held(order.claim, order.token) as is_stopped:
+                return self._done(order, is_stopped)
+        except part_claims.UnseenError:
+            return PartOutcome(error=_unseen(order.folder))
+        except Exception as error:
+            known = isinstance(error, (ReshardError, OSError, MemoryError))
+            text = "".join(traceback.format_exception(error))
+            return PartOutcome(error=error if known else RuntimeError(f"{said(error)}\n{text}"))
+
+    def _done(self, order: PartOrder, is_stopped: Callable[[], bool]) -> PartOutcome:
+        plan, memory = self._plan()
+        try:
+            return execute_part(
+                plan,
+                order.folder,
+                order.part,
+                is_stopped,
+                share=shared(self.workers, memory, plan.need),
+                checksum=self.checksum,
+            )
+        except (ReshardError, OSError) as error:
+            if problems := plan.sources.changed():
+                raise ReshardError(problems) from error
+            raise
+
+    def _plan(self) -> tuple[Plan, int]:
+        """The same plan as in the main process, made once per process, and the bytes of memory left for a part of it.
+
+        Raises ReshardError if this process makes another plan.
+        """
+        key = f"{self.source} {self.identity} {self.memory}"
+        with _planning:
+            if key not in _plans:
+                _plans.clear()
+                meter = MemoryMeter(self.memory)
+                plan = self._planned()
+                _plans[key] = plan, meter.left(plan.need)
+            return _plans[key]
+
+    def _planned(self) -> Plan:
+        try:
+            plan = plan_conversion(self.source, self.options)
+        except ReshardError as error:
+            raise _otherwise(self.source, str(error).replace("\n  ", ", ")) from error.__cause__
+        found = identity_of(plan, self.options, checksum=self.checksum, inodes=False)
+        if found != self.identity:
+            raise _otherwise(self.source, found.differs(self.identity))
+        return plan
+
+
+_plans: dict[str, tuple[Plan, int]] = {}
+_planning = Lock()
+
+
+def _otherwise(source: Path, found: str) -> ReshardError:
+    return ReshardError(
+        "worker-plans-differently",
+        "a worker sees a different source, or runs a different version",
+        file=str(source),
+        rule="each worker plans the conversion itself and must get the same plan",
+        found=f"on {socket.gethostname()}: {found}",
+        remedy="keep the source on a file system that all nodes share, under one path, and install the same versions "
+        "of reshard and numpy on them",
+    )
+
+
+def _unseen(folder: Path) -> ReshardError:
+    return ReshardError(
+        "worker-lacks-output",
+        "a worker cannot see the folder that the output is written to",
+        file=str(folder.parent),
+        rule="all workers write to one folder, next to the destination",
+        found=f"it is not there on {socket.gethostname()}",
+        remedy="choose a destination on a file system that all nodes share; for one in a store, set TMPDIR to a folder "
+        "on such a file system",
+    )

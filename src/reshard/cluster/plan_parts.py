@@ -1,0 +1,116 @@
+"""Parts of a plan that can be executed anywhere: what a worker receives, and what it returns."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reshard.algebra.storage import Storage
+from reshard.base.errors import listed, size
+from reshard.transfer.digests import SeenCells
+from reshard.transfer.execute import Queue
+from reshard.transfer.file_job import BatchFindings, FileJob
+from reshard.transfer.journal import BegunBlock, Journal, WrittenFile
+from reshard.transfer.ledger import CELL_BYTES, Ledger, Passed
+from reshard.transfer.memory_budget import ThreadShare
+from reshard.transfer.plan import OutputFile, Plan
+from reshard.transfer.run_state import RunState
+from reshard.transfer.threads import together
+
+
+@dataclass
+class PlanPart:
+    """Batches of some files, by their numbers in each file; `nbytes` are left to write.
+
+    `begun` are large blocks that an earlier run has written up to some byte.
+    """
+
+    number: int
+    nbytes: int = 0
+    batches: dict[str, list[int]] = field(default_factory=dict)
+    begun: dict[str, dict[int, BegunBlock]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{size(self.nbytes)} of {listed(list(self.batches), 3)}"
+
+
+@dataclass
+class PartOutcome:
+    """What a worker found in a part that is on disk now, or the `error` that it failed with.
+
+    `files` maps each path to what its batches found and the digests of its bytes; `passed` are the CRC32s of what was
+    read, and `names` gives a tensor for each storage if known.
+    """
+
+    host: str = field(default_factory=socket.gethostname)
+    files: dict[str, tuple[BatchFindings, SeenCells]] = field(default_factory=dict)
+    passed: Passed = field(default_factory=dict)
+    names: Mapping[Storage, str] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+class PartStoppedError(Exception):
+    """The run no longer needs the part."""
+
+
+def cut(jobs: Iterable[FileJob], most: int) -> Iterator[PlanPart]:
+    """Cut jobs into parts of about `most` bytes; a batch is never cut. Takes the jobs' waiting batches."""
+    part = PlanPart(0)
+    for job in jobs:
+        waiting, job.waiting = job.waiting[::-1], []
+        for batch in waiting:
+            begun = job.begun.get(batch.number)
+            nbytes = batch.end - (begun.end if begun else batch.begin)
+            if part.batches and part.nbytes + nbytes > most:
+                yield part
+                part = PlanPart(part.number + 1)
+            if job.path not in part.batches:
+                part.batches[job.path] = []
+                job.active += 1
+            part.batches[job.path].append(batch.number)
+            part.nbytes += nbytes
+            if begun:
+                part.begun.setdefault(job.path, {})[batch.number] = begun
+    if part.batches:
+        yield part
+
+
+def execute_part(
+    plan: Plan,
+    folder: Path,
+    part: PlanPart,
+    is_stopped: Callable[[], bool],
+    *,
+    share: ThreadShare,
+    checksum: bool,
+) -> PartOutcome:
+    """Write the batches of a part to `folder`, which has the parents of its files, and wait for the disk.
+
+    Raises StoppedError if `is_stopped` returns true, and what `execute` raises.
+    """
+
+    def on_bytes(count: int) -> None:
+        if is_stopped():
+            raise PartStoppedError
+
+    ledger = Ledger(every=True, apart=CELL_BYTES, most=share.ranges) if checksum else None
+    state = RunState(plan, folder, share, ledger, Journal(), on_bytes)
+    written: dict[str, tuple[BatchFindings, SeenCells]] = {}
+
+    def begin(file: OutputFile) -> FileJob:
+        before = WrittenFile(begun=part.begun.get(file.path, {}))
+        return FileJob(state, file, before, set(part.batches[file.path]))
+
+    def close(job: FileJob) -> None:
+        """Flush a file to disk; other workers write to it too, and the main process completes it."""
+        job.sink.flush()
+        job.abandon()
+        with state.lock:
+            written[job.path] = job.unsaved, job.digest.seen()
+
+    queue = Queue(state, (file for file in plan.files if file.path in part.batches), begin, close)
+    with queue:
+        together(lambda index, stopped: queue.work(stopped), share.threads)
+    return PartOutcome(files=written, passed=ledger.passed if ledger else {}, names=state.names)

@@ -1,0 +1,270 @@
+"""Slurm as an executor: job arrays, submitted by submitit and followed with `squeue`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+from typing import Any, TypeVar
+
+from reshard.base.errors import UNUSABLE, ReshardError, said
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+NO_LIMIT = 1 << 62
+"""No limit on the bytes of a part, or on the number of queued parts."""
+
+GENERIC = ("timeout_min", "mem_gb", "cpus_per_task", "gpus_per_node", "stderr_to_stdout", "name")
+"""Settings that submitit has for all of its executors."""
+
+POLL_SECONDS = 10.0
+"""Seconds between two calls of `squeue`."""
+
+GRACE_SECONDS = 30.0
+"""Seconds after which a job that `squeue` no longer lists, and without a result, is lost: file servers are slow."""
+
+SILENCE_SECONDS = 1800.0
+"""Seconds without an answer from `squeue` after which jobs without a result are lost."""
+
+ANSWER_SECONDS = 60
+"""Seconds that a command of Slurm may take."""
+
+USUAL_ARRAY_SIZE = 1001
+"""The most jobs of an array, unless Slurm's configuration says otherwise."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_IN_PATHS = re.compile(_CONTROL.pattern + r"|[%\\]")
+
+
+class Slurm:
+    """Slurm jobs, each on one node, `nodes` at a time. `cluster=local` runs them as processes on this machine."""
+
+    package, form = "submitit", r"(?::([\w-]+=[^,=]+(?:,[\w-]+=[^,=]+)*))?"
+    usage = "slurm:partition=NAME,nodes=N,time=MINUTES"
+    threads, most, queue = None, NO_LIMIT, NO_LIMIT
+
+    def __init__(self, settings: str) -> None:
+        given = dict(each.split("=", 1) for each in settings.split(",") if each)
+        self._cluster = given.pop("cluster", "slurm")
+        self.slots = nodes_of(given.pop("nodes", "1"))
+        if self._cluster == "local":
+            self.queue = self.slots  # Slurm has a queue of its own, local processes do not
+        self._parameters = parameters_of(given)
+        self._jobs: dict[Any, Future[Any]] = {}
+        self._missing: dict[str, float] = {}
+        """When jobs were first found to be absent from the queue, by their number."""
+        self._closed = Event()
+        self._thread: Thread | None = None
+        with TemporaryDirectory() as folder:
+            self._executor(Path(folder), self.slots)
+        self._longest = longest_array() if self._cluster == "slurm" else NO_LIMIT
+        if self._longest == 1:
+            self.queue = self.slots  # without arrays, Slurm would run any number at a time
+
+    def _executor(self, folder: Path, slots: int) -> Any:
+        return submitit_executor(
+            folder, self._cluster, {**self._parameters, "slurm_array_parallelism": slots}
+        )
+
+    def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
+        futures: list[Future[T]] = []
+        count = -(-len(arguments) // self._longest)
+        for number in range(count):  # each is a job array, and they share the nodes
+            begin, end = (len(arguments) * each // count for each in (number, number + 1))
+            slots = self.slots * (number + 1) // count - self.slots * number // count
+            executor = self._executor(folder / "jobs", max(1, slots))
+            with accepted(), executor.batch():
+                jobs = [executor.submit(function, argument) for argument in arguments[begin:end]]
+            new: list[Future[T]] = [Future() for _ in jobs]
+            self._jobs.update(zip(jobs, new, strict=True))
+            futures += new
+        if self._thread is None:
+            self._thread = Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return futures
+
+    def _watch(self) -> None:
+        """Pass the result of each finished job to its future."""
+        asked = answered = time.monotonic()
+        while not self._closed.wait(0.2):
+            for job in [job for job in list(self._jobs) if self._has_ended(job)]:
+                future = self._jobs.pop(job)
+                try:
+                    future.set_result(job.result())
+                except Exception as error:
+                    future.set_exception(error)
+            now = time.monotonic()
+            if self._cluster == "slurm" and now - asked > POLL_SECONDS:
+                asked = now
+                listed = queued()
+                answered = answered if listed is None else now
+                self._lose(listed, is_silent=now - answered > SILENCE_SECONDS)
+
+    def _has_ended(self, job: Any) -> bool:
+        if self._cluster != "slurm":
+            return bool(job.done())
+        folder = job.paths.folder
+        with suppress(OSError):
+            folder.chmod(folder.stat().st_mode)  # so that NFS looks again, as submitit does
+        return bool(job.paths.result_pickle.exists())
+
+    def _lose(self, listed: set[str] | None, *, is_silent: bool) -> None:
+        """Give up jobs that are not in the queue and have had no result for some time; `listed` is None if unknown."""
+        now = time.monotonic()
+        for job, future in list(self._jobs.items()):
+            number = str(job.job_id)
+            if listed is not None and number in listed:
+                self._missing.pop(number, None)
+            elif listed is not None:
+                self._missing.setdefault(number, now)
+            is_lost = is_silent or now - self._missing.get(number, now) > GRACE_SECONDS
+            if is_lost and not self._has_ended(job):
+                del self._jobs[job]
+                why = "squeue does not answer" if is_silent else "it left the queue without a result"
+                future.set_exception(RuntimeError(f"Slurm job {number}: {why}{_end_of(job)}"))
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread:
+            self._thread.join()
+        for job in self._jobs:
+            with suppress(Exception):
+                job.cancel(check=False)
+
+
+def _end_of(job: Any) -> str:
+    """The last line that a job wrote to its log, if any."""
+    for path in (job.paths.stderr, job.paths.stdout):
+        with suppress(OSError):
+            lines = path.read_text(errors="replace").split("\n")
+            return next(
+                (f"; its log ends with: {line.strip()[:300]}" for line in lines[::-1] if line.strip()), ""
+            )
+    return ""
+
+
+def queued() -> set[str] | None:
+    """The numbers of this user's jobs that have not ended; None if Slurm does not answer."""
+    asked = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%F %K"]
+    try:
+        rows = [line.split() for line in _answer(asked).splitlines()]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {row[0] if row[1:] in ([], ["N/A"]) else f"{row[0]}_{row[1]}" for row in rows if row}
+
+
+def longest_array() -> int:
+    """The most jobs of an array. Raises ReshardError if Slurm's controller does not answer."""
+    try:
+        settings = _answer(["scontrol", "show", "config"])
+    except FileNotFoundError:
+        settings = ""
+    except subprocess.CalledProcessError as error:
+        raise silent(_last_line(error.stderr)) from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise silent(said(error)) from error
+    found = re.search(r"(?m)^MaxArraySize\s*=\s*(\d+)", settings)
+    return max(1, int(found[1])) if found else USUAL_ARRAY_SIZE
+
+
+def _answer(command: Sequence[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True).stdout
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().split("\n") or [""])[-1]
+
+
+@contextmanager
+def accepted() -> Iterator[None]:
+    """Raise ReshardError if Slurm rejects what the block submits. What is written already is kept."""
+    try:
+        yield
+    except Exception as error:  # from submitit or sbatch
+        raise ReshardError(
+            "slurm-submission-failed",
+            "Slurm refused the job",
+            found=" ".join(str(error).split())[-300:],
+            remedy="correct the settings for Slurm; `sinfo` lists partitions, their times and their nodes",
+        ) from OSError(errno.EAGAIN, str(error))
+
+
+def nodes_of(text: str) -> int:
+    """The number of nodes. Raises ReshardError if it is not a positive number."""
+    if not text.isdecimal() or not int(text):
+        raise settings_error(f"nodes={text}")
+    return int(text)
+
+
+def parameters_of(given: Mapping[str, str]) -> dict[str, str | int]:
+    """Settings as typed, under submitit's names; `time` is in minutes (60 by default)."""
+    found: dict[str, str | int] = {"timeout_min": 60}
+    for typed, value in given.items():
+        name = {"time": "timeout_min"}.get(typed, typed)
+        found[name if name in GENERIC else f"slurm_{name}"] = int(value) if value.isdecimal() else value
+    return found
+
+
+def submitit_executor(folder: Path, cluster: str, parameters: Mapping[str, Any], **more: Any) -> Any:
+    """submitit's executor for a cluster, "slurm" or "local". Raises ReshardError for settings that it does not know."""
+    check_texts(folder, *(f"{name}={value}" for name, value in parameters.items()))
+    if cluster == "slurm" and not shutil.which("sbatch"):
+        raise silent("`sbatch` not found")
+    try:
+        executor = import_module("submitit").AutoExecutor(folder=folder, cluster=cluster, **more)
+        executor.update_parameters(**parameters)
+    except (NameError, *UNUSABLE) as error:
+        raise settings_error(said(error).partition(" Valid arguments")[0]) from error
+    return executor
+
+
+def check_texts(folder: Path, *settings: str) -> None:
+    """Raise ReshardError for characters with a meaning in the script that submitit writes.
+
+    A newline would continue the script, and Slurm replaces `%` and `\\` in the names of logs.
+    """
+    path = str(folder.absolute())
+    wrong = [path] if _IN_PATHS.search(path) else []
+    wrong += [text for text in settings if _CONTROL.search(text)]
+    if wrong:
+        raise ReshardError(
+            "slurm-special-character",
+            "a path or setting for Slurm contains a special character",
+            expected="no control characters, and no % or \\ in the path of the output",
+            found=", ".join(map(repr, wrong)),
+            remedy="rename the folder, or correct the setting",
+        )
+
+
+def settings_error(found: str) -> ReshardError:
+    """The error for settings that Slurm does not have."""
+    return ReshardError(
+        "slurm-settings-malformed",
+        "invalid settings for Slurm",
+        expected="nodes=N, time=MINUTES, and settings of submitit: partition, account, qos, cpus_per_task, mem_gb …",
+        found=found,
+        remedy="correct them: NAME=VALUE,NAME=VALUE",
+    )
+
+
+def silent(
+    found: str,
+    name: str = "Slurm",
+    expected: str = "a cluster, and its commands sbatch, squeue and scontrol",
+    remedy: str = "run the command on a machine where `sinfo` lists the partitions, such as the cluster's login node",
+) -> ReshardError:
+    """The error for a scheduler that cannot be used from this machine."""
+    return ReshardError(
+        "executor-silent", f"{name} does not respond", expected=expected, found=found, remedy=remedy
+    )

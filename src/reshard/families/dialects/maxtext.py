@@ -1,0 +1,201 @@
+"""Rules for the names of MaxText, whose kernels are [inputs, outputs], with heads as an axis of their own.
+
+Llama 3.1 rotates neighbouring elements of a head, so the columns of its queries and keys are interleaved; MaxText's
+Llama 2 and 3 and Mistral do not, and only the scaling of the rotary embedding tells them apart. All of these, Mixtral
+and Gemma 2 store queries divided by the square root of a head's size; Gemma stores the embedding times the square root
+of the hidden size, and norms plus one. All of this is computed as MaxText does it, and rounded once to the stored
+dtype. The experts of a layer are one tensor.
+
+Inside reshard every layer has tensors of its own, with the number that it has on the Hub, without `decoder` and
+without the suffixes of Gemma 2's pairs of layers: `formats/orbax/layer_names.py`. Source: `checkpoint_conversion` of
+MaxText, as of August 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import frexp, ldexp, prod, sqrt
+
+from reshard.algebra.views import View
+from reshard.families.dialect import Dialect
+from reshard.families.dialects.internevo import in_halves
+from reshard.families.rules import GATED, Block, Dims, ReversibleStep, Rule, Step, native, plus, same, under
+
+EMBEDDING, HEAD = "token_embedder.embedding", "logits_dense.kernel"
+MAXTEXT = Dialect("maxtext", (EMBEDDING,), sharded=False, padded=True, head=HEAD)
+WI = ("wi_0", "wi_1", "wo")
+"""The gate, up and down projections."""
+NORMS = {
+    "input_layernorm": "pre_self_attention_layer_norm",
+    "post_attention_layernorm": "post_self_attention_layer_norm",
+}
+GEMMA_NORMS = {
+    "input_layernorm": "pre_self_attention_norm",
+    "post_attention_layernorm": "post_self_attention_norm",
+    "pre_feedforward_layernorm": "pre_ffw_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def llama(d: Dims) -> Iterator[Rule]:
+    """Llama and Mistral, with divided queries; in Llama 3.1, queries and keys are interleaved."""
+    yield from _ends(d)
+    block = [*_norms(d, NORMS), *_attention(d, divided=True, interleaved=d.rope_scaled), *_mlp(d)]
+    yield from _layers(d, block, [])
+
+
+def mixtral(d: Dims) -> Iterator[Rule]:
+    """Mixtral, with divided queries; the Hub calls gate, up and down w1, w3 and w2."""
+    yield from _ends(d)
+    experts = _experts(d, "MoeBlock_0", "block_sparse_moe", ("w1", "w3", "w2"))
+    yield from _layers(d, [], [*_norms(d, NORMS), *_attention(d, divided=True), *experts])
+
+
+def qwen(d: Dims) -> Iterator[Rule]:
+    """Qwen2 and Qwen3, dense or with experts."""
+    yield from _ends(d)
+    block = [*_norms(d, NORMS), *_attention(d)]
+    yield from _layers(d, [*block, *_mlp(d)], [*block, *_experts(d, "moe_block")])
+
+
+def deepseek(d: Dims) -> Iterator[Rule]:
+    """DeepSeek-V2 and V3. MaxText converts no layers for multi-token prediction."""
+    yield from _ends(d)
+    block = [*_norms(d, NORMS), *_latent_attention(d)]
+    shared = _gated(d, d.shared_ffn, "mlp.shared_experts", "DeepSeekMoeBlock_0.shared_experts")
+    experts = _experts(d, "DeepSeekMoeBlock_0.MoeBlock_0")
+    yield from _layers(d, [*block, *_mlp(d)], [*block, *experts, *(shared if d.shared_ffn else [])])
+
+
+def gemma2(d: Dims) -> Iterator[Rule]:
+    """Gemma 2: also its queries are divided."""
+    yield from _gemma(d, sqrt(d.hidden), divided=True)
+
+
+def gemma3(d: Dims) -> Iterator[Rule]:
+    """Gemma 3: the factor of its embedding is rounded to bfloat16."""
+    yield from _gemma(d, _in_bfloat16(sqrt(d.hidden)), divided=False)
+
+
+LLAMA, MIXTRAL, QWEN, DEEPSEEK, GEMMA2, GEMMA3 = (
+    {MAXTEXT.name: rules} for rules in (llama, mixtral, qwen, deepseek, gemma2, gemma3)
+)
+"""What families list in their `dialects`."""
+
+
+def _gemma(d: Dims, factor: float, *, divided: bool) -> Iterator[Rule]:
+    embedding = ReversibleStep(Step(over=factor), Step(times=factor), rounds=True)
+    layers = _layers(d, [*_norms(d, GEMMA_NORMS), *_attention(d, divided=divided), *_mlp(d)], [])
+    for rule in [*_ends(d, embedding), *layers]:
+        is_norm = rule.hf.endswith("norm.weight")
+        yield replace(rule, change=plus(-1.0, rounds=True)) if is_norm else rule
+
+
+def _in_bfloat16(number: float) -> float:
+    mantissa, exponent = frexp(number)
+    return ldexp(round(mantissa * 256), exponent - 8)
+
+
+def _ends(d: Dims, change: ReversibleStep | None = None) -> Iterator[Rule]:
+    """Embedding, head and final norm. Rows beyond the vocabulary are padding."""
+    table = native(EMBEDDING, d.padded_vocab, d.hidden)
+    head = table if d.tied else native(HEAD, d.padded_vocab, d.hidden)
+    yield Rule("model.embed_tokens.weight", table[: d.vocab], change=change)
+    yield Rule("lm_head.weight", head[: d.vocab], copy=d.tied, written=not d.tied)
+    yield same("model.norm.weight", "decoder_norm.scale", d.hidden)
+    if d.padded_vocab > d.vocab:
+        for padded in [table] if d.tied else [table, head]:
+            is_changed = padded is table
+            yield Rule(
+                "",
+                padded[d.vocab :],
+                reason="vocabulary padding",
+                change=change if is_changed else None,
+            )
+
+
+def _layers(d: Dims, dense: Block, sparse: Block) -> Iterator[Rule]:
+    """All decoder layers: `sparse` for layers with experts, `dense` for the others."""
+    plain = tuple(layer for layer in range(d.layers) if layer not in d.sparse)
+    for block, layers in ((dense, plain), (sparse, d.sparse)):
+        if layers:
+            yield from under("model.layers.{layer}", "layers.{layer}", block, layers)
+
+
+def _norms(d: Dims, names: dict[str, str]) -> Block:
+    return [same(f"{hf}.weight", f"{own}.scale", d.hidden) for hf, own in names.items()]
+
+
+def _transposed(kernel: View, inputs: int) -> View:
+    """A kernel whose first axes are its `inputs`, as the matrix [outputs, inputs]."""
+    return kernel.reshape(inputs, kernel.numel // inputs).permute(1, 0)
+
+
+def _kernel(hf: str, own: str, inputs: Iterable[int], outputs: Iterable[int]) -> Rule:
+    shape = (*inputs,)
+    return Rule(f"{hf}.weight", _transposed(native(f"{own}.kernel", *shape, *outputs), prod(shape)))
+
+
+def _attention(d: Dims, *, divided: bool = False, interleaved: bool = False) -> Block:
+    by = ReversibleStep(Step(times=sqrt(d.head_dim)), Step(times=1 / sqrt(d.head_dim)), rounds=True)
+    rules = [_kernel("self_attn.o_proj", "self_attention.out", (d.heads, d.head_dim), (d.hidden,))]
+    for name, own, heads in (("q", "query", d.heads), ("k", "key", d.groups), ("v", "value", d.groups)):
+        kernel = native(f"self_attention.{own}.kernel", d.hidden, heads, d.head_dim)
+        view = in_halves(kernel, 2) if interleaved and name != "v" else kernel
+        change = by if divided and name == "q" else None
+        rules.append(Rule(f"self_attn.{name}_proj.weight", _transposed(view, d.hidden), change=change))
+        if d.qkv_bias:
+            bias = native(f"self_attention.{own}.bias", heads, d.head_dim)
+            rules.append(Rule(f"self_attn.{name}_proj.bias", bias.merge(0)))
+        if d.qk_norm and name != "v":
+            rules.append(
+                same(f"self_attn.{name}_norm.weight", f"self_attention.{own}_norm.scale", d.head_dim)
+            )
+    return rules
+
+
+def _latent_attention(d: Dims) -> Block:
+    hf, own = "self_attn.", "self_attention."
+    hidden, query = (d.hidden,), (d.heads, d.qk_nope + d.qk_rope)
+    rules = [
+        _kernel(f"{hf}kv_a_proj_with_mqa", f"{own}wkv_a", hidden, (d.kv_lora + d.qk_rope,)),
+        same(f"{hf}kv_a_layernorm.weight", f"{own}kv_norm.scale", d.kv_lora),
+        _kernel(f"{hf}kv_b_proj", f"{own}wkv_b", (d.kv_lora,), (d.heads, d.qk_nope + d.v_head)),
+        _kernel(f"{hf}o_proj", f"{own}out", (d.heads, d.v_head), hidden),
+    ]
+    if not d.q_lora:
+        return [*rules, _kernel(f"{hf}q_proj", f"{own}query", hidden, query)]
+    return [
+        *rules,
+        _kernel(f"{hf}q_a_proj", f"{own}wq_a", hidden, (d.q_lora,)),
+        same(f"{hf}q_a_layernorm.weight", f"{own}q_norm.scale", d.q_lora),
+        _kernel(f"{hf}q_b_proj", f"{own}wq_b", (d.q_lora,), query),
+    ]
+
+
+def _mlp(d: Dims) -> Block:
+    return _gated(d, d.ffn, "mlp", "mlp")
+
+
+def _gated(d: Dims, ffn: int, hf: str, own: str) -> Block:
+    shapes = ((d.hidden, ffn), (d.hidden, ffn), (ffn, d.hidden))
+    return [
+        _kernel(f"{hf}.{name}", f"{own}.{wi}", (ins,), (outs,))
+        for name, wi, (ins, outs) in zip(GATED, WI, shapes, strict=True)
+    ]
+
+
+def _experts(d: Dims, own: str, hf: str = "mlp", names: tuple[str, ...] = GATED) -> Block:
+    """The router, and the experts stacked as [experts, inputs, outputs]."""
+    shapes = ((d.hidden, d.expert_ffn), (d.hidden, d.expert_ffn), (d.expert_ffn, d.hidden))
+    rules = [_kernel(f"{hf}.gate", f"{own}.gate", (d.hidden,), (d.experts,))]
+    for name, wi, shape in zip(names, WI, shapes, strict=True):
+        stacked = native(f"{own}.{wi}", d.experts, *shape)
+        rules += [
+            Rule(f"{hf}.experts.{expert}.{name}.weight", stacked[expert].permute(1, 0))
+            for expert in range(d.experts)
+        ]
+    if d.router_bias:
+        rules.append(same(f"{hf}.gate.e_score_correction_bias", f"{own}.gate.bias", d.experts))
+    return rules

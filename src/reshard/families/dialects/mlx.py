@@ -1,0 +1,219 @@
+"""How mlx-lm names the tensors of a model, where that differs from the Hub, and which of them it quantizes.
+
+A `MlxNaming` has the rules of `sanitize` in mlx-lm 0.32.2 (`mlx_lm/models/*.py`), as `Renaming`s that turn the Hub's
+tensors into MLX's; read in reverse, they turn them back. What `sanitize` removes is dropped by a named rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from reshard.families.renaming import Operation, Renaming, begun, rule_of
+
+
+class RemovedTensors(NamedTuple):
+    """Tensors that mlx-lm removes, by the beginnings of their names, and the rule for it."""
+
+    rule: str
+    names: re.Pattern[str]
+
+
+VISION = RemovedTensors(
+    "vision, which mlx-lm does not have",
+    re.compile(
+        r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|audio_tower)\."
+    ),
+)
+MTP = RemovedTensors(
+    "multi-token prediction, which mlx-lm does not have", re.compile(r"(model\.)?mtp(_layers)?\.")
+)
+ROUTER_BIAS = RemovedTensors(
+    "the correction bias of routers, which mlx-lm does not have", re.compile(r".*e_score_correction_bias")
+)
+
+
+@dataclass(frozen=True)
+class MlxNaming:
+    """How mlx-lm names a model's tensors.
+
+    `rules` make its tensors from the Hub's. `left` are those that it removes; with `without_mtp`, also layers from
+    `num_hidden_layers` on. It casts all tensors to one dtype, except those that stay `exact`. When it quantizes, it
+    leaves the modules `kept` plain, and stores those that are `finer` in eight bits. These three are ends of names.
+    """
+
+    rules: tuple[Renaming, ...] = ()
+    left: tuple[RemovedTensors, ...] = ()
+    without_mtp: bool = False
+    exact: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    finer: tuple[str, ...] = ()
+
+    @cached_property
+    def is_rounded(self) -> bool:
+        """Whether a rule adds to tensors, which rounds them."""
+        return any(operation["name"] == "Add" for rule in self.rules for operation in rule.operations)
+
+    def leaves_out(self, name: str, config: Mapping[str, Any]) -> str | None:
+        """The rule by which a tensor of the Hub is removed, or None."""
+        if rule := next((each.rule for each in self.left if each.names.match(name)), None):
+            return rule
+        layer = _LAYER.match(name) if self.without_mtp else None
+        text = config.get("text_config")
+        layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers")
+        return MTP.rule if layer and isinstance(layers, int) and int(layer[1]) >= layers else None
+
+
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+
+
+_STACK = {"name": "MergeModulelist", "dim": 0}
+_SWAP = {"name": "Transpose", "dim0": 1, "dim1": 2}
+_HALVES = {"name": "Chunk", "dim": 1}
+_EVEN_ODD = {"name": "Interleave", "dim": 1}
+
+
+def _stacked(experts: str, to: str, names: Mapping[str, str] | None = None) -> Iterator[Renaming]:
+    """Experts that the Hub has one by one, as one tensor for each projection."""
+    names = names or {name: name for name in ("gate_proj", "up_proj", "down_proj")}
+    for hub, mlx in names.items():
+        yield rule_of(f"{experts}.*.{hub}.weight", f"{to}.{mlx}.weight", _STACK)
+
+
+def _apart(experts: str, to: str, *first: Operation) -> Iterator[Renaming]:
+    """Experts that the Hub stacks with gate and up in one tensor; `first` are done before these are cut apart."""
+    parts = (f"{to}.gate_proj.weight", f"{to}.up_proj.weight")
+    yield rule_of(f"{experts}.gate_up_proj", parts, *first, _HALVES)
+    yield rule_of(
+        f"{experts}.down_proj(?![.\\w])", f"{to}.down_proj.weight", *((_SWAP,) if _SWAP in first else ())
+    )
+
+
+_W123 = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_BLOCK_SPARSE = tuple(_stacked("block_sparse_moe.experts", "block_sparse_moe.switch_mlp", _W123))
+_SWITCH = tuple(_stacked("mlp.experts", "mlp.switch_mlp"))
+_ABSORBED = rule_of(
+    "self_attn.kv_b_proj.weight",
+    ("self_attn.embed_q.weight", "self_attn.unembed_out.weight"),
+    {"name": "AbsorbLatent"},
+)
+_LAST = {"name": "ChannelsLast"}
+_MOVED = rule_of("conv1d.weight", "conv1d.weight", _LAST)
+_ONE = {"name": "Add", "by": 1.0}
+_PLUS_ONE = tuple(
+    rule_of(f"{norm}.weight", f"{norm}.weight", _ONE)
+    for norm in (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("self_attn.q_norm", "self_attn.k_norm", "model.norm"),
+    )
+)
+
+
+def _tower(hub: str) -> Iterator[Renaming]:
+    """The vision tower, which mlx-vlm keeps."""
+    yield from begun((hub, "vision_tower."))
+    yield rule_of("patch_embed.proj.weight", "patch_embed.proj.weight", _LAST)
+
+
+_NESTED = (
+    *_tower("model.visual."),
+    *begun(("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+)
+_OUTER = (
+    *_tower("visual."),
+    *begun(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+)
+
+PLAIN_NAMING = MlxNaming()
+SEEING = MlxNaming(left=(VISION,))
+MOE = MlxNaming(_SWITCH)
+ROUTED = MlxNaming(_SWITCH, finer=("mlp.gate",))
+GATED = MlxNaming(_SWITCH, kept=("mlp.gate",))
+BIAS = ("e_score_correction_bias",)
+LATENT = MlxNaming((*_SWITCH, _ABSORBED), without_mtp=True, exact=BIAS, kept=("mlp.gate",))
+DELTA = MlxNaming((*_SWITCH, _MOVED, *_PLUS_ONE), left=(MTP,), finer=("mlp.gate", "mlp.shared_expert_gate"))
+
+_AS_ON_THE_HUB = (
+    *("cohere", "cohere2", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
+    *(
+        "helium",
+        "hunyuan_v1_dense",
+        "internlm2",
+        "internlm3",
+        "iquestcoder",
+        "llama",
+        "ministral3",
+        "mistral",
+        "nemotron",
+    ),
+    *("olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+)
+_KNOWN: dict[str, MlxNaming] = {
+    **dict.fromkeys(_AS_ON_THE_HUB, PLAIN_NAMING),
+    "granite": MlxNaming(finer=("self_attn.o_proj", "mlp.down_proj", "lm_head")),
+    "mimo": MlxNaming(left=(MTP,)),
+    **dict.fromkeys(("qwen2_moe", "olmoe"), MOE),
+    "qwen3_moe": ROUTED,
+    **dict.fromkeys(("deepseek", "deepseek_v2"), GATED),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "joyai_llm_flash", "glm4_moe_lite"), LATENT),
+    "kimi_k25": replace(LATENT, left=(VISION,)),
+    "llama4": MlxNaming(tuple(_apart("feed_forward.experts", "feed_forward.experts", _SWAP)), left=(VISION,)),
+    "glm4_moe": replace(GATED, without_mtp=True, exact=BIAS),
+    "dots1": MlxNaming(tuple(_stacked("mlp.experts", "mlp.experts")), kept=("mlp.gate",)),
+    "ernie4_5_moe": MlxNaming(_SWITCH, left=(ROUTER_BIAS, MTP)),
+    **dict.fromkeys(("mixtral", "phimoe"), MlxNaming(_BLOCK_SPARSE)),
+    "minimax_m2": MlxNaming(_BLOCK_SPARSE, exact=BIAS, finer=("block_sparse_moe.gate",)),
+    "gpt_oss": MlxNaming(
+        (
+            *_apart("mlp.experts", "mlp.experts", _SWAP, _EVEN_ODD),
+            rule_of(
+                "mlp.experts.gate_up_proj_bias",
+                ("mlp.experts.gate_proj.bias", "mlp.experts.up_proj.bias"),
+                _EVEN_ODD,
+                _HALVES,
+            ),
+            rule_of("mlp.experts.down_proj_bias", "mlp.experts.down_proj.bias"),
+        ),
+        finer=("router",),
+    ),
+    "qwen3_next": DELTA,
+    "qwen3_5": replace(
+        DELTA, rules=(*_NESTED, _MOVED, *_PLUS_ONE), left=(VISION, MTP), exact=("A_log",), finer=()
+    ),
+    "qwen3_5_moe": replace(
+        DELTA,
+        rules=(*_NESTED, *_apart("mlp.experts", "mlp.switch_mlp"), _MOVED, *_PLUS_ONE),
+        left=(VISION, MTP),
+        exact=("A_log",),
+    ),
+    "qwen3_vl": MlxNaming(_NESTED, left=(VISION,)),
+    "qwen3_vl_moe": MlxNaming(
+        (*_NESTED, *_apart("mlp.experts", "mlp.switch_mlp", _SWAP)), left=(VISION,), finer=("mlp.gate",)
+    ),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), MlxNaming(_OUTER, left=(VISION,))),
+    **dict.fromkeys(("gemma3", "mistral3"), SEEING),
+    "nemotron_h": MlxNaming(
+        (
+            _MOVED,
+            *_stacked("mixer.experts", "mixer.switch_mlp", {"up_proj": "fc1", "down_proj": "fc2"}),
+        ),
+        left=(MTP,),
+        exact=(*BIAS, "A_log"),
+        kept=("mixer.gate",),
+    ),
+}
+"""By `model_type`."""
+
+
+def naming(config: Mapping[str, Any]) -> MlxNaming | None:
+    """How mlx-lm names the tensors of a config's model; None if that is not declared here."""
+    found = config.get("model_type")
+    return _KNOWN.get(found) if isinstance(found, str) else None
+
+
+def known() -> tuple[str, ...]:
+    """The model types whose names are declared."""
+    return tuple(sorted(_KNOWN))

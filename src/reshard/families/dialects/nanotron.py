@@ -1,0 +1,90 @@
+"""Rules for the names of nanotron: Llama, Mistral, SmolLM3 and Qwen2, dense or with experts.
+
+Query, key and value are one tensor, in this order, as are gate and up. Experts are stacked, each transposed. Only with
+`rope_interleaved` are neighbouring elements of a head rotated, so that the rows of queries and keys are interleaved.
+Source: `models/{llama,qwen}.py` and `nn/moe.py` of nanotron, and its `examples/llama/convert_weights.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from reshard.families.dialect import Dialect
+from reshard.families.dialects.internevo import heads_in_halves
+from reshard.families.family import Rules
+from reshard.families.rules import Block, Dims, Rule, native, same, under
+
+MODEL = "model."
+EMBEDDING = f"{MODEL}token_position_embeddings.pp_block.token_embedding.weight"
+HEAD = f"{MODEL}lm_head.pp_block.weight"
+QKV = "attn.qkv_proj."
+
+
+def dialect(*, interleaved: bool) -> Dialect:
+    """Nanotron's dialect with one of the orders of rotary rows."""
+    return Dialect("nanotron-interleaved" if interleaved else "nanotron", (EMBEDDING,))
+
+
+def rules(d: Dims, *, interleaved: bool) -> Iterator[Rule]:
+    """All layers: with experts where the sizes have them."""
+    table = native(EMBEDDING, d.vocab, d.hidden)
+    head = table if d.tied else native(HEAD, d.vocab, d.hidden)
+    yield Rule("model.embed_tokens.weight", table)
+    yield Rule("lm_head.weight", head, copy=d.tied, written=not d.tied)
+    yield same("model.norm.weight", f"{MODEL}final_layer_norm.pp_block.weight", d.hidden)
+    norms = [same(f"{each}.weight", f"{each}.weight", d.hidden) for each in NORMS]
+    shared = [*norms, *_attention(d, interleaved=interleaved)]
+    plain = tuple(layer for layer in range(d.layers) if layer not in d.sparse)
+    for layers, block in ((plain, partial(_mlp, ffn=d.ffn)), (d.sparse, _experts)):
+        if layers:
+            found = [*shared, *block(d)]
+            yield from under("model.layers.{layer}", f"{MODEL}decoder.{{layer}}.pp_block", found, layers)
+
+
+DIALECTS: Mapping[str, Rules] = {
+    dialect(interleaved=each).name: partial(rules, interleaved=each) for each in (False, True)
+}
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _attention(d: Dims, *, interleaved: bool) -> Block:
+    rows = d.heads * d.head_dim
+    found = [same("self_attn.o_proj.weight", "attn.o_proj.weight", d.hidden, rows)]
+    for kind, inner in (("weight", (d.hidden,)), *((("bias", ()),) if d.qkv_bias else ())):
+        fused = native(QKV + kind, d.qkv_rows, *inner)
+        begin = 0
+        for name, heads in (("q", d.heads), ("k", d.groups), ("v", d.groups)):
+            view = fused[begin : begin + heads * d.head_dim]
+            begin += heads * d.head_dim
+            found.append(
+                Rule(f"self_attn.{name}_proj.{kind}", heads_in_halves(view, d, interleaved and name != "v"))
+            )
+    return found
+
+
+def _mlp(d: Dims, ffn: int, name: str = "mlp") -> Block:
+    both = native(f"{name}.gate_up_proj.weight", 2 * ffn, d.hidden)
+    return [
+        Rule(f"{name}.gate_proj.weight", both[:ffn]),
+        Rule(f"{name}.up_proj.weight", both[ffn:]),
+        same(f"{name}.down_proj.weight", f"{name}.down_proj.weight", d.hidden, ffn),
+    ]
+
+
+def _experts(d: Dims) -> Block:
+    both = native("mlp.experts.merged_gate_up_proj", d.experts, d.hidden, 2 * d.expert_ffn).permute(0, 2, 1)
+    down = native("mlp.experts.merged_down_proj", d.experts, d.expert_ffn, d.hidden).permute(0, 2, 1)
+    found = [
+        same("mlp.gate.weight", "mlp.router.weight", d.experts, d.hidden),
+        *_mlp(d, d.shared_ffn, "mlp.shared_expert"),
+        same("mlp.shared_expert_gate.weight", "mlp.shared_expert_gate.weight", 1, d.hidden),
+    ]
+    for expert in range(d.experts):
+        name = f"mlp.experts.{expert}"
+        found += [
+            Rule(f"{name}.gate_proj.weight", both[expert, : d.expert_ffn]),
+            Rule(f"{name}.up_proj.weight", both[expert, d.expert_ffn :]),
+            Rule(f"{name}.down_proj.weight", down[expert]),
+        ]
+    return found

@@ -1,0 +1,103 @@
+"""The files of one save, by rank, and what their names say."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard.base.errors import Problem, ReshardError
+
+_RANK = re.compile(
+    r"(?P<save>(?:(?:pytorch_)?model|checkpoint|ckpt|weights|state_dict)?(?:[_-]\w+?)?)[_-]?rank[_-]?(?P<rank>\d+)"
+    r"\.(?:pt|pth|bin)"
+)
+_WORLD = re.compile(r".*world_size_(\d+)")
+_WHOLE = re.compile(r"(?P<save>pytorch_model_fsdp(?:_\d+)?)\.bin")
+COPY_ALL = "copy the files of all ranks from all nodes into one folder"
+
+
+class RankFiles(NamedTuple):
+    """The files of one save, by rank; `world` is the number of ranks according to their names."""
+
+    save: str
+    ranks: dict[int, Path]
+    world: int | None
+
+    @property
+    def folder(self) -> Path:
+        return next(iter(self.ranks.values())).parent
+
+
+def is_of_rank(name: str) -> bool:
+    """Whether a file with this name has the model of a rank, or of all ranks."""
+    return bool(_RANK.fullmatch(name) or _WHOLE.fullmatch(name))
+
+
+def saves(folder: Path) -> dict[str, dict[int, Path]]:
+    """The files of each save in a folder, by rank; a file with the gathered model counts as that of rank 0."""
+    found: dict[str, dict[int, Path]] = defaultdict(dict)
+    for path in sorted(folder.iterdir()):
+        match = _RANK.fullmatch(path.name)
+        if match:
+            found[match["save"]][int(match["rank"])] = path
+        elif whole := _WHOLE.fullmatch(path.name):
+            found[f"{whole['save']} in one file"][0] = path
+    return dict(found)
+
+
+def choose(path: Path) -> RankFiles:
+    """The one save at `path`, which may also be the file of one of its ranks."""
+    found = saves(path if path.is_dir() else path.parent)
+    if path.is_file():
+        found = {save: ranks for save, ranks in found.items() if path in ranks.values()}
+    if len(found) > 1:
+        raise ReshardError(
+            "fsdp-several-saves",
+            "there are several saves in one folder",
+            file=str(path),
+            rule="the names of the files of one save differ only in the rank",
+            found=", ".join(f"{save or 'rank'} ({len(ranks)} ranks)" for save, ranks in found.items()),
+            remedy="pass one of the files, or move those of the other save elsewhere",
+        )
+    ((save, ranks),) = found.items()
+    match = _WORLD.fullmatch(save)
+    return RankFiles(save, ranks, int(match[1]) if match else None)
+
+
+def check_names(files: RankFiles) -> None:
+    """Raise ReshardError if files of ranks are missing, or if there are more than the names allow."""
+    world = files.world or max(files.ranks) + 1
+    pattern = next(iter(files.ranks.values())).name
+    problems = [
+        missing(files, rank, f"names count ranks from 0 to {world - 1}, as in {pattern}")
+        for rank in range(world)
+        if rank not in files.ranks
+    ]
+    problems += [
+        Problem(
+            "file-of-unknown-rank",
+            "a file belongs to a rank that this save does not have",
+            file=str(files.ranks[rank]),
+            rule=f"its name says that there are {world} ranks",
+            remedy="it was renamed or belongs to another run: move it elsewhere",
+        )
+        for rank in files.ranks
+        if rank >= world
+    ]
+    if problems:
+        raise ReshardError(problems)
+
+
+def missing(files: RankFiles, rank: int, rule: str) -> Problem:
+    first, path = next(iter(files.ranks.items()))
+    name = re.sub(rf"(rank[_-]?){first}(?=\.)", rf"\g<1>{rank}", path.name)
+    return Problem(
+        "fsdp-rank-missing",
+        "the file of a rank is missing",
+        file=str(path.with_name(name)),
+        rule=rule,
+        expected=f"the file of rank {rank}",
+        remedy=COPY_ALL,
+    )

@@ -1,0 +1,206 @@
+"""What Megatron-Core adds to a request: sizes padded for the layout, arguments, the converted optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard.algebra.dtypes import BY_NAME, dtype
+from reshard.base.errors import ReshardError
+from reshard.families.family import ENGINES, MCORE, MCORE_BRIDGE
+from reshard.families.megatron_flags import flags_not_restored
+from reshard.families.rules import MAX_NUMBER
+from reshard.folders import iterations
+from reshard.folders.base_hints import RUN_CONFIG
+from reshard.folders.iterations import Iteration
+from reshard.formats.contract import MASTER_STATE, Request, stateless
+from reshard.formats.megatron.mcore import BELOW, padded_vocabulary
+from reshard.formats.megatron.optimizer_states import MegatronOptimizer, is_distributed, new_optimizer
+from reshard.formats.megatron.supported_layouts import check_layout, layout_notes
+from reshard.formats.megatron.writers import COMPUTED_BY, MODEL_TYPE
+from reshard.transfer.plan import OutputFile
+
+FLOAT32 = BY_NAME["float32"]
+LORA = "megatron.bridge.peft.lora.LoRA"
+
+
+def fit(request: Request) -> Request:
+    """The request with layers placed on stages and a padded vocabulary. Raises ReshardError if sizes do not divide."""
+    model, dialect = request.declared, _engine(request)
+    layout = request.layout if model.dims.experts else replace(request.layout, etp=1)
+    layout = layout.over(model.dims.layers)
+    check_layout(model, layout)
+    rows = _padded_rows(request, layout.tp)
+    return replace(request, dialect=dialect, model=model.padded(rows), layout=layout)
+
+
+def _engine(request: Request) -> str:
+    """The engine whose names are written. Raises ReshardError if it does not support the family."""
+    family, wanted = request.declared.family, request.options.engine
+    if wanted and wanted not in family.engines:
+        known = [f"--engine {engine}" for engine in family.engines]
+        able = " or ".join(ENGINES[engine] for engine in family.engines)
+        raise ReshardError(
+            "convert-megatron-lacks-family" if wanted == MCORE else "convert-family-not-for-engine",
+            f"megatron-core's GPTModel does not compute the family {family.name}"
+            if wanted == MCORE
+            else f"the family {family.name} is not available for {ENGINES.get(wanted, wanted)}",
+            rule=f"the engine of this family is {ENGINES[family.computed_by]}",
+            expected=able,
+            found=f"--engine {wanted}",
+            remedy=f"pass {' or '.join(known)}, or remove --engine",
+        )
+    return family.engine_for(wanted or request.engine)
+
+
+def _padded_rows(request: Request, tp: int) -> int:
+    """The rows of the embedding. Raises ReshardError if they are more than any model has."""
+    unit = _vocabulary_unit(request)
+    rows = padded_vocabulary(request.declared.dims.vocab, unit, tp)
+    if rows >= MAX_NUMBER:
+        raise ReshardError(
+            "vocabulary-padded-too-far",
+            "the vocabulary would be padded to too many rows",
+            expected=f"fewer than {MAX_NUMBER} rows",
+            found=f"{rows} rows, a multiple of --vocab-divisible-by {unit} times --tp {tp}",
+            remedy="pass a smaller --vocab-divisible-by",
+        )
+    return rows
+
+
+def _vocabulary_unit(request: Request) -> int:
+    given = request.declared.args.get("make_vocab_size_divisible_by")
+    return request.options.vocab_divisible_by or int(given or 128)
+
+
+def complete(request: Request) -> Request:
+    """The request without masters for float32 weights, if the optimizer is not distributed: it has none for these."""
+    states = dict(request.states)
+    if request.optimizer and states and not is_distributed(request.optimizer):
+        halves = {tensor.name for tensor in request.tensors if tensor.dtype != FLOAT32}
+        states[MASTER_STATE] = {name: state for name, state in states[MASTER_STATE].items() if name in halves}
+    return replace(request, states={state: planned for state, planned in states.items() if planned})
+
+
+def optimizer_of(request: Request) -> MegatronOptimizer | None:
+    """The source's optimizer for this layout, if its states are converted."""
+    if not request.states or not request.optimizer:
+        return None
+    return new_optimizer(
+        request.optimizer,
+        request.states,
+        mixed_precision=request.main_dtype != "float32",
+        expert_parallel=request.layout.ep > 1,
+    )
+
+
+def iteration_of(request: Request) -> Iteration:
+    """The iteration of the source, or the step of its optimizer; otherwise a release.
+
+    ms-swift reads any number and nothing else. Megatron-LM and Megatron-Bridge read "release" and numbers above 0, and
+    only from a number an optimizer. Source: `_load_iteration` of ms-swift 4.6; `read_metadata` and `load_checkpoint` of
+    Megatron-LM core_v0.16.1 and of Megatron-Bridge 0.3.1.
+    """
+    step = request.iteration if isinstance(request.iteration, int) else 0
+    if request.states and request.optimizer:
+        step = step or request.optimizer.step or 1
+    return step if step or _is_for_swift(request) else "release"
+
+
+def _is_for_swift(request: Request) -> bool:
+    """Whether ms-swift will load it, with its own names or with those common to all engines."""
+    chosen = request.options.engine
+    return MCORE_BRIDGE in ([chosen] if chosen else [request.dialect, request.engine])
+
+
+def below(request: Request) -> str:
+    """The prefix of the language model's names: empty, unless the model has other parts."""
+    within = request.model.family.within if request.model else None
+    return BELOW if within and within.carried else ""
+
+
+def arguments(request: Request) -> dict[str, Any]:
+    """The `args` of a Megatron checkpoint: those of the model, those of the source's run, and those of the layout."""
+    model, layout, main = request.declared, request.layout, request.main_dtype
+    given = request.options.transformer_impl or model.args.get("transformer_impl")
+    args = {
+        **model.args,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "context_parallel_size": 1,
+        "data_parallel_size": layout.stage_ranks // layout.tp,
+        "use_tp_pp_dp_mapping": False,
+        "world_size": layout.world_size,
+        "rank": 0,
+        "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts require it
+        "transformer_impl": given or "transformer_engine",
+        MODEL_TYPE: model.family.name,
+        "params_dtype": dtype(main),
+        "bf16": main == "bfloat16",
+        "fp16": main == "float16",
+    }
+    # Engines build the model from the config, and expect the layers as they spell it, whatever the source's run said.
+    if isinstance(spelled := model.family.config.to_args(model.text).get("moe_layer_freq"), list):
+        args["moe_layer_freq"] = spelled
+    args.pop(COMPUTED_BY, None)
+    if not request.is_of_megatron_core:
+        args[COMPUTED_BY] = request.dialect
+    if _is_for_swift(request) and not request.states:  # otherwise it looks for them
+        args |= {"no_save_optim": True, "no_save_rng": True}
+    if request.adapter is None:
+        args["padded_vocab_size"] = model.dims.padded_vocab
+        args["make_vocab_size_divisible_by"] = _vocabulary_unit(request)
+    if optimizer := optimizer_of(request):
+        args["use_distributed_optimizer"] = optimizer.is_distributed
+    return args
+
+
+def load_with(request: Request) -> list[str]:
+    """The flags to load the checkpoint with Megatron-LM, in addition to `--load`."""
+    if request.adapter is not None or not request.is_of_megatron_core:
+        return []
+    optimizer = optimizer_of(request)
+    flags = [] if iteration_of(request) == "release" else ["--no-load-optim", "--no-load-rng"]
+    if optimizer:
+        flags = [*optimizer.load_with]
+    return ["--use-checkpoint-args", *flags, *flags_not_restored(arguments(request))]
+
+
+def notes(request: Request) -> list[str]:
+    """Notes on what the engine computes differently, and what the layout requires."""
+    model, layout = request.declared, request.layout
+    found = layout_notes(model, layout)
+    if request.adapter is not None:
+        return found
+    if not request.is_of_megatron_core:
+        is_mcores = model.family.computed_by == MCORE
+        why = "stores it otherwise: --engine mcore" if is_mcores else "has no such model"
+        found.append(f"the checkpoint is for {ENGINES[request.dialect]}; megatron-core's own GPTModel {why}")
+    found += [*model.family.config.notices(model.text), *stateless(request)]
+    if layout.stages and not request.options.layout.stages:
+        found.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
+    return found
+
+
+def run_config(request: Request, settings: Mapping[str, Any]) -> OutputFile:
+    """The file that Megatron-Bridge reads to resume: the layout, what was saved, and the adapter's settings."""
+    from reshard.base.plain_yaml import to_yaml  # only needed here
+
+    layout = request.layout
+    content = {
+        "model": {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": layout.virtual,
+            "expert_model_parallel_size": layout.ep,
+            "hf_model_id": str(request.options.base_path),
+        },
+        "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False},
+        "peft": {"_target_": LORA, **settings},
+    }
+    path = f"{iterations.name_of(iteration_of(request))}/{RUN_CONFIG}"
+    return OutputFile.of_bytes(path, to_yaml(content))

@@ -1,0 +1,94 @@
+"""Files of ranks that divide a model by tensor parallelism: which there are, and their tensors joined."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Replica, Tensor, cells_of
+from reshard.base.errors import Problem, ReshardError, listed
+from reshard.formats.copied_files import CopyFinder
+from reshard.formats.sharding import Split, TensorShards, add_shard
+
+COPY_AGAIN = "copy the files of all ranks again from where they were saved"
+
+
+def files_of_ranks(folder: Path, name: re.Pattern[str], count: int | None = None) -> list[Path]:
+    """The files in a folder whose names match, in the order of the rank, which is the first group of `name`.
+
+    Without a `count` of ranks, the last file tells it. Raises ReshardError naming the ranks that are missing.
+    """
+    found = {int(match[1]): child for child in folder.iterdir() if (match := name.fullmatch(child.name))}
+    ranks = count or 1 + max(found, default=-1)
+    missing = sorted(set(range(ranks)) - found.keys())
+    if missing:
+        raise ReshardError(
+            "rank-file-missing",
+            "the files of some ranks are missing",
+            file=str(folder),
+            rule="each rank has a part of the model, and all are read",
+            expected=f"{ranks} files",
+            found=f"none of rank {listed([str(rank) for rank in missing], 8)}",
+            remedy=COPY_AGAIN,
+        )
+    return [found[rank] for rank in range(ranks)]
+
+
+@dataclass
+class JoinedRanks:
+    """The tensors of all ranks: joined as `split_of` says that they are cut, or as each rank has them.
+
+    `replicas` are those that several ranks have; `problems` are files that are those of other ranks.
+    """
+
+    contents: Sequence[Mapping[str, Tensor]]
+    split_of: Callable[[str], Split | None]
+    replicas: list[Replica] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The complete tensors, by name. Raises ReshardError listing those whose parts do not fit together."""
+        found: dict[str, TensorShards] = {}
+        copies = CopyFinder()
+        for rank, content in enumerate(self.contents):
+            for name, part in content.items():
+                split = self.split_of(name)
+                shards = found.setdefault(name, TensorShards(split, len(self.contents)))
+                self.replicas += add_shard(shards.by_rank, rank if split else 0, part, name)
+                _note(copies, name, part, (rank if split else 0,))
+        self.problems += copies.problems()
+        if misfits := [problem for name, shards in found.items() for problem in _misfits(name, shards)]:
+            raise ReshardError(self.problems or misfits)
+        return {name: shards.joined() for name, shards in found.items()}
+
+
+def _note(copies: CopyFinder, name: str, part: Tensor, place: tuple[int, ...]) -> None:
+    for cells in cells_of(part.view):
+        copies.add(cells.storage.path, name, place, StoredTensor(cells.storage, cells.dtype, part.shape, ()))
+
+
+def _misfits(name: str, shards: TensorShards) -> Iterator[Problem]:
+    """A problem if a part is missing, or parts are not alike."""
+    if shards.split is None:
+        return
+    kinds = {(part.dtype.name, part.shape) for part in shards.by_rank.values()}
+    whole = all(len(shape) > shards.split.axis for _, shape in kinds) and len(kinds) == 1
+    missing = shards.missing()
+    if whole and not missing:
+        return
+    yield Problem(
+        "rank-parts-misfit",
+        "the parts of a tensor on all ranks do not fit together",
+        tensor=name,
+        file=next(iter(shards.by_rank.values())).file,
+        rule=f"{shards.ranks} ranks have equal parts of it",
+        found=_kinds(kinds) + (f"; none of rank {listed(list(map(str, missing)), 8)}" if missing else ""),
+        remedy=COPY_AGAIN,
+    )
+
+
+def _kinds(kinds: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for dtype, shape in sorted(kinds))

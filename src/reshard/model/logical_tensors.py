@@ -1,0 +1,268 @@
+"""Logical tensors: the tensors of any checkpoint under their Hugging Face names, common to all formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.tensors import Cells, Replica, Tensor
+from reshard.algebra.views import View
+from reshard.base.errors import Problem, ReshardError, one_for_all
+from reshard.families import live_names
+from reshard.families.binding import Binding, BoundTensor, DroppedElements
+from reshard.families.dialect import HUB
+from reshard.families.rules import ReversibleStep
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import HEAD
+from reshard.formats.quantization import QuantizedWeight
+from reshard.formats.stepped_tensor import changed, rounding
+from reshard.model.resolve import ResolvedCheckpoint
+from reshard.transfer.plan import ZERO
+
+
+class LogicalTensor(NamedTuple):
+    """One logical tensor. `bound` refers to the native tensors that contain it; None if it is stored unchanged."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    bound: BoundTensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class LogicalTensors:
+    """All logical tensors of a checkpoint. Views are compiled on demand.
+
+    `are_weights` is false for optimizer states that are not weights, to which nothing is added.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, LogicalTensor],
+        copies: Sequence[Replica] = (),
+        are_weights: bool = True,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.tensors = tensors
+        self.replicas = [*checkpoint.replicas, *copies]
+        self.are_weights = are_weights
+
+    def view(self, name: Hashable) -> View:
+        """The elements of a logical tensor, as a view over `Cells`."""
+        if isinstance(name, DroppedElements):
+            return View((1 << 62,), View.of(Cells(ZERO, _ANY), 1 << 62).pieces)
+        logical = self.tensors[str(name)]
+        if logical.bound is None:
+            return self.checkpoint.tensors[str(name)].view
+        return self._made(str(name), logical.bound, logical.dtype, self._native)
+
+    def change(self, name: str) -> ReversibleStep | None:
+        """What `view` does to each stored element, before it is rounded to the tensor's dtype."""
+        bound = self.tensors[name].bound
+        return bound.change if bound and self.are_weights else None
+
+    def stored_view(self, name: str) -> View:
+        """The same as `view`, unchanged."""
+        bound = self.tensors[name].bound
+        return bound.view.through(self._native) if bound else self.view(name)
+
+    def native_view(self, name: str, bound: BoundTensor, dtype: DType) -> View:
+        """The view of an engine's tensor `name`, made of logical tensors of `dtype`."""
+        return self._made(name, bound, dtype, self.view)
+
+    def keep_exact(self, name: str, bound: BoundTensor | None, dtype: DType) -> None:
+        """Check before anything is written that `bound.change` loses nothing, unless the engine rounds itself.
+
+        `name` is a logical tensor, or an engine's tensor made of logical tensors.
+        """
+        if bound is None or not bound.change or bound.change.rounds or not self.are_weights:
+            return
+        below = self._native if name in self.tensors else self.view
+        found = rounding(name, Tensor(dtype, bound.view.through(below)), bound.change)
+        self.replicas += [found] if found else []
+
+    def _native(self, name: Hashable) -> View:
+        return self.checkpoint.tensors[str(name)].view
+
+    def _made(self, name: str, bound: BoundTensor, dtype: DType, below: Callable[[Hashable], View]) -> View:
+        view = bound.view.through(below)
+        if bound.change is None or not self.are_weights:
+            return view
+        return changed(name, Tensor(dtype, view), bound.change)
+
+
+_ANY = dtype("uint8")
+
+
+def logical_tensors(source: ResolvedCheckpoint) -> LogicalTensors:
+    """The logical tensors of a checkpoint, after checking that each exists, is complete and has the right shape.
+
+    Without a model, the names of a Hugging Face checkpoint are used unchanged, and its config tells whether its head
+    is tied to its embedding. Raises ReshardError listing every tensor that is missing, unknown, or of another shape.
+    """
+    checkpoint, model = source.checkpoint, source.model
+    if model is None:
+        copies = _tied(checkpoint, source.config)
+        kept = _as_stored(checkpoint)
+        if not checkpoint.quantization:  # a quantized copy was rounded on its own
+            kept = {name: each for name, each in kept.items() if name not in {copy.tensor for copy in copies}}
+        return LogicalTensors(checkpoint, kept, copies)
+    binding = model.binding(checkpoint.rules)
+    if checkpoint.has_hub_names:
+        _check(checkpoint, binding.hf, binding.copies)
+        if checkpoint.quantization:  # its parts keep their names
+            return LogicalTensors(checkpoint, _as_stored(checkpoint), _copies(checkpoint, binding))
+        found = {
+            name: LogicalTensor(checkpoint.tensors[name].dtype, bound.shape, None)
+            for name, bound in binding.written()
+            if name in checkpoint.tensors  # copies are optional
+        }
+        return LogicalTensors(
+            checkpoint,
+            found,
+            [*_copies(checkpoint, binding), *_spare(checkpoint, {*binding.hf, *binding.copies})],
+        )
+    _check(checkpoint, binding.native, {})
+    found = {}
+    for name, bound in binding.written():
+        native = next(bound.sources)
+        found[name] = LogicalTensor(checkpoint.tensors[str(native)].dtype, bound.shape, bound)
+    return LogicalTensors(
+        checkpoint, found, [*_zeros(checkpoint, binding), *_spare(checkpoint, binding.native)]
+    )
+
+
+def _as_stored(checkpoint: Checkpoint) -> dict[str, LogicalTensor]:
+    return {
+        name: LogicalTensor(tensor.dtype, tensor.shape, None) for name, tensor in checkpoint.tensors.items()
+    }
+
+
+def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
+    """An engine's tensors without an equivalent on the Hub, which must therefore be zeros."""
+    result = []
+    for name, bound in binding.native.items():
+        reason = next(bound.sources)
+        if isinstance(reason, DroppedElements) and all(source == reason for source in bound.sources):
+            rule = f"{reason.reason}: they can be left out if they are zeros"
+            result.append(_must_be_zeros(name, checkpoint.tensors[name], rule))
+    return result
+
+
+def _spare(checkpoint: Checkpoint, declared: Collection[str]) -> list[Replica]:
+    """Tensors that a tool added and the family does not have."""
+    rule = "the family has no such tensor: it can be left out if it is zeros"
+    names = (checkpoint.spare & checkpoint.tensors.keys()).difference(declared)
+    return [_must_be_zeros(name, checkpoint.tensors[name], rule) for name in sorted(names)]
+
+
+def _must_be_zeros(name: str, tensor: Tensor, rule: str) -> Replica:
+    zeros = View.of(Cells(ZERO, tensor.dtype), tensor.view.numel).reshape(*tensor.shape)
+    remedy = "the model was trained with them, and no model of its family on the Hub has them"
+    return Replica(name, Tensor(tensor.dtype, zeros), tensor, rule, remedy, "spare-tensor-not-zero")
+
+
+def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
+    """Weights of an undeclared family that are others under a second name, if its config says that they are tied."""
+    live = live_names(config)
+    pairs = {live.to_hub(again): live.to_hub(name) for again, name in live.tied.items()} if live else {}
+    if not pairs and config.get("tie_word_embeddings") is True:
+        pairs = dict.fromkeys([HEAD], next(iter(checkpoint.tensors.keys() & HUB.embeddings), HEAD))
+    there = checkpoint.tensors
+    return [
+        _tied_copy(name, there[name], again, there[again])
+        for again, name in pairs.items()
+        if again != name and again in there and name in there and there[again].shape == there[name].shape
+    ]
+
+
+def _tied_copy(name: str, first: Tensor, again: str, second: Tensor) -> Replica:
+    rule = f"tie_word_embeddings is true in config.json, so {again} must be equal to {name}"
+    remedy = "if the head has values of its own, set tie_word_embeddings to false in config.json"
+    return Replica(again, first, second, rule, remedy, "tied-head-differs")
+
+
+def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
+    """Tensors of a Hugging Face checkpoint that duplicate others."""
+    result = []
+    quantized = checkpoint.quantization.weights.keys() if checkpoint.quantization else set()
+    for name in sorted(checkpoint.tensors.keys() & binding.copies.keys()):
+        native = next(binding.copies[name].sources)
+        original = next(binding.native[str(native)].sources)
+        if not quantized.isdisjoint((name, str(original))):
+            continue  # each was rounded on its own
+        first, second = checkpoint.tensors[str(original)], checkpoint.tensors[name]
+        if name == HEAD:
+            result.append(_tied_copy(str(original), first, name, second))
+        else:
+            result.append(Replica(name, first, second, f"this is a second copy of {original}"))
+    return result
+
+
+def _has_shape(tensor: Tensor, weight: QuantizedWeight | None, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor, or the quantized weight in it, has this shape."""
+    return weight.fits(tensor, shape) if weight else tensor.shape == shape
+
+
+def _check(
+    checkpoint: Checkpoint, wanted: Mapping[str, BoundTensor], optional: Mapping[str, BoundTensor]
+) -> None:
+    quantization = checkpoint.quantization
+    if quantization and not quantization.weights:
+        return  # the mapping from its tensors to weights is unknown
+    have = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
+    problems = []
+    told = quantization.incomplete if quantization else frozenset()
+    for name in sorted(wanted.keys() - have.keys() - told):
+        problems.append(
+            Problem(
+                "tensor-missing",
+                "a tensor is missing",
+                tensor=name,
+                file=str(checkpoint.path),
+                rule="every tensor that the family declares is in the checkpoint",
+                expected=str(list(wanted[name].shape)),
+                remedy="the checkpoint is incomplete, or of another family (--family)",
+            )
+        )
+    added = (
+        () if quantization else have.keys() - wanted.keys() - optional.keys() - checkpoint.spare
+    )  # for example, some tools add biases
+    for name in sorted(added):
+        problems.append(
+            Problem(
+                "tensor-unknown",
+                "a tensor is unknown",
+                tensor=name,
+                file=have[name].file,
+                rule="every tensor of the checkpoint must be declared by the family; nothing is dropped silently",
+                found=f"{have[name].dtype} {list(have[name].shape)}",
+                remedy="the config is of a smaller model (--base), or the model is of another family (--family)",
+            )
+        )
+    weights = quantization.weights if quantization else {}
+    shapes = {name: bound.shape for name, bound in {**optional, **wanted}.items() if name in have}
+    for name in sorted(n for n, shape in shapes.items() if not _has_shape(have[n], weights.get(n), shape)):
+        shape = shapes[name]
+        transposed = have[name].shape == shape[::-1]
+        problems.append(
+            Problem(
+                "tensor-transposed" if transposed else "tensor-shape-differs",
+                "a tensor is transposed" if transposed else "a tensor has the wrong shape",
+                tensor=name,
+                file=have[name].file,
+                rule="the family and the config determine the shape of each tensor",
+                expected=str(list(shape)),
+                found=str(list(have[name].shape)),
+                remedy="the tool that wrote it swapped the axes: write it again as [out, in]"
+                if transposed
+                else "pass the config that belongs to these weights: --base DIR",
+            )
+        )
+    if problems:
+        raise ReshardError(one_for_all(problems, have.keys() | wanted.keys(), str(checkpoint.path)))

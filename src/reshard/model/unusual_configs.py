@@ -1,0 +1,55 @@
+"""Values of a config.json that no model has: why a config could not be understood, in its own words."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.base.errors import said
+from reshard.families.rules import MAX_NUMBER
+
+_NUMBERS = re.compile(
+    r".*_(size|dim|rank|heads|layers|experts|groups?|per_tok|replace|window|scalar|theta|factor|eps)"
+)
+_OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config", "text_config")
+_LISTS = ("architectures", "layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
+_ROPES = ("full_attention", "sliding_attention")
+"""Keys of `rope_parameters` for kinds of layers, whose values are objects too."""
+
+
+def why(error: Exception, config: Mapping[str, Any]) -> str:
+    """The unusual values of a config that caused an error; else the numbers that it lacks, or the error itself."""
+    lacking = (f"{key}: null" for key, value in config.items() if value is None and _NUMBERS.fullmatch(key))
+    return ", ".join(unusual(config)) or ", ".join(lacking) or said(error)
+
+
+def unusual(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The values of another kind than a model can have, by key: `head_dim: 'x'`."""
+    for key, value in config.items():
+        if value is None and not (above and key == "rope_theta"):
+            if key not in _ROPES:
+                continue
+        elif key in (*_OBJECTS, *_ROPES) and isinstance(value, Mapping):
+            yield from unusual(value, f"{above}{key}.")
+            continue
+        if not _is_usual(key, value):
+            yield f"{above}{key}: {reprlib.repr(value)}"
+
+
+def _is_usual(key: str, value: Any) -> bool:
+    if key in (*_OBJECTS, *_ROPES):
+        return isinstance(value, Mapping)
+    if key == "rope_type":
+        return isinstance(value, str)
+    if key in _LISTS:
+        return isinstance(value, list)
+    if key in _SWITCHES:
+        return isinstance(value, bool)
+    if not _NUMBERS.fullmatch(key):
+        return True
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    of_whole = not key.endswith(("_theta", "_factor", "_eps", "_scalar"))  # the others count something
+    return is_number and 0 <= value < MAX_NUMBER and not (of_whole and isinstance(value, float))

@@ -1,0 +1,42 @@
+"""The tensors of a checkpoint as a Hugging Face folder has them, whatever becomes of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from reshard.algebra.tensors import Replica
+from reshard.formats.contract import Request
+from reshard.model.resolve import ResolvedCheckpoint
+from reshard.planning import output_companions
+from reshard.transfer.memory_budget import MemoryNeed
+from reshard.transfer.plan import OutputFile, Planned
+
+
+class HubTensors(NamedTuple):
+    """Tensors under the Hub's names, as `request` has them, those stored more than once, and the memory needed.
+
+    `dropped` are the bytes of the source that are not among them, by rule.
+    """
+
+    source: ResolvedCheckpoint
+    request: Request
+    replicas: Sequence[Replica]
+    need: MemoryNeed
+    dropped: Counter[str]
+
+    @property
+    def planned(self) -> Sequence[Planned]:
+        """The tensors."""
+        return self.request.tensors
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The Hugging Face config, empty if there is none."""
+        return self.request.config
+
+    def companions(self) -> list[OutputFile]:
+        """What a Hugging Face folder has besides the weights: config, tokenizer, code. Raises ReshardError."""
+        found = output_companions.find_companions(self.source.checkpoint, self.request)
+        return [*output_companions.companion_files(self.source.checkpoint, self.request, found)]

@@ -1,0 +1,203 @@
+"""Merge the source's adapter into its base, before anything else is planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from reshard import adapters
+from reshard.adapters import from_megatron
+from reshard.adapters.embedding_and_head import TOKEN_WEIGHTS, embedding_of, filled, unties
+from reshard.algebra.tensors import Cells, Computed, Replica, Tensor, cells_of
+from reshard.base.errors import ReshardError
+from reshard.families import declared
+from reshard.families.dialect import HUB
+from reshard.formats import open_checkpoint
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import ConversionOptions
+from reshard.model.dequantization import dequantized
+from reshard.model.described_checkpoint import describe
+from reshard.model.find_config import config_of, read_config
+from reshard.model.logical_tensors import logical_tensors
+from reshard.model.resolve import resolve
+from reshard.model.vocabulary import PADDING, lost_padding
+from reshard.planning.adapter_tensors import OTHER_ADAPTERS
+from reshard.planning.target_tensors import OutputTypes
+from reshard.stores import realpath
+
+REPLACED = "weights that the adapter replaces"
+"""The rule for base weights that are left out because the adapter contains trained copies."""
+
+
+def merged_source(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[Checkpoint, ConversionOptions]:
+    """The merged model as a checkpoint with Hub names, and the remaining options for planning it.
+
+    The base comes from `--base`, or else from the folder that the adapter's config records, or else from the adapter's
+    checkpoint itself. Raises ReshardError if there is none, or if the adapter does not fit it.
+    """
+    adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
+    folder, told = base_folder(checkpoint, adapter, options)
+    base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources) if folder else None
+    if base and base.problems:
+        raise ReshardError(base.problems)
+    base = base and dequantized(base, OutputTypes(options.dtype).wanted, adapters.quantized_base)
+    weights, replicas, config, dropped = hub_weights(base, options) if base else ({}, [], None, Counter())
+    origin = base or checkpoint
+    own = config_of(origin) or {}
+    family = declared(own.get("model_type"))
+    if family:  # whether a tensor is embedding or head is recognized by its name in a plain language model
+        adapter = adapter.called(family.plain_name)
+        weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
+    dropped[OTHER_ADAPTERS] += adapter.others
+    result = adapters.merged(
+        adapter,
+        weights or adapter.base,
+        OutputTypes(options.dtype, (weights or adapter.base).values()).of,
+        tied=own.get("tie_word_embeddings") is True,
+        turned=bool(family and family.turned_pairs),
+    )
+    dropped[REPLACED] += _replaced(adapter, weights, result)
+    dropped[PADDING] += _cut(weights, result)
+    changes, notes = _changes(adapter, weights, result), _notes(adapter, base, result)
+    if family:
+        result = {family.hub_name(name): tensor for name, tensor in result.items()}
+    return (
+        replace(
+            origin,
+            path=checkpoint.path,
+            dialect=HUB,
+            tensors=result,
+            variant=_variant(adapter, base),
+            iteration=None,
+            config=config or checkpoint.config,
+            changes=changes,
+            beside=(checkpoint.root,),
+            states={},
+            optimizer=None,
+            dropped=+(Counter({**origin.dropped, **checkpoint.dropped}) + dropped),
+            replicas=[*checkpoint.replicas, *replicas],
+            notes=[*checkpoint.notes, *told, *(base.notes if base else []), *notes],
+        ),
+        replace(options, base=None if base else options.base_path),
+    )
+
+
+def hub_adapter(checkpoint: Checkpoint, options: ConversionOptions) -> Checkpoint:
+    """An adapter of Megatron-Core under Hub names, by the config of its base, which may be a Megatron checkpoint."""
+    if options.base_path is None:
+        return from_megatron.under_hub_names(checkpoint, config_of(checkpoint))
+    config: Mapping[str, Any] | None = read_config(options.base_path, checkpoint.sources)
+    if not config:
+        base = open_checkpoint(options.base_path, sources=checkpoint.sources)
+        config = resolve(describe(base, family=options.family)).config
+    return from_megatron.under_hub_names(checkpoint, config)
+
+
+def base_folder(
+    checkpoint: Checkpoint,
+    adapter: adapters.Adapter,
+    options: ConversionOptions,
+    rule: str = "a merged model is the base plus the adapter",
+) -> tuple[Path | None, list[str]]:
+    """The folder with the base's weights, None if they are in the adapter's checkpoint; and notes on the choice."""
+    if adapter.has_base:
+        return None, []
+    hint = adapter.settings.base
+    if options.base_path:
+        if hint and PurePosixPath(hint).name.lower() not in str(realpath(options.base_path)).lower():
+            return options.base_path, [
+                f"the adapter was trained on {hint}, as {adapter.settings.source} says"
+            ]
+        return options.base_path, []
+    if hint and adapter.settings.base_is_here:
+        return Path(hint), [f"the base is {hint}, as {adapter.settings.source} says"]
+    raise ReshardError(
+        "merge-base-unknown",
+        "the adapter's base is unknown",
+        file=str(checkpoint.path),
+        rule=rule,
+        expected="the weights that the adapter was trained on",
+        found=f"{hint} (base_model_name_or_path), which is not here" if hint else None,
+        remedy="pass the folder with the base model: --base DIR",
+    )
+
+
+def hub_weights(
+    base: Checkpoint, options: ConversionOptions
+) -> tuple[Mapping[str, Tensor], list[Replica], Mapping[str, Any] | None, Counter[str]]:
+    """The base's weights under Hub names, their replicas, the config if it is in no file, and the dropped bytes."""
+    if base.has_hub_names:
+        return base.tensors, base.replicas, base.config, Counter()
+    resolved = resolve(describe(base, family=options.family))
+    logical = logical_tensors(resolved)
+    weights = {name: Tensor(item.dtype, logical.view(name)) for name, item in logical.tensors.items()}
+    model = resolved.model
+    dropped = lost_padding(base, model, model.dims.padded_vocab - model.dims.vocab) if model else Counter()
+    return weights, logical.replicas, resolved.config, dropped
+
+
+def _replaced(adapter: adapters.Adapter, weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:
+    """Bytes of weights that the adapter replaces, except those that another table of the result consists of."""
+    kept = {cells for name in TOKEN_WEIGHTS & result.keys() for cells in cells_of(result[name].view)}
+    own = ({**adapter.base, **adapter.whole}.keys() | TOKEN_WEIGHTS) if weights else adapter.whole.keys()
+    replaced = [tensor for name, tensor in (weights or adapter.base).items() if name in own]
+    # PEFT saves the frozen original of a trained copy, too, if the vocabulary was resized.
+    replaced += [tensor for name, tensor in adapter.base.items() if weights and name in adapter.whole]
+    return sum(_stored_bytes(tensor) for tensor in replaced if kept.isdisjoint(cells_of(tensor.view)))
+
+
+def _cut(weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:
+    """Bytes of the last rows of tables that the adapter's vocabulary lacks."""
+    cut = {}
+    for name in TOKEN_WEIGHTS & weights.keys():
+        now, table = cells_of(result[name].view), weights[name]
+        if result[name].shape[0] < table.shape[0] and not {*now}.isdisjoint(cells_of(table.view)):
+            cut[table.view] = _stored_bytes(Tensor(table.dtype, table.view[result[name].shape[0] :]))
+    return sum(cut.values())
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes on disk of a tensor, including everything that it is computed from."""
+    found = 0
+    for piece in tensor.view.pieces:
+        if isinstance(piece.source, Computed):
+            found += sum(map(_stored_bytes, piece.source.inputs))
+        elif isinstance(piece.source, Cells):
+            found += piece.numel * piece.source.dtype.itemsize
+    return found
+
+
+def _changes(
+    adapter: adapters.Adapter, weights: Mapping[str, Tensor], result: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The values in the merged model's config that differ from the base's."""
+    changes: dict[str, Any] = {"tie_word_embeddings": False} if unties(adapter) else {}
+    embedding = embedding_of(weights)
+    if embedding and result[embedding].shape[:1] != weights[embedding].shape[:1]:
+        changes["vocab_size"] = result[embedding].shape[0]
+    return changes
+
+
+def _variant(adapter: adapters.Adapter, base: Checkpoint | None) -> str:
+    ranks = ", ".join(map(str, adapter.ranks))
+    return f"LoRA of rank {ranks} merged into {base.format if base else 'the base stored with it'}"
+
+
+def _notes(adapter: adapters.Adapter, base: Checkpoint | None, result: Mapping[str, Tensor]) -> list[str]:
+    notes = (
+        [f"the adapter's settings are those of {adapter.settings.source}"] if adapter.settings.source else []
+    )
+    tied = read_config(base.root, base.sources) if base else None
+    if unties(adapter) and tied and tied.get("tie_word_embeddings"):
+        notes.append(
+            "the adapter changed the embedding or the head, so they are no longer tied: tie_word_embeddings false"
+        )
+    notes += [
+        f"the adapter was trained with {rows} more rows in {name}, which PEFT did not save: they are the mean of the "
+        "others, as resize_token_embeddings starts them, without its random noise"
+        for name, rows in filled(result).items()
+    ]
+    return notes

@@ -1,0 +1,124 @@
+"""Optimizer states: each has the shape and position of its tensor, so a family's rules apply to it unchanged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+
+from reshard.algebra.dtypes import BY_NAME
+from reshard.algebra.tensors import Tensor
+from reshard.base.errors import Problem, ReshardError
+from reshard.formats import written
+from reshard.formats.checkpoint import Checkpoint, OptimizerStates
+from reshard.formats.contract import MASTER_STATE, MOMENTS, Format
+from reshard.model.logical_tensors import LogicalTensor, LogicalTensors
+from reshard.planning.target_tensors import OutputTypes, sources_of
+
+FLOAT32 = BY_NAME["float32"]
+DROPPED = "optimizer states"
+REPLACED = "weights replaced by their masters"
+
+
+def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
+    """Raise ReshardError if a format cannot store optimizer states, or if the source has none that can be converted."""
+    leave_out = "leave out --with-optimizer to convert the weights alone"
+    able = sorted(name for name, target in written().items() if target.states)
+    if format.name not in able:
+        raise ReshardError(
+            "format-without-optimizer",
+            f"{format.name} cannot store optimizer states",
+            rule="--with-optimizer needs one state per tensor in both formats",
+            expected=f"--to {' or --to '.join(able)}",
+            found=f"--to {format.name}",
+            remedy=leave_out,
+        )
+    if not checkpoint.optimizer or not checkpoint.states.keys() >= {*MOMENTS}:
+        raise ReshardError(
+            "optimizer-states-missing",
+            "the checkpoint contains no optimizer states that can be converted",
+            file=str(checkpoint.path),
+            rule="--with-optimizer converts states that have the shape of their tensor",
+            found="states that are bound to a layout" if checkpoint.dropped[DROPPED] else "no optimizer",
+            remedy="; ".join([leave_out, *(note for note in checkpoint.notes if DROPPED in note)]),
+        )
+
+
+def with_masters(checkpoint: Checkpoint, dtype: str | None) -> Checkpoint:
+    """The checkpoint with its masters as weights, if the output is in float32: it then needs no separate masters."""
+    if OutputTypes(dtype).wanted != FLOAT32 or MASTER_STATE not in checkpoint.states:
+        return checkpoint
+    masters = checkpoint.states[MASTER_STATE]
+    others = {state: partial(checkpoint.states.__getitem__, state) for state in checkpoint.states}
+    del others[MASTER_STATE]
+    replaced = sum(checkpoint.tensors[name].nbytes for name in masters if name in checkpoint.tensors)
+    return replace(
+        checkpoint,
+        tensors={**checkpoint.tensors, **masters},
+        states=OptimizerStates(others),
+        dropped=Counter(checkpoint.dropped)
+        - carried(checkpoint, [MASTER_STATE])
+        + Counter({REPLACED: replaced}),
+    )
+
+
+def _carried(checkpoint: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
+    """The supported states: those of Adam, and masters. Others (of AMSGrad, for example) are dropped."""
+    return {
+        state: checkpoint.states[state] for state in (*MOMENTS, MASTER_STATE) if state in checkpoint.states
+    }
+
+
+def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
+    """The logical tensors of each state, for those of `weights` that have it: frozen ones have none.
+
+    Every tensor with a state has a master: if none is stored, it is the weight itself in float32. Raises ReshardError
+    listing every state without a tensor, or with a shape that differs from its tensor's.
+    """
+    checkpoint = weights.checkpoint
+    states = _carried(checkpoint)
+    problems = [each for state, found in states.items() for each in _misfits(state, found, checkpoint)]
+    if problems:
+        raise ReshardError(problems)
+    stateful = {name for found in states.values() for name in found}
+    masters = {name: tensor for name, tensor in checkpoint.tensors.items() if name in stateful}
+    masters.update(states.get(MASTER_STATE, {}))
+    return {
+        state: _of_state(weights, found, is_master=state == MASTER_STATE)
+        for state, found in {**states, MASTER_STATE: masters}.items()
+    }
+
+
+def _misfits(state: str, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> list[Problem]:
+    return [
+        Problem(
+            "optimizer-state-shape-differs",
+            f"an optimizer state ({state}) does not fit its tensor",
+            tensor=name,
+            file=tensor.file,
+            rule="a state has the name and the shape of its tensor",
+            expected=str(list(checkpoint.tensors[name].shape)) if name in checkpoint.tensors else "no state",
+            found=str(list(tensor.shape)),
+            remedy="the states are of another model: leave out --with-optimizer, or copy the checkpoint again",
+        )
+        for name, tensor in sorted(tensors.items())
+        if name not in checkpoint.tensors or checkpoint.tensors[name].shape != tensor.shape
+    ]
+
+
+def _of_state(weights: LogicalTensors, tensors: Mapping[str, Tensor], *, is_master: bool) -> LogicalTensors:
+    checkpoint = replace(weights.checkpoint, tensors=dict(tensors), replicas=[])
+    found = {}
+    for name, item in weights.tensors.items():
+        sources = sources_of(item.bound) if item.bound else {name}
+        if sources <= tensors.keys():
+            found[name] = LogicalTensor(tensors[min(sources)].dtype, item.shape, item.bound)
+    return LogicalTensors(checkpoint, found, are_weights=is_master)
+
+
+def carried(checkpoint: Checkpoint, states: Collection[str]) -> Counter[str]:
+    """The bytes of states that are not dropped, because they are converted."""
+    held = _carried(checkpoint)
+    found = (held[state] for state in held.keys() & set(states))
+    return Counter({DROPPED: sum(tensor.nbytes for tensors in found for tensor in tensors.values())})

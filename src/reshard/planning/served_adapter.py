@@ -1,0 +1,271 @@
+"""An adapter in the layout of what will apply it: vLLM, SGLang or PEFT (`--for`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from reshard import adapters
+from reshard.adapters.adapter import Adapter, LowRankPair
+from reshard.adapters.adapter_changes import (
+    DOWN,
+    GATE_UP,
+    AdapterChanges,
+    ExpertChanges,
+    ScaledPair,
+    apart,
+    changes,
+    stacked,
+)
+from reshard.adapters.peft_config import target_modules
+from reshard.adapters.peft_names import PREFIX
+from reshard.adapters.serving_engines import (
+    ENGINES,
+    PEFT,
+    ServingEngine,
+    completed,
+    patterns,
+    resized,
+    strengths,
+)
+from reshard.algebra.tensors import Tensor
+from reshard.base.errors import ReshardError, one_for_all
+from reshard.families import Family, declared, live_names
+from reshard.families.transformers_5 import MemoryNames
+from reshard.formats import open_checkpoint
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contract import Request
+from reshard.model.dequantization import dequantized
+from reshard.model.find_config import config_of
+from reshard.model.memory_names import live_tensors
+from reshard.planning.adapter_tensors import BASE_WEIGHTS, OTHER_ADAPTERS, same_bytes
+from reshard.planning.merged_source import base_folder, hub_weights
+from reshard.planning.target_tensors import OutputTypes
+from reshard.stores.hub import name_of
+from reshard.transfer.plan import Planned
+
+INNER = ".base_layer"
+"""What PEFT appends to the experts' module for the first of two stacks."""
+
+ONE_PAIR = "one alpha/r for gate, up and down of all experts of a layer"
+
+
+@dataclass(frozen=True)
+class _AdaptedModel:
+    """The model that an adapter belongs to: weights under the names of a plain language model."""
+
+    weights: Mapping[str, Tensor]
+    config: Mapping[str, Any]
+    family: Family | None
+    notes: list[str]
+
+    def hub(self, name: str) -> str:
+        """The Hub's name of a module."""
+        return self._module(self.family.hub_name, name) if self.family else name
+
+    def live(self, name: str) -> str:
+        """The name in memory of a module that the Hub calls `name`."""
+        live = live_names(self.config, self.family.name if self.family else None)
+        return self._module(live.to_live, name) if live else name
+
+    @staticmethod
+    def _module(rename: Any, name: str) -> str:
+        return str(rename(f"{name}.weight")).removesuffix(".weight")
+
+    def stacks(self) -> set[str]:
+        """The names in memory of the modules of experts that are stacks there."""
+        live: MemoryNames | None = live_names(self.config, self.family.name if self.family else None)
+        hub = (
+            Planned(self.family.hub_name(name) if self.family else name, t.dtype, t.shape, partial(_view, t))
+            for name, t in self.weights.items()
+        )
+        names = {each.name for each in live_tensors(hub, live)}
+        return {
+            name.removesuffix(".gate_up_proj")
+            for name in names
+            if name.endswith(".experts.gate_up_proj") and name.replace("gate_up_proj", "down_proj") in names
+        }
+
+
+def served(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, int], list[str]]:
+    """The request with tensors and settings, the bytes left out by rule, and notes.
+
+    Raises ReshardError naming everything that the engine does not apply.
+    """
+    options = request.options
+    engine = ENGINES[str(options.adapter_for)]
+    adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
+    base = _base(checkpoint, adapter, request)
+    if base.family:
+        adapter = adapter.called(base.family.plain_name)
+    found = changes(adapter, base.weights, turned=bool(base.family and base.family.turned_pairs))
+    problems = [*found.problems, *engine.problems(engine, adapter, found, _type(base))]
+    problems += resized(engine, adapter, base.weights) if engine.name != PEFT else []
+    if problems:
+        raise ReshardError(one_for_all(problems, [*adapter.pairs, *adapter.whole], str(checkpoint.path)))
+    written = _ServedChanges(engine, base, completed(engine, found.linears, base.weights), found)
+    written.check()
+    types = OutputTypes(options.dtype)
+    others = _others(adapter, base) if engine.name == PEFT else []
+    tensors = [
+        Planned(name, types.of(name, tensor.dtype), tensor.shape, partial(_view, tensor))
+        for name, tensor in [*written.tensors(), *others]
+    ]
+    dropped = {OTHER_ADAPTERS: adapter.others, BASE_WEIGHTS: 0}
+    if not others:
+        dropped[BASE_WEIGHTS] = sum(tensor.nbytes for tensor in adapter.base.values())
+    settings = written.settings(
+        adapter, name_of(options.base_path) if options.base_path else adapter.settings.base
+    )
+    notes = [*base.notes, *_how(engine, written)]
+    return replace(request, tensors=tensors, adapter=settings), dropped, notes
+
+
+def _base(checkpoint: Checkpoint, adapter: Adapter, request: Request) -> _AdaptedModel:
+    options = request.options
+    rule = "the base tells how an engine names the modules, and which of them are experts"
+    folder, told = base_folder(checkpoint, adapter, options, rule)
+    base = open_checkpoint(folder, strip=options.strip, sources=checkpoint.sources) if folder else None
+    if base and base.problems:
+        raise ReshardError(base.problems)
+    base = base and dequantized(base, OutputTypes(options.dtype).wanted, adapters.quantized_base)
+    weights, config = (hub_weights(base, options)[::2]) if base else (adapter.base, None)
+    config = config or config_of(base or checkpoint) or {}
+    family = declared(options.family or config.get("model_type"))
+    if family:
+        weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
+    return _AdaptedModel(weights, config, family, told)
+
+
+def _type(base: _AdaptedModel) -> str:
+    return str(base.config.get("model_type"))
+
+
+def _view(tensor: Tensor) -> Any:
+    return tensor.view
+
+
+def _others(adapter: Adapter, base: _AdaptedModel) -> Iterator[tuple[str, Tensor]]:
+    """What PEFT saves besides pairs: trained weights, and tables of the base."""
+    for name, tensor in adapter.whole.items():
+        yield f"{PREFIX}{base.live(base.hub(name.removesuffix('.weight')))}.weight", tensor
+    for name, tensor in adapter.base.items():
+        module, _, leaf = name.rpartition(".")
+        wrapped = "original_module" if name in adapter.whole else "base_layer"
+        yield f"{PREFIX}{base.live(base.hub(module))}.{wrapped}.{leaf}", tensor
+
+
+class _ServedChanges:
+    """The changes by the modules that the engine knows, and the stacks by PEFT's names for their parameters."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        base: _AdaptedModel,
+        linears: Mapping[str, ScaledPair],
+        found: AdapterChanges,
+    ) -> None:
+        in_memory = engine.name == PEFT
+        self._engine = engine
+        self.modules: dict[str, ScaledPair] = {}
+        self.parameters: dict[str, str] = {}
+        self.uneven: list[str] = []
+        stacks = base.stacks() if in_memory and found.experts else set()
+        for module, change in linears.items():
+            hub = base.hub(module)
+            self.modules[base.live(hub) if in_memory else hub] = change
+        for experts in found.experts:
+            own = replace(experts, module=base.hub(f"{experts.module}.0.x").removesuffix(".0.x"))
+            live = base.live(f"{own.module}.0.x").removesuffix(".0.x")
+            if (live in stacks) if in_memory else engine.stacks(_type(base)):
+                self._stack(own, live if in_memory else own.module)
+            else:
+                self.modules |= dict(apart(own))
+
+    def _stack(self, experts: ExpertChanges, module: str) -> None:
+        try:
+            found = dict(stacked(experts, same_bytes, both=self._engine.name != PEFT))
+        except ValueError:
+            self.uneven.append(experts.module)
+            return
+        for role, change in found.items():
+            inner = INNER if role == GATE_UP and DOWN in found else ""
+            self.modules[module + inner] = change
+            self.parameters[module + inner] = f"{module}.{role}_proj"
+        self._count = experts.count
+
+    def rank(self, module: str) -> int:
+        """The rank that the settings have for a module: for stacks, that of one expert."""
+        rank = self.modules[module].pair.rank
+        return rank // self._count if module in self.parameters else rank
+
+    def check(self) -> None:
+        """Raise ReshardError for strengths that the engine does not have, naming all modules."""
+        problems = [self._engine.refused(each, "different ones", ONE_PAIR) for each in self.uneven]
+        problems += strengths(self._engine, self.modules)
+        if problems:
+            raise ReshardError(one_for_all(problems, self.modules, "the adapter"))
+        if not self._engine.uneven:
+            rank = max(change.pair.rank for change in self.modules.values())
+            self.modules = {module: change.padded(rank) for module, change in self.modules.items()}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors under PEFT's names."""
+        for module, change in self.modules.items():
+            for name, tensor in change.pair.tensors():
+                yield f"{PREFIX}{module}.{name}", tensor
+
+    def settings(self, adapter: Adapter, base: str | None) -> dict[str, Any]:
+        """The adapter_config.json: that of the source for PEFT, without what no longer applies."""
+        names = {self.parameters.get(module, module): module for module in self.modules}
+        ranks = {name: self.rank(module) for name, module in names.items()}
+        alphas = {name: _whole(self.modules[names[name]].scale * rank) for name, rank in ranks.items()}
+        (rank, alpha) = Counter(zip(ranks.values(), alphas.values(), strict=True)).most_common(1)[0][0]
+        own = adapter.settings.config if self._engine.name == PEFT and adapter.settings.written else {}
+        pairs = [change.pair for change in self.modules.values()]
+        made = {
+            "peft_type": "LORA",
+            "task_type": adapter.settings.config.get("task_type") or "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "r": rank,
+            "lora_alpha": alpha,
+            "lora_dropout": 0.0,
+            "target_modules": self._targets(adapter),
+            "rank_pattern": patterns(ranks, rank),
+            "alpha_pattern": patterns(alphas, alpha),
+            "use_rslora": False,
+            "use_dora": any(pair.magnitude is not None for pair in pairs),
+            "lora_bias": any(pair.bias is not None for pair in pairs),
+        }
+        rest = {"bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "init_lora_weights": True}
+        if self.parameters or own.get("target_parameters"):
+            made["target_parameters"] = _ends(self.parameters.values())
+        return {**rest, **own, **made}
+
+    def _targets(self, adapter: Adapter) -> list[str]:
+        linears = {m: c.pair for m, c in self.modules.items() if m not in self.parameters}
+        experts = {m for m in linears if ".experts." in m}
+        others: dict[str, LowRankPair] = {m: pair for m, pair in linears.items() if m not in experts}
+        leaves = {each.rpartition(".")[2] for each in experts}
+        found = {self._engine.targets.get(leaf, leaf) for leaf in leaves}
+        if others:
+            found |= {*target_modules(replace(adapter, pairs=others))}
+        return sorted(found)
+
+
+def _ends(parameters: Iterable[str]) -> list[str]:
+    """The last parts of the names of parameters, in PEFT's order."""
+    return list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in parameters))
+
+
+def _whole(alpha: float) -> float | int:
+    return round(alpha) if abs(alpha - round(alpha)) < 1e-9 * abs(alpha) else alpha
+
+
+def _how(engine: ServingEngine, written: _ServedChanges) -> list[str]:
+    rank = max(written.rank(module) for module in written.modules)
+    return [f"the adapter has the layout of {engine.title}; its rank is {rank}"]

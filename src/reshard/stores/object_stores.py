@@ -1,0 +1,113 @@
+"""Buckets of objects: Google Cloud Storage, Alibaba Cloud OSS, Azure Blob Storage, and what they share with S3."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from functools import cached_property
+from typing import Any, ClassVar
+
+from reshard.stores.address import Address, StoreKind, shown, with_password
+from reshard.stores.file_info import FOLDER, FileInfo
+from reshard.stores.range_responses import RangeRequest
+from reshard.stores.store import Store
+from reshard.stores.store_errors import retried
+
+PASSWORD = r"(?!arn:)[^/@:]*:.*@"
+
+IDENTITIES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "VersionId")
+"""Keys of the packages for values that change with the bytes of a file, the most reliable first."""
+TIMES = ("LastModified", "last_modified", "updated", "mtime")
+"""Keys of the packages for the time of the last change. Without one of either kind, only the size shows a change."""
+
+
+class ObjectStore(Store):
+    """A bucket, read through its package for fsspec. Its packages take no user from a URL."""
+
+    user: ClassVar[re.Pattern[str]] = re.compile(rf"{PASSWORD}|[^/]*@|(?!arn:)[^/:]*:(?!\d{{1,5}}(?:/|$))")
+    """A user, perhaps with a password, before the name of the bucket; the @ between them may be missing."""
+
+    @classmethod
+    def address(cls, url: str) -> Address:
+        """Only web servers have queries: in names of objects, `?` and `#` are characters like any other."""
+        scheme, _, rest = url.partition("://")
+        if cls.user.match(rest):
+            raise with_password(scheme, cls.kind)
+        return Address(scheme, shown(scheme, rest, cls.kind))
+
+    @cached_property
+    def fs(self) -> Any:
+        """The file system of fsspec."""
+        with self.translated(self.url):
+            from fsspec.core import url_to_fs
+
+            return url_to_fs(self.url, use_listings_cache=False)[0]
+
+    def _key(self, url: str) -> str:
+        return str(self.fs._strip_protocol(url))
+
+    def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
+        base = len(self._key(self.url))
+        with self.translated(root):
+            try:
+                found = retried(
+                    lambda: (
+                        self.fs.find(self._key(root), detail=True)
+                        if deep
+                        else {each["name"]: each for each in self.fs.ls(self._key(root), detail=True)}
+                    )
+                )
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+        return {self.url + name[base:].rstrip("/"): entry_of(info) for name, info in found.items()}
+
+    def _look(self, url: str) -> FileInfo | None:
+        with self.translated(url):
+            try:
+                return entry_of(retried(lambda: self.fs.info(self._key(url))))
+            except FileNotFoundError:
+                return None
+
+    def fetch(self, wanted: RangeRequest) -> bytes:
+        # These packages do not pass the headers on: a new version is noticed when the store is listed again.
+        content: bytes = self.fs.cat_file(self._key(wanted.url), start=wanted.begin, end=wanted.end)
+        return content
+
+
+class GoogleCloud(ObjectStore):
+    """A bucket of Google Cloud Storage."""
+
+    kind = StoreKind(
+        ("gs", "gcs"),
+        "gcsfs",
+        "run `gcloud auth application-default login`; for a public bucket set FSSPEC_GS_TOKEN=anon",
+    )
+
+
+class AlibabaOss(ObjectStore):
+    """A bucket of Alibaba Cloud OSS."""
+
+    kind = StoreKind(("oss",), "ossfs", "set OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET and OSS_ENDPOINT")
+
+
+class AzureBlobs(ObjectStore):
+    """A container of Azure Blob Storage. The container may be written as a user: abfs://CONTAINER@ACCOUNT."""
+
+    kind = StoreKind(
+        ("az", "abfs", "abfss"),
+        "adlfs",
+        "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or sign in with `az login`",
+    )
+    user = re.compile(PASSWORD)
+
+
+def entry_of(info: dict[str, Any]) -> FileInfo:
+    """The entry of a file, from what the store's package reports."""
+    if info.get("type") == "directory":
+        return FOLDER
+    identity = next((str(info[key]).strip('"') for key in IDENTITIES if info.get(key)), "")
+    time = next((info[key] for key in TIMES if info.get(key)), None)
+    if isinstance(time, str):
+        time = datetime.fromisoformat(time.replace("Z", "+00:00"))
+    modified = int(time.timestamp() * 10**9) if isinstance(time, datetime) else int((time or 0) * 10**9)
+    return FileInfo(int(info.get("size") or 0), modified, identity)

@@ -1,0 +1,175 @@
+"""Files of stores, read in ranges: few, large and parallel requests, retried when the network fails.
+
+A request costs a round trip, which takes longer than reading a megabyte. So nearby parts share one request, parts
+larger than a request are fetched by several in parallel, and small reads at either end of a file, where headers are,
+share one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import itemgetter
+from threading import Lock
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+from reshard.stores.file_info import FileInfo, Stamp
+from reshard.stores.range_responses import RangeRequest
+from reshard.stores.store import Store
+from reshard.stores.store_errors import retried
+
+MAX_GAP_BYTES = 1 << 20
+"""Two parts with more unused bytes than this between them are read in separate requests."""
+
+MAX_REQUEST_BYTES = 8 << 20
+"""Most bytes of one request."""
+
+CONNECTIONS = 16
+"""Most requests at a time."""
+
+MIN_READ_BYTES = 64 << 10
+"""Least bytes of a small read, since headers are read in several steps."""
+
+READS_KEPT = 8
+"""Number of small reads whose bytes a file keeps."""
+
+MAX_HEADS_BYTES = 64 << 20
+"""Most bytes of file beginnings that are kept for when the files are opened."""
+
+T = TypeVar("T")
+
+Part = tuple[int, memoryview]
+"""An offset in a file, and the memory to fill from there."""
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+_lock = Lock()
+
+
+class RemoteFile:
+    """A file of a store."""
+
+    def __init__(self, url: str, entry: FileInfo, store: Store) -> None:
+        self._url, self._entry, self._store = url, entry, store
+        self._kept = list(self._store.heads.get(url, ()))
+        """Bytes received already, with their offsets: headers are read in several steps."""
+
+    @property
+    def size(self) -> int:
+        return self._entry.size
+
+    def stamp(self) -> Stamp:
+        return Stamp(self._entry.size, self._entry.modified, self._entry.identity)
+
+    def read(self, at: int, count: int) -> bytes:
+        end = min(at + count, self.size)
+        if end <= at:
+            return b""
+        if ahead := self._store.ahead.pop((self._url, at, end), None):
+            return ahead
+        begin, content = next(
+            (
+                (at, kept[at - first : end - first])
+                for first, kept in self._kept
+                if first <= at < first + len(kept)
+            ),
+            (at, b""),
+        )
+        begin += len(content)
+        if begin == end:
+            return content
+        reach = min(max(end, begin + MIN_READ_BYTES), self.size)
+        if reach - begin > MIN_READ_BYTES:
+            ranges = [
+                (first, min(first + MAX_REQUEST_BYTES, end)) for first in range(begin, end, MAX_REQUEST_BYTES)
+            ]
+            return content + b"".join(side_by_side([partial(self._fetch, *each) for each in ranges]))
+        more = self._fetch(begin, reach)
+        self._kept = [*self._kept[-READS_KEPT:], (begin, more)]
+        if begin == 0 and len(self._store.heads) < MAX_HEADS_BYTES // MIN_READ_BYTES:
+            self._store.heads[self._url] = [(0, more)]
+        return content + more[: end - begin]
+
+    def fill(self, parts: Iterable[Part]) -> int | None:
+        parts = list(parts)
+        if (end := max((offset + len(out) for offset, out in parts), default=0)) > self.size:
+            return end
+        side_by_side(self.filling(parts))
+        return None
+
+    def filling(self, parts: Iterable[Part]) -> list[Callable[[], object]]:
+        """Functions that fill the memory of `parts`, all of which are inside the file: one for each request."""
+        return [partial(self._fill, group) for group in _grouped(sorted(parts, key=itemgetter(0)))]
+
+    def _fill(self, group: _MergedRange) -> None:
+        content = self._fetch(group.begin, group.end)
+        for offset, out in group.parts:
+            out[:] = content[offset - group.begin : offset - group.begin + len(out)]
+
+    def _fetch(self, begin: int, end: int) -> bytes:
+        with self._store.translated(self._url):
+            return retried(lambda: self._once(begin, end))
+
+    def _once(self, begin: int, end: int) -> bytes:
+        wanted = RangeRequest(self._url, begin, end, self._entry)
+        content = self._store.fetch(wanted)
+        wanted.check_length(self.size, len(content))
+        return content
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _MergedRange(NamedTuple):
+    """What one request fetches."""
+
+    begin: int
+    end: int
+    parts: list[Part]
+
+
+def _grouped(parts: Iterable[Part]) -> Iterator[_MergedRange]:
+    """Parts grouped by request, each group with its begin and end. Longer parts are cut."""
+    begin, end, members = 0, 0, list[Part]()
+    for offset, out in _cut(parts):
+        reach = max(end, offset + len(out))
+        if members and (offset - end > MAX_GAP_BYTES or reach - begin > MAX_REQUEST_BYTES):
+            yield _MergedRange(begin, end, members)
+            members = []
+        if not members:
+            begin, end = offset, offset
+        members.append((offset, out))
+        end = max(end, offset + len(out))
+    if members:
+        yield _MergedRange(begin, end, members)
+
+
+def _cut(parts: Iterable[Part]) -> Iterator[Part]:
+    for offset, out in parts:
+        for at in range(0, len(out), MAX_REQUEST_BYTES):
+            yield offset + at, out[at : at + MAX_REQUEST_BYTES]
+
+
+def side_by_side(requests: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of requests, many of them made at a time."""
+    if len(requests) == 1:
+        return [requests[0]()]
+    return list(pool().map(lambda request: request(), requests))
+
+
+def pool() -> ThreadPoolExecutor:
+    """The threads of this process that wait for stores: a fork has none of its parent's."""
+    with _lock:
+        if os.getpid() not in _pools:
+            _pools[os.getpid()] = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reshard-store")
+        return _pools[os.getpid()]

@@ -1,0 +1,184 @@
+"""What an earlier run left of an output, compared with its journal before it is continued.
+
+Between two runs, a disk can change or lose bytes, and anything may write to a hidden folder. So the bytes on the disk
+count only if they have the digests that the journal recorded while they were in memory. All others are written again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Lock
+
+from reshard.stores import OpenFile, open_file
+from reshard.transfer.batch import batches
+from reshard.transfer.digests import CELL_BYTES, DIGEST_BYTES, FileDigest, digest_of, matches
+from reshard.transfer.journal import Journal, WrittenFile
+from reshard.transfer.plan import OutputFile, Plan
+from reshard.transfer.threads import together
+
+CELLS_AT_A_TIME = 256
+"""Cells that a thread checks at a time."""
+
+
+@dataclass
+class KeptFiles:
+    """What can be trusted: a digest of each file that is not complete, with all bytes that need not be written again.
+
+    `lost` counts the other bytes that the journal names.
+    """
+
+    digests: dict[str, FileDigest] = field(default_factory=dict)
+    lost: int = 0
+
+
+def check_kept(plan: Plan, folder: Path, journal: Journal, threads: int) -> KeptFiles:
+    """Read what the journal says is in `folder` once, and take back from the journal what is something else.
+
+    Raises OSError if a file cannot be read.
+    """
+    before = journal.progress.nbytes
+    there = {path: each for path, each in journal.progress.files.items() if each.elsewhere is None}
+    whole = [path for path, each in there.items() if each.is_whole]
+    checks = [
+        _FileCheck(file, there[file.path])
+        for file in plan.files
+        if file.path in there and file.path not in whole
+    ]
+    waiting: deque[str | tuple[_FileCheck, int]] = deque(whole)
+    waiting.extend((check, first) for check in checks for first in check.starts())
+    wrong: list[str] = []
+
+    def work(index: int, stopped: Event) -> None:
+        with suppress(IndexError):
+            while not stopped.is_set():
+                task = waiting.popleft()
+                if not isinstance(task, str):
+                    task[0].check(folder, task[1])
+                elif not _is_as_written(folder / task, there[task], journal, stopped):
+                    wrong.append(task)
+
+    together(work, threads)
+    for path in wrong:
+        journal.add({"anew": path})
+    for check in checks:
+        if entry := check.entry():
+            journal.add(entry)
+    lost = before - journal.progress.nbytes
+    return KeptFiles({check.file.path: check.digest for check in checks}, lost)
+
+
+def _is_as_written(path: Path, written: WrittenFile, journal: Journal, stopped: Event) -> bool:
+    """Whether a complete file has its digest; if the run that wrote it did not wait for the disk, this one does."""
+    journal.sync(path)
+    return digest_of(path, stopped.is_set, from_disk=False) == written.digest or stopped.is_set()
+
+
+class _FileCheck:
+    """The check of a file that is not complete."""
+
+    def __init__(self, file: OutputFile, written: WrittenFile) -> None:
+        self.file = file
+        self.digest = FileDigest(file.size)
+        self._written = written
+        self._ranges = sorted(_claimed(file, written))
+        self._begins = [begin for begin, _, _ in self._ranges]
+        self._wrong: set[int] = set()
+        self._lock = Lock()
+        self._known = bytearray(-(-file.size // CELL_BYTES) * DIGEST_BYTES)
+        for first, digests in written.sums.cells:
+            self._known[first * DIGEST_BYTES : first * DIGEST_BYTES + len(digests)] = digests
+        self._parts: dict[int, list[tuple[int, int]]] = {}
+        for begin, end in sorted(written.sums.ranges):
+            self._parts.setdefault(begin // CELL_BYTES, []).append((begin, end))
+
+    def starts(self) -> Iterator[int]:
+        """The first cells of the parts in which `check` reads the file."""
+        return iter(range(0, -(-self.file.size // CELL_BYTES), CELLS_AT_A_TIME)) if self._ranges else iter(())
+
+    def check(self, folder: Path, first: int) -> None:
+        """Read the recorded bytes of `CELLS_AT_A_TIME` cells, and add them to the digest if they are as they were."""
+        with open_file(folder / self.file.path) as file:
+            for cell in range(first, min(first + CELLS_AT_A_TIME, -(-self.file.size // CELL_BYTES))):
+                begin, end = cell * CELL_BYTES, min((cell + 1) * CELL_BYTES, self.file.size)
+                claimed = list(self._within(begin, end))
+                if claimed and not self._is_right(file, cell, list(_joined(claimed))):
+                    with self._lock:
+                        self._wrong.update(number for _, _, number in claimed)
+
+    def _within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """What is claimed of bytes `begin` to `end`, with the number of each batch."""
+        for at in range(max(bisect_right(self._begins, begin) - 1, 0), len(self._ranges)):
+            first, last, number = self._ranges[at]
+            if first >= end:
+                return
+            if last > begin:
+                yield max(first, begin), min(last, end), number
+
+    def _is_right(self, file: OpenFile, cell: int, claimed: list[tuple[int, int]]) -> bool:
+        """Whether the `claimed` ranges of a cell have their digests; if so, the digest has them, too."""
+        begin, end = cell * CELL_BYTES, min((cell + 1) * CELL_BYTES, self.file.size)
+        digest = bytes(self._known[cell * DIGEST_BYTES : (cell + 1) * DIGEST_BYTES])
+        if not any(digest):
+            pieces = list(self._pieces(cell, claimed))
+            contents = [file.read(first, last - first) for first, last in pieces]
+            sums = self._written.sums.ranges
+            if sum(last - first for first, last in pieces) < sum(last - first for first, last in claimed):
+                return False
+            if not all(matches(each, sums[place]) for place, each in zip(pieces, contents, strict=True)):
+                return False
+            for (first, _), each in zip(pieces, contents, strict=True):
+                self.digest.add(memoryview(each), first)
+            return True
+        content = file.read(begin, end - begin)
+        late = [(place - begin, checksum) for place, checksum in self._written.late]
+        if not matches(content, digest, [each for each in late if -4 < each[0] < CELL_BYTES]):
+            return False
+        if claimed == [(begin, end)]:
+            self.digest.know(cell, digest)
+            return True
+        for first, last in claimed:
+            self.digest.add(memoryview(content)[first - begin : last - begin], first)
+        return True
+
+    def _pieces(self, cell: int, claimed: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Adjacent ranges with digests that cover as much of each claimed range as possible."""
+        parts = self._parts.get(cell, [])
+        for begin, end in claimed:
+            ends = [last for first, last in parts if first == begin and last <= end]
+            while ends:
+                yield begin, (begin := max(ends))
+                ends = [last for first, last in parts if first == begin and last <= end]
+
+    def entry(self) -> dict[str, object] | None:
+        """What the journal must take back: all batches that have a part in a cell with other bytes."""
+        if not self._wrong:
+            return None
+        nbytes = sum(end - begin for begin, end, number in self._ranges if number not in self._wrong)
+        return {"lost": self.file.path, "batches": sorted(self._wrong), "bytes": nbytes}
+
+
+def _claimed(file: OutputFile, written: WrittenFile) -> Iterator[tuple[int, int, int]]:
+    """The ranges of a file that were written: those of finished batches, and the beginnings of large blocks."""
+    for batch in batches(file):
+        begun = written.begun.get(batch.number)
+        end = batch.end if batch.number in written.batches else begun.end if begun else batch.begin
+        if end > batch.begin:
+            yield batch.begin, end, batch.number
+
+
+def _joined(ranges: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+    """Sorted ranges, adjacent ones as one."""
+    begin = end = -1
+    for first, last, *_ in ranges:
+        if first != end:
+            if begin >= 0:
+                yield begin, end
+            begin = first
+        end = last
+    if begin >= 0:
+        yield begin, end

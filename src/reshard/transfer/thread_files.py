@@ -1,0 +1,67 @@
+"""The open files of one thread, kept open between reads."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from reshard.base.errors import ReshardError
+from reshard.stores import OpenFile, open_file
+
+
+class OpenFiles:
+    """Open files of one thread, least recently used first."""
+
+    def __init__(self, limit: int = 128) -> None:
+        self._open: OrderedDict[str, OpenFile] = OrderedDict()
+        self._limit = limit
+        self.read_bytes = 0
+        """Bytes that were read."""
+
+    def _file(self, path: str) -> OpenFile:
+        found = self._open.get(path)
+        if found is not None:
+            self._open.move_to_end(path)
+            return found
+        while len(self._open) >= self._limit:
+            self._open.popitem(last=False)[1].close()
+        opened = self._open[path] = open_file(path)
+        return opened
+
+    def read(self, path: str, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill each buffer of `parts` with the bytes of `path` from its offset.
+
+        Raises ReshardError if the file ends too early, or if it cannot be read.
+        """
+        try:
+            file = self._file(path)
+            parts = list(parts)
+            end = file.fill(parts)
+            self.read_bytes += sum(len(part) for _, part in parts)
+            found = None if end is None else f"{file.size} bytes"
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if end is not None:
+            raise ReshardError(
+                "file-ends-early",
+                "a file is shorter than expected",
+                file=path,
+                expected=f"at least {end} bytes",
+                found=found,
+                remedy="the file changed or was cut short while it was read: copy it again",
+            )
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def unreadable(path: str, error: OSError) -> ReshardError:
+    """The error for a file that the system does not let be read, now."""
+    return ReshardError(
+        "file-unreadable",
+        "a file cannot be read",
+        file=path,
+        found=error.strerror or str(error),
+        remedy="check the disk or file server, then run the same command again",
+    )
