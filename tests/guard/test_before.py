@@ -16,8 +16,8 @@ import pytest
 
 from reshard.base.errors import Problem
 from reshard.guard.before import resources
-from reshard.guard.before.checks import Checked, check
-from reshard.guard.command.read import read_command
+from reshard.guard.before.command_checks import Checked, check
+from reshard.guard.command.read_command import read_command
 from tests.environments import python
 from tests.guard.commands import FILES
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from reshard.training.run import Run
-from reshard.training.show.monitor import history_of
+from reshard.training.show.metrics import history_of
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
