@@ -50,7 +50,7 @@ CONTRACT = {
 }
 BESIDES = {
     "inspect": "--iteration --remove-unfinished --html --quiet --debug",
-    "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
+    "convert": "--stages --transformer-impl --strict --strip --state-dict --no-checksum --with-optimizer "
     "--merge --adapter --lora-alpha --for --engine --quantize --no-resume --verify --push-to-hub --private"
     " --on --no-sync",
     "average": "--vpp --ep --etp --dp --stages --family --engine --trust --quantize --max-shard-size "

@@ -74,7 +74,7 @@ def average(
     return convert(AverageOf(tuple(map(source_path, paths)), shares), dst, **options)
 
 
-NOT_AVERAGED = {"iteration", "merge", "adapter", "lora_alpha", "adapter_for", "with_optimizer"}
+NOT_AVERAGED = {"iteration", "merge", "adapter", "lora_alpha", "adapter_for", "with_optimizer", "state_dict"}
 """The arguments of `convert` that `average` does not have."""
 
 

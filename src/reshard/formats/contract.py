@@ -212,6 +212,15 @@ class Output:
         ),
     ] = "checkpoint"
     no_tokenizer: Annotated[bool, About("Continue without a tokenizer.", group=ADVANCED)] = False
+    state_dict: Annotated[
+        str | None,
+        About(
+            "Write the weights alone, under the names that SRC has for them, without config and tokenizer: to "
+            "pytorch_model.bin (bin) or model.safetensors (safetensors).",
+            choices=("bin", "safetensors"),
+            group=ADVANCED,
+        ),
+    ] = None
     with_optimizer: Annotated[
         bool, About("Convert optimizer states too, if both formats can store them.", group=ADVANCED)
     ] = False
@@ -293,6 +302,7 @@ OPTIONS_0_2_0: Mapping[str, Any] = {
     "adapter_for": None,
     "with_optimizer": False,
     "average": None,
+    "state_dict": None,
 }
 """What options meant in version 0.2.0 that a record does not contain. These values never change: they describe
 outputs that exist. A new option is added with the value that had its effect before."""
@@ -433,7 +443,8 @@ class Target:
     `dtype` is the only dtype of its weights, if there is only one; `typed` gives each tensor its dtype, from that of
     most weights. `quantized` says that it can store the scales of a source, and `quantizes` are the values of
     `--quantize`. `embeds` says that config and tokenizer are in its files, and not beside them; a file with `suffix`
-    may then be the complete output, and is not divided unless users ask for it. `beside` is the folder of config and
+    may then be the complete output, and is not divided unless users ask for it. `state_dict` says that it can be the
+    weights alone, with neither of these. `beside` is the folder of config and
     tokenizer, if they are not next to the weights. `judges_model` says that its engine computes what the entries of
     families describe.
     `fit` sets model and layout to the engine's sizes, before tensors are named, and refuses what the engine cannot
@@ -454,6 +465,7 @@ class Target:
     quantizes: tuple[str, ...] = ()
     embeds: bool = False
     suffix: str = ""
+    state_dict: bool = False
     beside: str = ""
     judges_model: bool = True
     renames: Callable[[Mapping[str, Any]], tuple[Renaming, ...] | None] | None = None

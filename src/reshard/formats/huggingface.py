@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from reshard.base.errors import Problem, ReshardError, listed
 from reshard.base.plain_json import JSON_MOST, json_of, kind_of, to_json
 from reshard.containers import distributed_safetensors, safetensors
 from reshard.containers.file_names import below
+from reshard.containers.torchfiles import state_dicts
 from reshard.containers.torchfiles.read import read_dict
 from reshard.families.dialect import HUB
 from reshard.folders import iterations
@@ -254,11 +256,26 @@ def _index_mismatches(
 
 def lay_out(request: Request) -> list[OutputFile]:
     """The weight files of a folder; several shards get an index."""
+    if request.options.state_dict == "bin":
+        return _divided(request, "pytorch_model", "bin", state_dicts.output_file)
     return laid_out(request, safetensors.OF_TORCH)
 
 
 def laid_out(request: Request, metadata: Mapping[str, str], *, indexed: bool = False) -> list[OutputFile]:
-    """The same, with these metadata in the weight files; if it is `indexed`, one file gets an index, too."""
+    """Files of safetensors with these metadata; if it is `indexed`, one file gets an index, too."""
+    write = partial(safetensors.output_file, metadata=metadata)
+    return _divided(request, "model", "safetensors", write, indexed=indexed)
+
+
+def _divided(
+    request: Request,
+    stem: str,
+    suffix: str,
+    write: Callable[[str, Sequence[Planned]], OutputFile],
+    *,
+    indexed: bool = False,
+) -> list[OutputFile]:
+    """Files of at most the requested size, which `write` makes, and their index."""
     shards: list[list[Planned]] = [[]]
     size, most = 0, request.options.shard_size
     for tensor in request.tensors:
@@ -269,19 +286,17 @@ def laid_out(request: Request, metadata: Mapping[str, str], *, indexed: bool = F
         size += tensor.nbytes
     count = len(shards)
     names = [
-        "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+        f"{stem}.{suffix}" if count == 1 else f"{stem}-{i:05d}-of-{count:05d}.{suffix}"
         for i in range(1, count + 1)
     ]
-    files = [
-        safetensors.output_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True)
-    ]
+    files = [write(name, shard) for name, shard in zip(names, shards, strict=True)]
     if count > 1 or indexed:
         weight_map = {
             tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
         }
         total = sum(tensor.nbytes for shard in shards for tensor in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        files.append(OutputFile.of_bytes("model.safetensors.index.json", to_json(index)))
+        files.append(OutputFile.of_bytes(f"{stem}.{suffix}.index.json", to_json(index)))
     return files
 
 
@@ -316,7 +331,7 @@ FORMAT = Format(
     "safetensors in one file or in shards; pytorch_model*.bin is read",
     detect,
     open_checkpoint,
-    Target(lay_out, quantized=True, quantizes=QUANTIZED),
+    Target(lay_out, quantized=True, quantizes=QUANTIZED, state_dict=True),
     aliases=("hf", "transformers", "safetensors"),
     parts=("*.index.json",),
     files=tuple(f"{stem}.{suffix}" for stem, suffix in WEIGHT_FILES),

@@ -31,10 +31,10 @@ from reshard.formats.contract import (
 )
 from reshard.formats.quantization import UNTOLD, refusal, settings_of
 from reshard.model.dequantization import dequantized
-from reshard.model.described_checkpoint import describe
+from reshard.model.described_checkpoint import DescribedCheckpoint, describe
 from reshard.model.find_config import contradictions
 from reshard.model.logical_tensors import logical_tensors
-from reshard.model.model_heads import refuse_other_head, resolve_if_declared
+from reshard.model.model_heads import as_named, refuse_other_head, resolve_if_declared
 from reshard.model.quantizer import quantized
 from reshard.model.resolve import ResolvedCheckpoint, resolve
 from reshard.model.vocabulary import lost_padding
@@ -105,7 +105,7 @@ def _merged(
         checkpoint = averaged_source.averaged_source(checkpoint, options, planned_tensors)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
-    kind = kind_of(checkpoint)
+    kind = CheckpointKind.MODEL if options.state_dict else kind_of(checkpoint)
     if kind is CheckpointKind.FUSED_ADAPTER:
         checkpoint, kind = merged_source.hub_adapter(checkpoint, options), CheckpointKind.ADAPTER
     if options.merge:
@@ -249,6 +249,20 @@ def _unfit(
             found=f"--dtype {options.dtype}",
             remedy="leave out --dtype",
         )
+    if options.state_dict and not target.state_dict:
+        yield Problem(
+            "state-dict-of-another-format",
+            f"--state-dict is for --to huggingface, not for {format.name}",
+            found=f"--state-dict {options.state_dict} --to {options.to}",
+            remedy="leave out one of them",
+        )
+    if options.state_dict and options.quantize:
+        yield Problem(
+            "state-dict-quantized",
+            "--state-dict and --quantize cannot be combined",
+            rule="quantized weights load with the settings in config.json, which a state dict alone does not have",
+            remedy="leave out one of them",
+        )
     if options.quantize and target.quantizes and options.quantize not in target.quantizes:
         yield Problem(
             "quantize-value-of-another-format",
@@ -301,6 +315,8 @@ def _with_hinted_base(
 
     `resolve` then checks that its config belongs to these weights.
     """
+    if options.state_dict:
+        return checkpoint, options
     there = companions.find_companions(checkpoint.sources, *checkpoint.folders)
     if options.base_path or (there.config and (there.has_tokenizer or options.no_tokenizer)):
         return checkpoint, options
@@ -314,6 +330,8 @@ def _with_hinted_base(
 
 def _resolved(checkpoint: Checkpoint, target: Target, options: ConversionOptions) -> ResolvedCheckpoint:
     """The model of a checkpoint. If names are not converted, its family need not be declared."""
+    if options.state_dict and checkpoint.has_hub_names and not checkpoint.flat:
+        return as_named(DescribedCheckpoint(checkpoint, {}, checkpoint.root, None))
     described = describe(checkpoint, options.base_path, options.family)
     if not target.keeps_names:
         refuse_other_head(described)
@@ -369,7 +387,7 @@ def _plan(
         files = target.lay_out(request)
     else:
         request = target.complete(content.request)
-        near = output_companions.companion_files(checkpoint, request, found)
+        near = () if options.state_dict else output_companions.companion_files(checkpoint, request, found)
         files = [
             *target.lay_out(request),
             *(replace(file, path=(PurePath(target.beside) / file.path).as_posix()) for file in near),

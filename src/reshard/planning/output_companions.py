@@ -32,6 +32,8 @@ def find_companions(checkpoint: Checkpoint, request: Request) -> companions.Comp
 def _companions(
     checkpoint: Checkpoint, options: ConversionOptions, *, is_adapter: bool
 ) -> companions.Companions:
+    if options.state_dict:
+        return companions.Companions({})
     if is_adapter:
         return companions.find_companions(
             checkpoint.sources, *([] if options.no_tokenizer else [checkpoint.root])
@@ -45,6 +47,7 @@ def lacking(checkpoint: Checkpoint, kind: CheckpointKind, options: ConversionOpt
     if (
         kind is not CheckpointKind.MODEL
         or options.no_tokenizer
+        or options.state_dict
         or (options.base_path and not options.base_path.is_dir())
     ):
         return []  # a base that is no folder is reported as such
