@@ -33,6 +33,7 @@ ORDER = (
     ("agents", "guard"),
     ("training", "live"),
     ("cli",),
+    ("dropins",),
 )
 """From the bottom to the top. Parts on one line do not import each other."""
 FREE = ("__init__", "__main__")

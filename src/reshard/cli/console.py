@@ -175,8 +175,9 @@ _PRINTING = ("--json", "--debug", "--quiet", "-q")
 
 def typed() -> str:
     """The command line of this run, quoted for a shell, without options that only change the printing."""
-    words = click.get_current_context().find_root().obj or ()
-    return shown(shlex.join(["reshard", *(without_secrets(word) for word in words if word not in _PRINTING)]))
+    root = click.get_current_context().find_root()
+    words = (without_secrets(word) for word in root.obj or () if word not in _PRINTING)
+    return shown(f"{root.info_name} {shlex.join(words)}")
 
 
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,7 +91,7 @@ def command(
     if json_output:
         print_json(found.as_dict())
     elif not quiet:
-        _print(found)
+        print_comparison(found)
     sys.exit(0 if found.equal else 1)
 
 
@@ -243,7 +243,8 @@ def _largest(rows: list[Row]) -> str:
     return f"(largest difference {max(row.largest or 0 for row in rows):.3g})"
 
 
-def _print(found: Comparison) -> None:
+def print_comparison(found: Comparison) -> None:
+    """Print whether two checkpoints are equal, and where they differ."""
     console = stdout()
     for note in found.notes:
         stderr().print(f"[bold]note:[/] {escape(note)}")
