@@ -8,6 +8,7 @@ packages have.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from reshard.dropins import convert_torch_dist_to_hf, model_merger, zero_to_fp32
 from tests.commandline import Result
 from tests.environments import python
 from tests.judges import assert_same_tensors, tensors_of
+from tests.test_docs import commands
 
 DATA = Path(__file__).parent / "data"
 THEIRS = DATA / "dropins"
@@ -207,6 +209,43 @@ def test_weights_that_are_missing_are_named(origin: Path, tmp_path: Path) -> Non
     done = run(convert_torch_dist_to_hf.command, *words, "--add-missing-from-origin-hf")
     assert done.code == 2 and "--add-missing-from-origin-hf is not supported" in done.err
     assert "visual.patch_embed.weight" in done.err and not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------ the page
+
+PAGE = DATA.parents[1] / "docs" / "drop-ins.md"
+DROP_INS = {
+    f"reshard.dropins.{each.name}": each
+    for each in (zero_to_fp32.command, model_merger.command, convert_torch_dist_to_hf.command)
+}
+
+
+def put_sources(root: Path, origin: Path) -> None:
+    """Make what the commands of the page read, at the paths that they have there."""
+    shutil.copytree(ZERO, root / "out" / "checkpoint-500")
+    shutil.copytree(ACTOR, root / "global_step_100" / "actor")
+    shutil.copytree(QWEN2, root / "ckpt" / "iter_0000100")
+    shutil.copytree(origin, root / "base")
+
+
+def test_the_commands_of_the_page_run(origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "place"
+    put_sources(place, origin)
+    monkeypatch.chdir(place)
+    typed = [words for words in commands(PAGE) if words[:2] == ["python", "-m"] and words[2] in DROP_INS]
+    assert {words[2] for words in typed} == {*DROP_INS}
+    for _, _, module, *words in typed:
+        done = run(DROP_INS[module], *words)
+        assert done.code == 0, done.err
+
+
+def test_only_the_name_changes_on_the_page() -> None:
+    scripts = re.compile(r"python (?:-m )?(?:tools/)?(?:reshard\.dropins\.|verl\.)?(\w+)(?:\.py)? (.*)")
+    pairs = re.findall(r"^(.*?) +# before\n(.*?) +# after$", PAGE.read_text(encoding="utf-8"), re.M)
+    assert len(pairs) == len(DROP_INS)
+    for pair in pairs:
+        before, after = (scripts.fullmatch(line) for line in pair)
+        assert before and after and before.groups() == after.groups()
 
 
 # ------------------------------------------------------------------------------------ wrong inputs
