@@ -21,6 +21,7 @@ from demo.__main__ import stations
 from reshard import families
 from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
+from reshard.dropins import convert_torch_dist_to_hf, model_merger, zero_to_fp32
 from reshard.formats.contract import Format, Target
 from reshard.training.engine_registry import ENGINE_MODULES, engine_named
 from reshard.training.option_names import renamed as renamed_words
@@ -32,6 +33,8 @@ REPOSITORY = Path(__file__).parents[1]
 ENGLISH, CHINESE = REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"
 MADE = {"failures.md"}
 """Pages made from data that has its own tests, full of names of other programs."""
+
+DROP_INS = (zero_to_fp32.command, model_merger.command, convert_torch_dist_to_hf.command)
 
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if page.name not in MADE]
@@ -122,8 +125,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def flags() -> set[str]:
     names: set[str] = set()
-    for name in COMMANDS:
-        command = command_named(name)
+    for command in (*map(command_named, COMMANDS), *DROP_INS):
         inner = command.commands.values() if isinstance(command, click.Group) else ()
         for parameter in (parameter for each in (command, *inner) for parameter in each.params):
             if isinstance(parameter, click.Option):
@@ -420,3 +422,22 @@ def test_the_mlp_that_the_guide_spells_out_is_the_real_one() -> None:
     args = {"num_attention_heads": 2, "hidden_size": 4, "num_layers": 1, "ffn_hidden_size": 6}
     real = families.rules.mlp(Dims.from_args(args, vocab=8))
     assert [(rule.hf, rule.view) for rule in names["block"]] == [(rule.hf, rule.view) for rule in real]
+
+
+def named_in(heading: str) -> list[str]:
+    """The names in the list of a section of docs/stability.md."""
+    text = (REPOSITORY / "docs" / "stability.md").read_text(encoding="utf-8")
+    section = re.split(r"^## ", text.partition(f"\n## {heading}\n")[2], maxsplit=1, flags=re.M)[0]
+    (names,) = re.findall(r"^(?:`\w[\w-]*`,?\s)+", section, re.M)
+    return re.findall(r"`([^`]+)`", names)
+
+
+def test_what_is_stable_is_what_there_is() -> None:
+    assert named_in("Command line") == [*COMMANDS]
+    assert named_in("Python") == reshard.__all__
+
+
+def test_only_one_page_tells_what_is_stable() -> None:
+    promises = re.compile(r"(?i)\bnever (?:changes?|removed)\b|semantic versioning|may add keys")
+    telling = {name(page) for page in PAGES if promises.search(prose(page))}
+    assert telling == {"docs/stability.md"}
