@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ REPOSITORY = Path(__file__).parents[1]
 GITHUB = REPOSITORY / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+ZERO = REPOSITORY / "tests" / "data" / "deepspeed" / "z2"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 
@@ -82,6 +84,7 @@ def tool(name: str, *words: object, **environment: str) -> subprocess.CompletedP
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(
         [str(program), *map(str, words)],
+        cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -99,7 +102,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_archives_have_what_runs_and_nothing_else(built: tuple[Path, Path]) -> None:
+def test_the_wheel_has_what_runs_and_the_sdist_what_tests_it(built: tuple[Path, Path]) -> None:
     sdist, wheel = built
     with tarfile.open(sdist) as archive:
         inside = {member.name.partition("/")[2]: member.size for member in archive if member.isfile()}
@@ -108,9 +111,17 @@ def test_archives_have_what_runs_and_nothing_else(built: tuple[Path, Path]) -> N
     source = {name.removeprefix("src/") for name in inside if name.startswith("src/")}
     assert source == {name for name in packed if name.startswith("reshard/")}
     assert {"reshard/py.typed", "reshard/checks/rules/code.yaml"} <= source
-    assert not {name for name in inside if name.startswith(("tests", "bench", "demo", ".venv"))}
+    assert inside.keys() - {"PKG-INFO"} == tracked()
     assert max([*inside.values(), *packed.values()]) < 1 << 20
-    assert wheel.stat().st_size < 5 << 20
+    assert wheel.stat().st_size < 5 << 20 and sdist.stat().st_size < 30 << 20
+
+
+def tracked() -> set[str]:
+    """The files of the repository."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    return {name for name in listed.stdout.split("\0") if (REPOSITORY / name).is_file()}
 
 
 @pytest.mark.slow
@@ -127,51 +138,84 @@ def test_links_on_the_page_of_the_index_lead_somewhere(built: tuple[Path, Path])
     assert links and [link for link in links if not link.startswith(("https://", "#"))] == []
 
 
-@pytest.mark.slow
-def test_the_wheel_runs_where_nothing_else_is_installed(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """The base package alone: no torch, and a remedy that works as printed."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    binaries = tmp_path / "venv" / "bin"
-    env = {"PATH": f"{binaries}:{os.environ['PATH']}", "HOME": str(tmp_path)}
-    env |= {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "SSL_", "REQUESTS_"))}
+class Fresh:
+    """A fresh environment with an archive in it, and nothing else of ours: no torch, and no extra."""
 
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
+    def __init__(self, folder: Path, archive: Path) -> None:
+        self._folder = folder
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        passed = ("PIP_", "SSL_", "REQUESTS_")
+        path = f"{folder / 'venv' / 'bin'}:{os.environ['PATH']}"
+        self._env = {"PATH": path, "HOME": str(folder)}
+        self._env |= {key: value for key, value in os.environ.items() if key.startswith(passed)}
+        done = self.run("pip", "install", "--quiet", archive)
+        assert done.returncode == 0, done.stderr
+
+    def run(self, *words: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*map(str, words)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
+            [*map(str, words)],
+            cwd=self._folder,
+            env=self._env,
+            capture_output=True,
+            text=True,
+            timeout=600,
         )
 
-    done = run(binaries / "pip", "install", "--quiet", built[1])
-    assert done.returncode == 0, done.stderr
-    assert run("reshard", "--version").stdout.strip().endswith(__version__)
-    assert "megatron" in run("reshard", "support").stdout
-    assert json.loads(run("reshard", "doctor", "--json").stdout)["environment"]["torch"] is None
-    assert run("python", "-c", "import torch").returncode == 1
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+def test_an_archive_runs_where_nothing_else_is_installed(
+    kind: str, built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    fresh = Fresh(tmp_path, built[kind == "wheel"])
+    assert fresh.run("reshard", "--version").stdout.strip().endswith(__version__)
+    assert "megatron" in fresh.run("reshard", "support").stdout
+    assert json.loads(fresh.run("reshard", "doctor", "--json").stdout)["environment"]["torch"] is None
+    assert fresh.run("python", "-c", "import torch").returncode == 1
+    convert = fresh.run("reshard", "convert", ZERO, "model", "--no-tokenizer")
+    assert convert.returncode == 0, convert.stderr
+    assert fresh.run("reshard", "verify", ZERO, "model", "--json").returncode == 0
+    assert fresh.run("python", "-m", "reshard.dropins.zero_to_fp32", ZERO, "fp32").returncode == 0
+    assert (tmp_path / "fp32" / "pytorch_model.bin").is_file()
+    assert (tmp_path / "venv" / "share" / "man" / "man1" / "reshard-convert.1").is_file()
+
+
+@pytest.mark.slow
+def test_a_remedy_that_installs_works_as_printed(built: tuple[Path, Path], tmp_path: Path) -> None:
+    fresh = Fresh(tmp_path, built[1])
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
     convert = ("reshard", "convert", model, "out", "--on", "slurm:partition=debug", "--json")
-    remedy = json.loads(run(*convert).stdout)["problems"][0]["remedy"]
+    remedy = json.loads(fresh.run(*convert).stdout)["problems"][0]["remedy"]
     command = remedy.removesuffix(", here and on all nodes")
     assert command == f"pip install 'reshard[slurm] @ {built[1].as_uri()}'"
-    done = run("bash", "-c", command)
+    done = fresh.run("bash", "-c", command)
     assert done.returncode == 0, done.stderr
-    after = json.loads(run(*convert).stdout)["problems"][0]
+    after = json.loads(fresh.run(*convert).stdout)["problems"][0]
     assert "remedy" not in after or "pip install" not in after["remedy"]
 
 
+RUNNERS = [
+    shlex.split(line)
+    for line in (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith(("uvx ", "pipx "))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    (("uvx", "--python", sys.executable, "--from", "{wheel}"), ("pipx", "run", "--spec", "{wheel}")),
-    ids=("uvx", "pipx"),
-)
-def test_it_runs_without_being_installed(
-    built: tuple[Path, Path], tmp_path: Path, words: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("words", RUNNERS, ids=lambda words: " ".join(words[:2]))
+def test_it_runs_and_installs_from_a_clone_as_the_readme_says(tmp_path: Path, words: list[str]) -> None:
     homes = {"UV_CACHE_DIR": "uv", "UV_TOOL_DIR": "tools", "PIPX_HOME": "pipx", "PIPX_SHARED_LIBS": "shared"}
-    places = {name: str(tmp_path / folder) for name, folder in homes.items()}
-    name, *options = (word.replace("{wheel}", str(built[1])) for word in words)
-    done = tool(name, *options, "reshard", "--version", **places)
-    assert done.returncode == 0 and done.stdout.strip().endswith(__version__), done.stdout
+    places = {name: str(tmp_path / folder) for name, folder in {**homes, "PIPX_BIN_DIR": "bin"}.items()}
+    name, *rest = words
+    if "reshard" in rest:
+        rest = [*rest[: rest.index("reshard") + 1], "inspect", str(ZERO)]
+    done = tool(name, *rest, **places)
+    assert done.returncode == 0, done.stdout
+    if name == "pipx" and rest[0] == "install":
+        done = subprocess.run(
+            [tmp_path / "bin" / "reshard", "inspect", ZERO], capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 0 and "deepspeed" in done.stdout, done.stdout
     shutil.rmtree(tmp_path)
