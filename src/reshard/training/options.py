@@ -39,9 +39,7 @@ class RunOptions:
     output: Annotated[
         OptionalPath, About("Output folder. Its folder final has the trained model.", "DIR", also="-o")
     ] = None
-    eval_data: Annotated[DataPaths, About("DataPaths to evaluate on during training.", "PATH[:WEIGHT]")] = (
-        None
-    )
+    eval_data: Annotated[DataPaths, About("Data to evaluate on during training.", "PATH[:WEIGHT]")] = None
     dataset_config: Annotated[OptionalText, About("Configuration of a Hub dataset.", "NAME")] = None
     dataset_train_split: Annotated[OptionalText, About("Split of a Hub dataset for --data.", "NAME")] = (
         "train"
