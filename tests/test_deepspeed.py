@@ -321,7 +321,7 @@ def test_the_file_of_another_step_is_noticed(name: str, kind: str, copy: Any) ->
     (problem,) = problems_of(run)
     assert problem.message == "a rank's file belongs to another run or iteration"
     assert (problem.file, problem.found) == (str(files[1]), "step 3")
-    assert problem.expected == f"step 2, as in {step_files[0].name}"
+    assert problem.expected == f"step 2, as in {files[0].name}"
 
 
 def test_masters_of_another_step_than_the_module_are_noticed(copy: Any, tmp_path: Path) -> None:
