@@ -8,11 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from reshard.base.arguments import parse_size
 from reshard.base.errors import Problem, ReshardError, size
-from reshard.base.options import ADVANCED, BYTES, MACHINES, About
+from reshard.base.options import ADVANCED, MACHINES, About
+from reshard.base.shared_options import (
+    MemoryOption,
+    OnBytesOption,
+    OnStepOption,
+    OverwriteOption,
+    ResumeOption,
+    WorkersOption,
+)
 from reshard.cluster import executors
 from reshard.cluster.spread import spread
 from reshard.cluster.worker import Worker, absolute, identity_of
@@ -42,7 +49,6 @@ from reshard.transfer.marker import marker_in
 from reshard.transfer.memory import Meter, Share, shared
 from reshard.transfer.overflow import overflow_problem
 from reshard.transfer.plan import Plan
-from reshard.transfer.sources import OnStep
 from reshard.transfer.staging import OnResume, staged
 from reshard.transfer.state import Report
 from reshard.transfer.uploading import Uploads, room, staging_folder, uploading
@@ -96,7 +102,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class How(OnBytesOption, OnStepOption, WorkersOption, MemoryOption, ResumeOption, OverwriteOption):
     """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
 
     With `on`, other machines do the work (`cluster/executors.py` lists them), and `workers` and `memory` apply to each
@@ -108,28 +114,14 @@ class How:
     If an upload to the Hub fails, the same call repeats only the upload.
     """
 
+    HELP: ClassVar = {"workers": "Threads, or with --on threads per part. [default: two per core]"}
+
     dry_run: Annotated[
         bool, About("Print the plan, or why the conversion is refused, and write nothing.")
     ] = False
-    overwrite: Annotated[bool, About("Replace the checkpoint at DST.")] = False
     verify: Annotated[
         bool, About("Read the output back from disk before it is published, and compare checksums.")
     ] = False
-    memory: Annotated[
-        int | str,
-        About(
-            "Memory limit, not counting Python and its libraries (about 60 MiB).",
-            "SIZE",
-            unit=BYTES,
-            group=MACHINES,
-        ),
-    ] = "1GiB"
-    workers: Annotated[
-        int | None,
-        About(
-            "Threads, or with --on threads per part. [default: two per core]", "N", least=1, group=MACHINES
-        ),
-    ] = None
     on: Annotated[
         str | None,
         About(
@@ -147,9 +139,6 @@ class How:
         ),
     ] = None
     private: Annotated[bool, About("Create the repository as private.", group=MACHINES)] = False
-    no_resume: Annotated[
-        bool, About("Start over, and keep nothing if the run is interrupted.", group=MACHINES)
-    ] = False
     no_sync: Annotated[
         bool,
         About(
@@ -164,9 +153,6 @@ class How:
     command: Annotated[
         str, About("Command that `inspect` shows to continue this run if it is interrupted.", typed=False)
     ] = ""
-    on_step: Annotated[
-        OnStep, About("Called with a line of text when a new step of the planning begins.")
-    ] = lambda step: None
     on_plan: Annotated[
         Callable[[Plan], None],
         About(
@@ -174,9 +160,6 @@ class How:
             "progress bar by default."
         ),
     ] = lambda plan: None
-    on_bytes: Annotated[
-        Callable[[int], None], About("Called with the number of bytes of each window that was written.")
-    ] = lambda count: None
     on_resume: Annotated[
         OnResume,
         About(
@@ -186,11 +169,6 @@ class How:
     on_upload: Annotated[
         OnUpload, About("Called with the address of the repository and the number of bytes to upload.")
     ] = lambda address, nbytes: None
-
-    @property
-    def limit(self) -> int:
-        """The limit of memory in bytes."""
-        return parse_size(self.memory, "--memory")
 
     @property
     def checksum(self) -> bool:

@@ -20,7 +20,8 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.layout import Layout
 from reshard.base.arguments import StrPath, parse_size
 from reshard.base.errors import Problem, listed
-from reshard.base.options import ADAPTERS, ADVANCED, BYTES, LAYOUT, About
+from reshard.base.options import ADAPTERS, ADVANCED, BYTES, LAYOUT, About, options_of
+from reshard.base.shared_options import DtypeOption, MergeOption, StepOption
 from reshard.families import live_names
 from reshard.families.family import ENGINES, MCORE
 from reshard.families.model import Model
@@ -79,32 +80,40 @@ class Average(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
-    """How a checkpoint is read. Each field is a flag of the same name, and an argument."""
+class BaseOption:
+    """The model that a checkpoint belongs to."""
 
     base: Annotated[StrPath | None, About("Hugging Face folder with config and tokenizer.", "PATH")] = None
-    iteration: Annotated[
-        Iteration | None,
-        About(
-            "Step of a training run to read. [default: the one that its tracker names]",
-            "N|release",
-            choices=("release",),
-        ),
-    ] = None
+
+    @cached_property
+    def base_path(self) -> Path | None:
+        """The folder `base`, on this machine or in a store."""
+        return None if self.base is None else source_path(self.base)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(DtypeOption, BaseOption):
+    """How any checkpoint is read. Each field is a flag of the same name, and an argument."""
+
     family: Annotated[
         str | None,
         About("Model family of SRC, overriding its config.", "NAME", names="family", group=ADVANCED),
     ] = None
-    dtype: Annotated[
-        str | None, About("Convert weights to float32, bfloat16 or float16.", "DTYPE", names="dtype")
-    ] = None
     strip: Annotated[
         tuple[str, ...],
-        About("Remove MARK from tensor names, for example `_orig_mod.`.", "MARK", group=ADVANCED),
+        About(
+            "Remove MARK from tensor names, for example `_orig_mod.`.",
+            "MARK",
+            group=ADVANCED,
+            expected='several strings, for example ("_orig_mod.",)',
+        ),
     ] = ()
-    merge: Annotated[bool, About("Merge SRC, a LoRA adapter, into the model at --base.", group=ADAPTERS)] = (
-        False
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapting(MergeOption):
+    """How the adapters in one checkpoint are read."""
+
     adapter: Annotated[
         str | None, About("Adapter to read, if SRC contains several.", "NAME", group=ADAPTERS)
     ] = None
@@ -113,10 +122,10 @@ class Opening:
         About("Alpha of the adapter, if no file records it.", "N", least=-math.inf, group=ADAPTERS),
     ] = None
 
-    @cached_property
-    def base_path(self) -> Path | None:
-        """The folder `base`, on this machine or in a store."""
-        return None if self.base is None else source_path(self.base)
+
+@dataclass(frozen=True, kw_only=True)
+class Opening(Adapting, Reading):
+    """How one checkpoint is opened, whose step of a run is chosen apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +157,12 @@ class Output:
     ] = None
     stages: Annotated[
         tuple[int, ...],
-        About("Layers of each pipeline stage, for example 10,12,12,10.", "N,N,…", group=LAYOUT),
+        About(
+            "Layers of each pipeline stage, for example 10,12,12,10.",
+            "N,N,…",
+            group=LAYOUT,
+            expected="whole numbers with commas between them, such as 10,12,12,10",
+        ),
     ] = ()
     vocab_divisible_by: Annotated[
         int | None,
@@ -190,15 +204,6 @@ class Output:
         int | str | None,
         About("Maximum size of a weights file. [default: 5GB; GGUF: one file]", "SIZE", unit=BYTES),
     ] = None
-    adapter_for: Annotated[
-        str | None,
-        About(
-            "Write the adapter as this library applies it completely. [default: with the layout of SRC]",
-            names="library",
-            flag="--for",
-            group=ADAPTERS,
-        ),
-    ] = None
     trust: Annotated[
         str,
         About(
@@ -208,9 +213,6 @@ class Output:
         ),
     ] = "checkpoint"
     no_tokenizer: Annotated[bool, About("Continue without a tokenizer.", group=ADVANCED)] = False
-    with_optimizer: Annotated[
-        bool, About("Convert optimizer states too, if both formats can store them.", group=ADVANCED)
-    ] = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -225,7 +227,25 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Opening, Output):
+class OneOutput(Output):
+    """What is written of one checkpoint, but not of an average of several."""
+
+    adapter_for: Annotated[
+        str | None,
+        About(
+            "Write the adapter as this library applies it completely. [default: with the layout of SRC]",
+            names="library",
+            flag="--for",
+            group=ADAPTERS,
+        ),
+    ] = None
+    with_optimizer: Annotated[
+        bool, About("Convert optimizer states too, if both formats can store them.", group=ADVANCED)
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Opening, StepOption, OneOutput):
     """The flags of `reshard convert` that decide what is in the output, and files to copy into it, by their names.
 
     With `average`, the source is the last of its checkpoints.
@@ -243,7 +263,8 @@ class Options(Opening, Output):
             "tokenizer": not self.no_tokenizer,
             "average": self.average and self.average.as_dict(),
         }
-        found = {name: told[name] if name in told else getattr(self, name) for name in OPTIONS_0_2_0}
+        names = [*OPTIONS_0_2_0, *(each.name for each in options_of(Options) if each.name not in WITHIN)]
+        found = {name: told[name] if name in told else getattr(self, name) for name in names}
         return {**found, "beside": sorted(self.beside)}
 
     @property
@@ -291,7 +312,9 @@ OPTIONS_0_2_0: Mapping[str, Any] = {
     "average": None,
 }
 """What options meant in version 0.2.0 that a record does not contain. These values never change: they describe
-outputs that exist. A new option is added with the value that had its effect before."""
+outputs that exist. Records always contain newer options; if a record of this version has none, it means the default."""
+WITHIN = {*OPTIONS_0_2_0["layout"], "no_tokenizer"}
+"""Options that a record contains under `layout`, or as their opposite."""
 
 
 PlannedStates = Mapping[str, Mapping[str, Planned]]
