@@ -20,7 +20,8 @@ from reshard.algebra.views import Piece
 from reshard.cluster.executors import GIB
 from reshard.cluster.parts import Part
 from reshard.cluster.spread import parts_for
-from reshard.planning import Options, plan_conversion
+from reshard.formats.options import Options
+from reshard.planning import plan_conversion
 from reshard.transfer.batch import batches
 from reshard.transfer.gather import GAP, RUN, _packed, _run
 from reshard.transfer.job import continued

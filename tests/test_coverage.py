@@ -22,9 +22,9 @@ from reshard.algebra.multisets import Multiset, total
 from reshard.algebra.views import Piece, View
 from reshard.commands import coverage
 from reshard.commands.coverage import prove
-from reshard.formats import open_checkpoint, target
-from reshard.formats.target import OPTIONS_0_2_0
-from reshard.planning import Options, plan_conversion
+from reshard.formats import open_checkpoint
+from reshard.formats.options import OPTIONS_0_2_0, Options
+from reshard.planning import plan_conversion
 from reshard.transfer.plan import OutputFile, Plan, Planned
 from tests.bad_input.conftest import originals as originals
 from tests.bad_input.damage import converted, find, flip
@@ -223,7 +223,7 @@ def test_a_record_holds_when_a_default_changes(
         assert Options.of_dict(options).meant == Options().meant
         sign(output / "reshard.json", {**record, "options": options})
         with monkeypatch.context() as patch:
-            patch.setattr(target, "SHARD_SIZE", 50_000)
+            patch.setattr("reshard.formats.options.SHARD_SIZE", "50kB")
             assert Options().shard_size == 50_000
             result = reshard("verify", source, output, "--proof")
         assert result.code == 0 and "balanced: the recorded plan" in result.out, result

@@ -30,7 +30,8 @@ from reshard.base.installing import install_command
 from reshard.cluster import spread
 from reshard.cluster.parts import Part
 from reshard.cluster.worker import Worker, identity_of
-from reshard.planning import Options, plan_conversion
+from reshard.formats.options import Options
+from reshard.planning import plan_conversion
 from reshard.transfer import claims
 from reshard.transfer.digests import CELL, Digest
 from reshard.transfer.files import Files

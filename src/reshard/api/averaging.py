@@ -12,9 +12,10 @@ from reshard.base.arguments import Arguments, StrPath
 from reshard.base.boundary import for_users
 from reshard.base.errors import ReshardError
 from reshard.base.options import About, with_options
-from reshard.commands.conversion import Conversion, How
+from reshard.commands.conversion import Conversion
 from reshard.commands.names import NAMES
-from reshard.formats.target import Average, Output, Reading
+from reshard.commands.options import How
+from reshard.formats.options import Average, Output, Reading
 from reshard.stores import source_path
 
 NEAR = 1e-9

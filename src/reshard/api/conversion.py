@@ -10,9 +10,10 @@ from reshard.base.boundary import for_users
 from reshard.base.notebooks import Bar
 from reshard.base.options import part_of, with_options
 from reshard.commands import conversion
-from reshard.commands.conversion import Conversion, ConvertOptions, How
+from reshard.commands.conversion import Conversion
 from reshard.commands.names import NAMES
-from reshard.formats.target import Average, Options
+from reshard.commands.options import ConvertOptions, How
+from reshard.formats.options import Average, Options
 from reshard.stores import source_path, typed_path
 
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ from reshard.base.options import About, with_options
 from reshard.base.shared_options import MemoryOption, OnStepOption, PageOption
 from reshard.commands.coverage import Proof, prove_output
 from reshard.commands.verification import Comparison, compare_weights, need_of, open_sides
-from reshard.formats.target import BaseOption
+from reshard.formats.options import BaseOption
 from reshard.pages import comparison_page
 from reshard.pages.writing import check_page, write_page
 from reshard.records.record import Integrity, check_record

@@ -13,7 +13,7 @@ from reshard.base.shared_options import StepOption
 from reshard.commands.names import NAMES
 from reshard.commands.weights import Weights
 from reshard.folders.iterations import Iteration
-from reshard.formats.target import Opening, Options
+from reshard.formats.options import Opening, Options
 from reshard.stores import source_path
 
 P = ParamSpec("P")

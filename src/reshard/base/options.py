@@ -235,7 +235,7 @@ def with_options(record: Any, positional: Any = None) -> Callable[[Callable[...,
     """Give a function of any keywords the signature and documentation of a record's fields.
 
     The fields of the record `positional` are arguments that need no names, after those that the function has itself.
-    The help of options calls these SRC and DST, or by their names in capitals.
+    The help of options calls these by their names in capitals, and PATH or else the first one also SRC.
     """
     return lambda function: _with_options(record, positional, function)
 
@@ -258,7 +258,7 @@ def _with_options(record: type, positional: type | None, function: Callable[...,
         return function(*given[:count], **unnamed, **named)
 
     words = {each.name.upper(): f"`{each.name}`" for each in own}
-    words |= {word: f"`{each.name}`" for word, each in zip(("SRC", "DST"), own, strict=False)}
+    words = {"SRC": words.get("PATH", f"`{own[0].name}`"), **words}
     text, returns, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns\n")
     wrapper.__doc__ = "\n".join([text, *(each.documented(words) for each in options)]) + returns + rest
     wrapper.__signature__ = signature  # type: ignore[attr-defined]

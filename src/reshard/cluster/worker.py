@@ -16,7 +16,8 @@ from reshard.base.errors import ReshardError, said
 from reshard.cluster.parts import Outcome, execute_part
 from reshard.cluster.spread import Order
 from reshard.folders.companions import RECORD
-from reshard.planning import Options, plan_conversion
+from reshard.formats.options import Options
+from reshard.planning import plan_conversion
 from reshard.transfer import claims
 from reshard.transfer.journal import Identity
 from reshard.transfer.memory import Meter, shared

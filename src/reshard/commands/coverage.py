@@ -30,7 +30,8 @@ from reshard.cluster.worker import identity_of
 from reshard.folders.companions import FILES, RECORD
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import MASTERS, Kind, Options
+from reshard.formats.options import Options
+from reshard.formats.target import MASTERS, Kind
 from reshard.model.dequantization import UNUSED
 from reshard.model.vocabulary import PADDING
 from reshard.planning import plan_conversion

@@ -23,7 +23,7 @@ from reshard.commands.lazy import LazyTensor, torch_device
 from reshard.families import live_names
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import Options
+from reshard.formats.options import Options
 from reshard.model import fused
 from reshard.planning import Tensors, planned_tensors
 from reshard.planning.naming import Types

@@ -15,7 +15,7 @@ from reshard.base.plain_yaml import YAML_MOST, yaml_of
 from reshard.folders import companions
 from reshard.folders.provenance import BASE, find_hints
 from reshard.formats import peft
-from reshard.formats.target import Options
+from reshard.formats.options import Options
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import Sources
 

@@ -22,7 +22,8 @@ from reshard.base.plain import json_of
 from reshard.base.shown import without_secrets
 from reshard.folders.companions import FILES, RECORD
 from reshard.formats import written
-from reshard.formats.target import HUB, Options
+from reshard.formats.options import Options
+from reshard.formats.target import HUB
 from reshard.hub.card import README, SIGNED, model_card
 from reshard.transfer.plan import Plan
 from reshard.version import __version__

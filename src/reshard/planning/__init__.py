@@ -20,8 +20,9 @@ from reshard.folders import companions
 from reshard.folders.provenance import BASE, find_hints
 from reshard.formats import huggingface, open_checkpoint, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.options import Options
 from reshard.formats.quantization import UNTOLD, refusal, settings_of
-from reshard.formats.target import MASTERS, Format, Kind, Options, Request, Target, main_dtype
+from reshard.formats.target import MASTERS, Format, Kind, Request, Target, main_dtype
 from reshard.model.configs import contradictions
 from reshard.model.dequantization import dequantized
 from reshard.model.described import describe
@@ -37,7 +38,7 @@ from reshard.transfer.memory import NOTHING, Meter, Need, uncollected
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.sources import OnStep, Sources
 
-__all__ = ["IS_ADAPTER", "Options", "Tensors", "plan_conversion", "planned_tensors"]
+__all__ = ["IS_ADAPTER", "Tensors", "plan_conversion", "planned_tensors"]
 
 IS_ADAPTER = "source-is-an-adapter"
 """The code of the problem that a source is an adapter, but a model is requested."""

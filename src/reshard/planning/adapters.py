@@ -20,7 +20,8 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.formats import open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import Options, Request, Target
+from reshard.formats.options import Options
+from reshard.formats.target import Request, Target
 from reshard.model.described import describe
 from reshard.model.resolve import Resolved, resolve
 from reshard.planning.naming import Types

@@ -19,7 +19,8 @@ from reshard.families.dialect import HUB
 from reshard.families.disagreements import COMPUTED, RUN_CHOICES
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import KEEPS_ITS_DTYPE, Average, Kind, Options
+from reshard.formats.options import Average, Options
+from reshard.formats.target import KEEPS_ITS_DTYPE, Kind
 from reshard.model.averaged import Averaged
 from reshard.model.configs import config_of, read_config
 from reshard.planning.tensors import Tensors

@@ -16,8 +16,9 @@ from reshard.families.config import portable_config
 from reshard.folders import companions
 from reshard.folders.places import belongs
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.options import Options
 from reshard.formats.quantization import plain_config, settings_as_told, settings_of
-from reshard.formats.target import HEAD, Format, Kind, Options, Request, main_dtype
+from reshard.formats.target import HEAD, Format, Kind, Request, main_dtype
 from reshard.stores import arrays_of, as_path
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import OutputFile

@@ -17,7 +17,7 @@ from reshard.families import declared
 from reshard.families.dialect import HUB
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.target import Options
+from reshard.formats.options import Options
 from reshard.model.configs import config_of, read_config
 from reshard.model.dequantization import dequantized
 from reshard.model.described import describe

@@ -16,7 +16,7 @@ from reshard.base.errors import ReshardError, size
 from reshard.base.plain import json_of, to_json
 from reshard.folders.companions import FILES, RECORD, read_object
 from reshard.formats.not_found import nothing_there
-from reshard.formats.target import Options
+from reshard.formats.options import Options
 from reshard.records.contents import foreign_in, stays
 from reshard.transfer.digests import NAME, NONE, digest_of
 from reshard.transfer.journal import Journal

@@ -21,7 +21,7 @@ from reshard.folders import iterations
 from reshard.formats import foreign
 from reshard.formats.megatron import fsdp_dtensor, legacy, torch_dist, zarr
 from reshard.formats.not_found import NOTHING_FOUND
-from reshard.formats.target import Options
+from reshard.formats.options import Options
 from reshard.planning import IS_ADAPTER, plan_conversion
 
 MARKS = (

@@ -10,18 +10,19 @@ from typing import Any
 
 from reshard import adapters
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.commands.conversion import Conversion, How, convert
+from reshard.commands.conversion import Conversion, convert
+from reshard.commands.options import How
 from reshard.folders.companions import CONFIG, find_companions
 from reshard.folders.provenance import BASE, find_hints
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.options import Options
 from reshard.formats.target import Kind
 from reshard.guard.end import acceptance
 from reshard.guard.end.acceptance import Check, Origin, checked
 from reshard.guard.end.checkpoints import Found
 from reshard.guard.end.finite import assert_finite
 from reshard.guard.end.publish import UNCHECKED, publish
-from reshard.planning import Options
 from reshard.stores.hub import cached, may_have
 
 GENERATION = "generation_config.json"
