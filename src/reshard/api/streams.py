@@ -13,7 +13,7 @@ from reshard.base.options import About, with_options
 from reshard.base.shared_options import MemoryOption, WorkersOption
 from reshard.commands.lazy import Array, Index, LazyTensor, as_numpy, as_torch
 from reshard.commands.names import NAMES
-from reshard.commands.streaming import ORDERS, How, Selection, streamed
+from reshard.commands.streaming import FILE, ORDERS, How, Selection, streamed
 from reshard.commands.weights import Weights
 
 P = ParamSpec("P")
@@ -41,7 +41,7 @@ class Streaming(WorkersOption, MemoryOption):
     order: Annotated[
         str,
         About("Read in the order of the files, which is faster, or of the model.", choices=ORDERS),
-    ] = "file"
+    ] = FILE
     framework: Annotated[
         str,
         About(
