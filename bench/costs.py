@@ -24,7 +24,8 @@ from bench.sync import DIRECT
 from reshard.algebra.layout import Layout
 from reshard.cluster import executors
 from reshard.cluster.executors import GIB
-from reshard.planning import ConversionOptions, plan_conversion
+from reshard.formats.options import ConversionOptions
+from reshard.planning import plan_conversion
 from reshard.transfer import sink
 
 LAYERS = (1, 5)

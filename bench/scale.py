@@ -20,7 +20,8 @@ from reshard.algebra.views import Piece
 from reshard.cluster.distribute import parts_for
 from reshard.cluster.executors import GIB
 from reshard.cluster.plan_parts import PlanPart
-from reshard.planning import ConversionOptions, plan_conversion
+from reshard.formats.options import ConversionOptions
+from reshard.planning import plan_conversion
 from reshard.transfer.batch import batches
 from reshard.transfer.file_job import continued
 from reshard.transfer.gather import MAX_GAP_BYTES, MIN_DIRECT_BYTES, _packed, _run

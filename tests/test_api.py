@@ -164,6 +164,9 @@ reveal_type(reshard.open("a"))
 reveal_type(reshard.train("sft"))
 reveal_type(reshard.verify("a", "b"))
 reveal_type(reshard.verify("a"))
+reveal_type(reshard.verify(a="a", b="b", proof=True))
+reveal_type(reshard.inspect("a", 100, html="page.html"))
+reveal_type(reshard.average(src=["a", "b"], dst="c", weights=[1, 2]))
 reveal_type(reshard.ReshardError)
 reveal_type(reshard.open("a")["x"].torch(device="cpu"))
 with reshard.open("a") as weights:
@@ -171,6 +174,8 @@ with reshard.open("a") as weights:
     reveal_type(weights.state_dict("cpu", "bfloat16"))
 reshard.convrt("a", "b")
 reshard.convert("a", "b", tpp=2)
+reshard.verify("a", logits=True)
+reshard.open("a", bas="b")
 """
 
 
@@ -181,19 +186,24 @@ def test_type_checkers_see_the_same(tmp_path: Path) -> None:
     words = ["-m", "mypy", "--config-file=", "--ignore-missing-imports", "--follow-imports=silent", str(file)]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, check=False)
     told = re.findall(r'Revealed type is "(.*?)"', done.stdout)
-    assert [each.rpartition(".")[2] for each in told[:4]] == [
+    assert [each.rpartition(".")[2] for each in told[:7]] == [
         "Weights",
         "Outcome",
         "Comparison",
         "Integrity",
+        "Proof",
+        "Inspection",
+        "Conversion",
     ]
-    assert [each.replace("torch._tensor.", "torch.") for each in told[5:]] == [
+    assert [each.replace("torch._tensor.", "torch.") for each in told[8:]] == [
         "torch.Tensor",
         "reshard.commands.weights.Weights",
         "dict[str, torch.Tensor]",
     ]
     errors = re.findall(r"error: (.*?)  \[", done.stdout)
-    assert len(errors) == 2 and "convrt" in errors[0] and "tpp" in errors[1], done.stdout
+    wrong = ("convrt", "tpp", "No overload variant", "bas")
+    assert len(errors) == len(wrong), done.stdout
+    assert all(word in error for word, error in zip(wrong, errors, strict=True)), errors
 
 
 def test_importing_loads_nothing_that_may_not_be_needed() -> None:

@@ -22,7 +22,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import reshard as api
-from reshard.api.averaging import NOT_AVERAGED
 from reshard.base.errors import listed
 from reshard.cli import cli
 from reshard.families import FAMILIES
@@ -144,7 +143,7 @@ def test_version(flag: str) -> None:
 @pytest.mark.parametrize(
     ("function", "name", "own"),
     [
-        (api.inspect, "inspect", {"age", "quiet"}),
+        (api.inspect, "inspect", {"remove_unfinished", "quiet"}),
         (api.convert, "convert", {"quiet"}),
         (api.verify, "verify", {"quiet"}),
     ],
@@ -170,8 +169,13 @@ def test_functions_have_the_arguments_of_their_commands(
 
 
 def test_average_takes_what_convert_takes() -> None:
+    averaged, converted = ({*inspect.signature(each).parameters} for each in (api.average, api.convert))
+    assert averaged - converted == {"weights"}
+    assert converted - averaged == {
+        *("iteration", "merge", "adapter", "lora_alpha", "adapter_for", "with_optimizer")
+    }
     options = {each.name for each in command("average").params} - {"quiet", "json_output", "debug"}
-    assert options - {"ckpts", "weights"} == {*inspect.signature(api.convert).parameters} - NOT_AVERAGED - {
+    assert options - {"ckpts"} == averaged - {
         *("src", "command", "on_step", "on_plan", "on_bytes", "on_resume", "on_upload")
     }
 
@@ -377,7 +381,7 @@ def test_a_release_is_chosen_like_a_step(model: Path, megatron: Path, tmp_path: 
     assert reshard("convert", run, tmp_path / "hf", "--iteration", "release").code == 0
     assert reshard("verify", tmp_path / "hf", run / "release").code == 0
     assert reshard("verify", tmp_path / "hf", run).code == 1
-    for wrong in ("latest", "-1", "1.5"):
+    for wrong in ("latest", "1.5"):
         result = reshard("inspect", run, "--iteration", wrong)
         assert result.code == 2 and "neither a step number nor release" in result.err
 

@@ -22,9 +22,9 @@ from reshard.algebra.multisets import Multiset, total
 from reshard.algebra.views import Piece, View
 from reshard.commands import coverage
 from reshard.commands.coverage import prove
-from reshard.formats import contract, open_checkpoint
-from reshard.formats.contract import OPTIONS_0_2_0
-from reshard.planning import ConversionOptions, plan_conversion
+from reshard.formats import open_checkpoint
+from reshard.formats.options import OPTIONS_0_2_0, ConversionOptions
+from reshard.planning import plan_conversion
 from reshard.transfer.plan import OutputFile, Plan, Planned
 from tests.bad_input.conftest import originals as originals
 from tests.bad_input.damage import converted, find, flip
@@ -221,7 +221,7 @@ def test_a_record_holds_when_a_default_changes(
     )
     assert OPTIONS_0_2_0["layout"].keys() == {each.name for each in fields(Layout)}
     first = {"to": told["to"]} if told["to"] else {}
-    for folder, options, size in ((output, told, contract.SHARD_SIZE), (before, first, 5_000_000_000)):
+    for folder, options, size in ((output, told, 5_000_000_000), (before, first, 5_000_000_000)):
         assert ConversionOptions.of_dict(options).meant == {
             **ConversionOptions().meant,
             "max_shard_size": size,
@@ -229,7 +229,7 @@ def test_a_record_holds_when_a_default_changes(
         record = json.loads((folder / "reshard.json").read_text())
         sign(folder / "reshard.json", {**record, "options": options})
         with monkeypatch.context() as patch:
-            patch.setattr(contract, "SHARD_SIZE", 50_000)
+            patch.setattr("reshard.formats.options.SHARD_SIZE", "50kB")
             assert ConversionOptions().shard_size == 50_000
             result = reshard("verify", source, folder, "--proof")
         assert result.code == 0 and "balanced: the recorded plan" in result.out, result

@@ -30,7 +30,8 @@ from reshard.base.missing_packages import install_command
 from reshard.cluster import distribute
 from reshard.cluster.part_worker import PartWorker, identity_of
 from reshard.cluster.plan_parts import PlanPart
-from reshard.planning import ConversionOptions, plan_conversion
+from reshard.formats.options import ConversionOptions
+from reshard.planning import plan_conversion
 from reshard.transfer import part_claims
 from reshard.transfer.digests import CELL_BYTES, FileDigest
 from reshard.transfer.ledger import Ledger

@@ -16,7 +16,8 @@ from reshard.algebra.views import Piece, View, covered, overlaps
 from reshard.base.errors import ReshardError
 from reshard.commands.coverage import prove
 from reshard.formats import open_checkpoint
-from reshard.planning import ConversionOptions, plan_conversion
+from reshard.formats.options import ConversionOptions
+from reshard.planning import plan_conversion
 from reshard.transfer.plan import ZERO, Block, OutputFile, Plan, Planned
 from tests.genuine.huggingface import make_model
 

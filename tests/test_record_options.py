@@ -25,7 +25,7 @@ from reshard.base.options import (
 )
 from reshard.cli.convert import command as convert
 from reshard.cli.record import GroupedOption, record_options
-from reshard.commands.conversion import ConvertOptions
+from reshard.commands.options import ConvertOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ import pytest
 
 from bench import scale
 from bench.models import FP8_BLOCKS, QWEN2_5_3B, make
-from reshard.planning import ConversionOptions, plan_conversion
+from reshard.formats.options import ConversionOptions
+from reshard.planning import plan_conversion
 
 PAGE = Path(__file__).parents[1] / "docs/scale.md"
 SMALL = {**QWEN2_5_3B, "num_hidden_layers": 4, "num_key_value_heads": 8, "vocab_size": 65536}

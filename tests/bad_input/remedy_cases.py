@@ -258,6 +258,11 @@ CASES: dict[str, list[Case]] = {
     "memory-too-small": [Case(SRC, f"{TO_MEGATRON} --memory 1B")],
     "proof-output-first": [Case(TWO, "verify dst ckpt --proof", {}, _from_elsewhere)],
     "proof-made-from-another": [Case(TWO, "verify base dst --proof", {"SRC": "ckpt"}, _converted)],
+    "proof-arguments-wrong": [Case(TWO, "verify dst --proof", {"SRC": "ckpt", "DST": "dst"}, _converted)],
+    "page-needs-two-checkpoints": [
+        Case(BOTH, "verify src --html page.html", {"A": "src", "B": "base", "FILE": "page.html"})
+    ],
+    "second-checkpoint-missing": [Case(BOTH, "verify src --base base", {"A": "src", "B": "base"})],
     "command-unknown": [Case(SRC, "inpsect src"), Case(SRC, "frobnicate src")],
     "option-not-known": [
         Case(SRC, f"{TO_MEGATRON} --tensor-parallel-size 2"),

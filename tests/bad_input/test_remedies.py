@@ -40,7 +40,6 @@ NOT_HERE = {
     "standard input, or a command of the shell": """
         notebook-unreadable shell-unknown
         stdin-empty stdin-not-text target-empty target-not-a-regular-file target-not-text""",
-    "Python, because the command line refuses such words": "page-needs-two-checkpoints proof-arguments-wrong",
     "a terabyte": "vocabulary-padded-too-far",
     "a server that is asked (tests/doctor/test_ask.py), or a client of agents (tests/test_mcp.py)": """
         ask-answer ask-no-answer ask-refused ask-url path-outside-folders tool-without-answer""",

@@ -3,25 +3,74 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, ParamSpec, Protocol
 
 from reshard.api.conversion import convert
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.errors import ReshardError
 from reshard.base.exceptions_to_problems import for_users
+from reshard.base.options import About, with_options
 from reshard.commands.conversion import Conversion
-from reshard.formats.contract import AverageOf
+from reshard.commands.names import NAMES
+from reshard.commands.options import How
+from reshard.formats.options import AverageOf, Output, Reading
 from reshard.stores import source_path
 
 NEAR = 1e-9
 """How far a sum of weights may be from 1 because of rounding."""
 
 
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighting:
+    """What each checkpoint counts."""
+
+    weights: Annotated[
+        Sequence[float] | None,
+        About(
+            "Weight of each checkpoint, divided by the sum of all. [default: all equal]",
+            "W,W,…",
+            expected="a number for each checkpoint, such as 3,1",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageOptions(How, Reading, Output, Weighting):
+    """Options of `average`: those of `convert` that do not belong to one checkpoint, and the weights."""
+
+    HELP: ClassVar = {
+        "to": "Format of the output, or an alias such as hf or mcore. [default: huggingface]",
+        "base": "Hugging Face folder with config and tokenizer. [default: the last checkpoint]",
+        "engine": "Library that will load the Megatron checkpoint. [default: mcore]",
+        "family": "Model family of all checkpoints, overriding their configs.",
+        "dtype": "Dtype of the output: float32, bfloat16 or float16. [default: that of all checkpoints]",
+        "vocab_divisible_by": "Pad the vocabulary to a multiple of N × TP. [default: that of the last checkpoint, "
+        "else 128]",
+        "transformer_impl": "Layer spec whose tensor names to write. [default: that of the last checkpoint, else "
+        "transformer_engine]",
+    }
+
+
+class AverageFunction(Protocol[P]):
+    """`average`, as type checkers see it."""
+
+    def __call__(
+        self, src: Sequence[StrPath], dst: StrPath, *args: P.args, **options: P.kwargs
+    ) -> Conversion: ...
+
+
+def _takes(record: Callable[P, object]) -> Callable[[Callable[..., Conversion]], AverageFunction[P]]:
+    return with_options(record)
+
+
 @for_users()
-def average(
-    src: Sequence[StrPath], dst: StrPath, *, weights: Sequence[float] | None = None, **options: Any
-) -> Conversion:
+@_takes(AverageOptions)
+def average(src: Sequence[StrPath], dst: StrPath, **given: Any) -> Conversion:
     """Average the weights of several checkpoints of one model into `dst`, in any format and parallel layout.
 
     The checkpoints may have different formats and layouts. Each weight of the output is the sum of theirs, added in
@@ -33,10 +82,6 @@ def average(
         Two or more checkpoints: folders, files, URLs, or ``Org/Model`` on the Hub.
     dst : str or path-like
         Output, as for `convert`.
-    weights : sequence of float, optional
-        The weight of each checkpoint, divided by the sum of all. By default, all are equal.
-    **options : Any
-        Other arguments of `convert`, except those for adapters, optimizer states, and one iteration of a run.
 
     Returns
     -------
@@ -54,15 +99,11 @@ def average(
     >>> result.plan.facts["source"]["variant"]
     'average of 2 checkpoints'
     """
-    given = Arguments("average")
+    arguments = Arguments("average", NAMES)
     paths: list[Any] = [*src] if isinstance(src, (list, tuple)) else [src]
     for path in paths:
-        given.path("src", path)
-    if not isinstance(weights, (list, tuple, type(None))):
-        given.wrong("weights", weights, "a list with the weight of each checkpoint")
-    if wrong := sorted(options.keys() & NOT_AVERAGED):
-        given.wrong("options", wrong, "arguments of convert that are not about one checkpoint")
-    given.settle()
+        arguments.path("src", path)
+    arguments.options(AverageOptions, given)
     if len(paths) < 2:
         raise ReshardError(
             "average-of-one",
@@ -70,12 +111,9 @@ def average(
             found=f"1 checkpoint, {paths[0]}; the output is {dst}",
             remedy="name all checkpoints, and then the output: reshard average A B OUT",
         )
+    weights = given.pop("weights", None)
     shares = _shares([1.0] * len(paths) if weights is None else [*weights], len(paths))
-    return convert(AverageOf(tuple(map(source_path, paths)), shares), dst, **options)
-
-
-NOT_AVERAGED = {"iteration", "merge", "adapter", "lora_alpha", "adapter_for", "with_optimizer", "state_dict"}
-"""The arguments of `convert` that `average` does not have."""
+    return convert(AverageOf(tuple(map(source_path, paths)), shares), dst, **given)
 
 
 def _shares(weights: Sequence[Any], count: int) -> tuple[float, ...]:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol
 
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
 from reshard.base.notebook_progress import NotebookBar
-from reshard.base.options import part_of, takes_two
+from reshard.base.options import part_of, with_options
 from reshard.commands import conversion
-from reshard.commands.conversion import Conversion, ConvertOptions, How
+from reshard.commands.conversion import Conversion
 from reshard.commands.names import NAMES
-from reshard.formats.contract import AverageOf, ConversionOptions
+from reshard.commands.options import ConvertOptions, How
+from reshard.formats.options import AverageOf, ConversionOptions
 from reshard.stores import source_path, typed_path
+
+P = ParamSpec("P")
+
+
+class Convert(Protocol[P]):
+    """`convert`, as type checkers see it."""
+
+    def __call__(
+        self, src: StrPath | AverageOf, dst: StrPath, *args: P.args, **options: P.kwargs
+    ) -> Conversion: ...
+
+
+def _takes(record: Callable[P, object]) -> Callable[[Callable[..., Conversion]], Convert[P]]:
+    return with_options(record)
 
 
 @for_users()
-@takes_two(ConvertOptions)
+@_takes(ConvertOptions)
 def convert(src: StrPath | AverageOf, dst: StrPath, **given: Any) -> Conversion:
     """Convert the checkpoint at `src` to `dst`, to any format and parallel layout.
 

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from reshard.base.argument_checks import Arguments, OnBytes, StrPath
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.errors import ReshardError
+from reshard.base.options import About, takes_also
+from reshard.base.shared_options import OnBytesOption
 from reshard.checks.finding import Finding
 from reshard.diagnosis.diagnose_targets import diagnose
 from reshard.diagnosis.remedy_spelling import RunTools, spelled
 from reshard.diagnosis.targets.environments import diagnose_environment, look_around
 
 
-def doctor(
-    *targets: StrPath, python: StrPath | None = None, on_bytes: OnBytes = lambda count: None
-) -> list[Finding]:
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(OnBytesOption):
+    """Options of `doctor`."""
+
+    HELP: ClassVar = {"on_bytes": "Called with the number of bytes of logs as they are read."}
+
+    python: Annotated[
+        StrPath | None,
+        About(
+            "Examine the environment of this interpreter, or in this folder, instead of reshard's own.",
+            "PATH",
+        ),
+    ] = None
+
+    def check(self, targets: Sequence[StrPath]) -> None:
+        """Raise ReshardError for options that cannot be combined."""
+        if self.python is not None and targets:
+            raise ReshardError(
+                "python-and-targets",
+                "--python examines an environment, and takes no target",
+                remedy="pass either of them",
+            )
+
+
+@takes_also(DoctorOptions)
+def doctor(*targets: StrPath, **given: Any) -> list[Finding]:
     """Explain what is wrong, why, and how to fix it.
 
     Several targets are seen together: what one shows and another explains is one finding. The files are never executed.
@@ -22,10 +51,6 @@ def doctor(
     *targets : str or path-like
         Logs, scripts, notebooks, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
         standard input. Without a target, the environment is examined: versions, GPUs, driver and launcher variables.
-    python : str or path-like, optional
-        Examine the environment of this interpreter, or in this folder, instead of that of this process.
-    on_bytes : callable
-        Called with the number of bytes of logs as they are read.
 
     Returns
     -------
@@ -43,19 +68,11 @@ def doctor(
     >>> found.code, found.severity
     ('cuda-out-of-memory', 'error')
     """
-    given = Arguments("doctor")
-    for name, path in (
-        *(("target", each) for each in targets),
-        *([] if python is None else [("python", python)]),
-    ):
-        given.path(name, path)
-    given.settle()
-    if python is None:
-        return diagnose(*targets, on_bytes=on_bytes)
-    if targets:
-        raise ReshardError(
-            "python-and-targets",
-            "python is the interpreter of an environment to examine, and targets are files",
-            remedy="pass either of them",
-        )
-    return spelled(diagnose_environment(look_around(str(python))), RunTools())
+    arguments = Arguments("doctor")
+    for each in targets:
+        arguments.path("target", each)
+    asked = DoctorOptions(**arguments.options(DoctorOptions, given))
+    asked.check(targets)
+    if asked.python is None:
+        return diagnose(*targets, on_bytes=asked.on_bytes)
+    return spelled(diagnose_environment(look_around(str(asked.python))), RunTools())

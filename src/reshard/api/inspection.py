@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, ParamSpec, Protocol
 
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
+from reshard.base.options import with_options
+from reshard.base.shared_options import OnStepOption, PageOption, StepOption
 from reshard.commands.inspection import Inspection, inspect_checkpoint
 from reshard.folders.iterations import Iteration
 from reshard.pages import inspection_page
 from reshard.pages.page_files import check_page, write_page
 from reshard.stores import source_path
-from reshard.transfer.source_files import OnStep
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectByName(OnStepOption, PageOption):
+    """Options of `inspect` that are always named."""
+
+    HELP: ClassVar = {
+        "html": "Write a page to this file: the weights by module, and the contents of each rank or file.",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(InspectByName, StepOption):
+    """All options of `inspect`."""
+
+
+class Inspect(Protocol[P]):
+    """`inspect`, as type checkers see it."""
+
+    def __call__(
+        self, path: StrPath, iteration: Iteration | None = None, *args: P.args, **options: P.kwargs
+    ) -> Inspection: ...
+
+
+def _takes(record: Callable[P, object]) -> Callable[[Callable[..., Inspection]], Inspect[P]]:
+    return with_options(record, positional=StepOption)
 
 
 @for_users()
-def inspect(
-    path: StrPath,
-    iteration: Iteration | None = None,
-    *,
-    html: StrPath | None = None,
-    on_step: OnStep = lambda step: None,
-) -> Inspection:
+@_takes(InspectByName)
+def inspect(path: StrPath, **given: Any) -> Inspection:
     """Show what a checkpoint is, whether it is complete, and what to type next.
 
     Parameters
     ----------
     path : str or path-like
         Folder, file, URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the Hub.
-    iteration : int or "release", optional
-        Step of a training run. By default, the one that its tracker names.
-    html : str or path-like, optional
-        Also write a page to this file: a treemap of the weights by module, and the contents of each rank or file.
-    on_step : callable
-        Called with a line of text when a new step of the work begins.
 
     Returns
     -------
@@ -51,16 +71,12 @@ def inspect(
     >>> found.family, found.whole
     ('qwen3', True)
     """
-    given = Arguments("inspect")
-    given.path("path", path)
-    given.step("iteration", iteration)
-    if html is not None:
-        given.path("html", html)
-    given.callbacks(on_step=on_step)
-    given.settle()
-    if html is not None:
-        check_page(Path(html), "--html")
-    found = inspect_checkpoint(source_path(path), iteration, on_step)
-    if html is not None:
-        write_page(Path(html), inspection_page(found), "--html")
+    arguments = Arguments("inspect")
+    arguments.path("path", path)
+    asked = InspectOptions(**arguments.options(InspectOptions, given))
+    if asked.page is not None:
+        check_page(asked.page, "--html")
+    found = inspect_checkpoint(source_path(path), asked.iteration, asked.on_step)
+    if asked.page is not None:
+        write_page(asked.page, inspection_page(found), "--html")
     return found

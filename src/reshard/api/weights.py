@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, ParamSpec, Protocol
 
-from reshard import planning
 from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
+from reshard.base.options import options_of, with_options
+from reshard.base.shared_options import StepOption
+from reshard.commands.names import NAMES
 from reshard.commands.weights import Weights
 from reshard.folders.iterations import Iteration
-from reshard.model.recognition import named
-from reshard.planning.target_tensors import OutputTypes
+from reshard.formats.options import ConversionOptions, Opening
 from reshard.stores import source_path
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenByName(Opening):
+    """Options of `open` that are always named."""
+
+    HELP: ClassVar = {
+        "base": "Hugging Face folder with the config, if SRC has none. With --merge, the model to merge into.",
+        "dtype": "Convert weights to float32, bfloat16 or float16 as they are read.",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions(OpenByName, StepOption):
+    """All options of `open`."""
+
+
+OPENING = {each.name for each in options_of(OpenOptions)}
+"""Arguments of other functions that `open` takes as well."""
+
+
+class Open(Protocol[P]):
+    """`open`, as type checkers see it."""
+
+    def __call__(
+        self, path: StrPath, iteration: Iteration | None = None, *args: P.args, **options: P.kwargs
+    ) -> Weights: ...
+
+
+def _takes(record: Callable[P, object]) -> Callable[[Callable[..., Weights]], Open[P]]:
+    return with_options(record, positional=StepOption)
 
 
 @for_users()
-def open(
-    path: StrPath,
-    iteration: Iteration | None = None,
-    *,
-    base: StrPath | None = None,
-    family: str | None = None,
-    dtype: str | None = None,
-    strip: tuple[str, ...] = (),
-    merge: bool = False,
-    adapter: str | None = None,
-    lora_alpha: float | None = None,
-) -> Weights:
+@_takes(OpenByName)
+def open(path: StrPath, **given: Any) -> Weights:
     """Open a checkpoint of any format and layout as a mapping of tensors with their Hugging Face names.
 
     Opening reads only headers and metadata. A tensor is read when you call its `numpy`, `raw` or `torch`; a slice
@@ -42,22 +67,6 @@ def open(
     ----------
     path : str or path-like
         Folder, file, URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the Hub.
-    iteration : int or "release", optional
-        Step of a training run. By default, the one that its tracker names.
-    base : str or path-like, optional
-        Hugging Face folder with the config, if the checkpoint has none. With `merge`, the model to merge into.
-    family : str, optional
-        Read the checkpoint as this family, whatever its config says.
-    dtype : str, optional
-        Cast weights to "float32", "bfloat16" or "float16" as they are read.
-    strip : tuple of str
-        Remove these marks from tensor names, for example ("_orig_mod.",).
-    merge : bool
-        Merge the LoRA adapter into the model at `base`.
-    adapter : str, optional
-        Adapter to read, if there are several.
-    lora_alpha : float, optional
-        Alpha of the adapter, if no file records it.
 
     Returns
     -------
@@ -80,37 +89,19 @@ def open(
     >>> weight.shape, weight.dtype, weight[0:2].numpy().shape
     ((96, 64), 'float32', (2, 64))
     """
-    given = Arguments("open")
-    given.path("path", path)
-    if base is not None:
-        given.path("base", base)
-    given.step("iteration", iteration)
-    given.texts("strip", strip)
-    given.known("family", family, named)
-    given.known("dtype", dtype, OutputTypes)
-    given.text("adapter", adapter, "default")
-    given.number("lora_alpha", lora_alpha)
-    given.switches(merge=merge)
-    given.settle()
-    options = planning.ConversionOptions(
-        base=source_path(base) if base is not None else None,
-        iteration=iteration,
-        family=family,
-        dtype=dtype,
-        strip=tuple(strip),
-        merge=merge,
-        adapter=adapter,
-        lora_alpha=lora_alpha,
-    )
-    return Weights.opened(source_path(path), options)
+    arguments = Arguments("open", NAMES)
+    arguments.path("path", path)
+    asked = ConversionOptions(**arguments.options(OpenOptions, given))
+    return Weights.opened(source_path(path), asked)
 
 
-def opened(given: Arguments, path: StrPath | Weights, opening: Mapping[str, Any]) -> Weights:
-    """What a function reads: an opened checkpoint, or one to open with the arguments `opening` of `open`.
+def opened(arguments: Arguments, path: StrPath | Weights, given: Mapping[str, Any]) -> Weights:
+    """What a function reads: an opened checkpoint, or one to open with those of the arguments `given` that `open` has.
 
-    Raises ReshardError with all problems of the function's arguments that `given` has recorded.
+    Raises ReshardError with all problems of the function's arguments.
     """
+    opening = {name: value for name, value in given.items() if name in OPENING}
     if isinstance(path, Weights) and opening:
-        given.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
-    given.settle()
+        arguments.wrong("path", path, f"a path, because {', '.join(opening)} is for opening it")
+    arguments.settle()
     return path if isinstance(path, Weights) else open(path, **opening)

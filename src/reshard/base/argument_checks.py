@@ -80,6 +80,10 @@ def _is_finite(value: int | float) -> bool:
         return False
 
 
+def _any(value: object) -> bool:
+    return True
+
+
 class Arguments:
     """The arguments of one call. Each check records a problem; `settle` raises all of them together."""
 
@@ -107,15 +111,12 @@ class Arguments:
         except ReshardError as error:
             self.problems += error.problems
 
-    def count(self, name: str, value: Any, least: int = 1, words: tuple[str, ...] = ()) -> None:
-        """Check for an integer of at least `least`, where `words` are allowed as well."""
-        if not is_whole(value, least):
-            self.wrong(name, value, ", or ".join([whole_number(least), *map(repr, words)]))
-
-    def counted(self, name: str, value: Any, least: int = 1) -> None:
-        """Check for an integer of at least `least`, or None."""
-        if value is not None:
-            self.count(name, value, least)
+    def count(self, option: Option, value: Any) -> None:
+        """Check for an integer that is not too small, or one of the words that are allowed as well."""
+        about = option.about
+        if not (is_whole(value, int(about.least)) or (isinstance(value, str) and value in about.choices)):
+            expected = about.expected or whole_number(int(about.least))
+            self.wrong(option.name, value, ", or ".join([expected, *map(repr, about.choices)]))
 
     def number(self, name: str, value: Any, least: float = -math.inf) -> None:
         """Check for a finite number that is not below `least`, or None."""
@@ -127,23 +128,11 @@ class Arguments:
                 f"a finite number of at least {least}" if least > -math.inf else "a finite number",
             )
 
-    def counts(self, name: str, values: Any) -> None:
-        """Check for several integers. Layout checks their values."""
-        if not isinstance(values, (tuple, list)) or not all(
-            type(each) is int and each >= 0 for each in values
-        ):
-            self.wrong(name, values, "integers, for example (10, 12, 12, 10)")
-
-    def texts(self, name: str, values: Any) -> None:
-        """Check for several strings, but not one string, which would be a sequence of its letters."""
-        if not isinstance(values, (tuple, list)) or not all(isinstance(each, str) for each in values):
-            self.wrong(name, values, 'several strings, for example ("_orig_mod.",)')
-
-    def step(self, name: str, value: Any) -> None:
-        """Check for a step number, "release", or None."""
-        is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if not (value is None or value == "release" or is_step):
-            self.wrong(name, value, 'a step number, or "release"')
+    def several(self, name: str, values: Any, kind: type = str, expected: str = "several strings") -> None:
+        """Check for several values of a type. One string would be a sequence of its letters."""
+        right = {int: lambda each: type(each) is int and each >= 0, str: lambda each: isinstance(each, str)}
+        if not isinstance(values, (tuple, list)) or not all(map(right.get(kind, _any), values)):
+            self.wrong(name, values, expected)
 
     def text(self, name: str, value: Any, example: str) -> None:
         """Check for text such as `example`, or None."""
@@ -202,10 +191,12 @@ class Arguments:
             self.switches(**{name: value})
         elif kind is float:
             self.number(name, value, about.least)
-        elif kind is int and value not in about.choices:
-            self.count(name, value, int(about.least), about.choices)
-        elif kind is tuple:
-            (self.counts if option.element is int else self.texts)(name, value)
+        elif kind is int:
+            self.count(option, value)
+        elif kind is tuple or option.has_commas:
+            self.several(
+                name, value, option.element, about.expected or f"several of {option.element.__name__}"
+            )
         elif kind in (Path, PathLike):
             self.path(name, value)
         elif kind is Mapping:

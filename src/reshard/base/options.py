@@ -4,11 +4,13 @@
     class Options:
         stall: Annotated[float, About("Longest time without progress.", "DURATION", unit=SECONDS)] = 600.0
 
-The command line (`cli/record.py`), the signature and documentation of a Python function (`takes`), the checks of its
-arguments (`base/argument_checks.py`) and tables of the docs come from it. Fields that are not annotated are no options.
+The command line (`cli/record.py`), the signature and documentation of a Python function (`with_options`), the checks of
+its arguments (`base/argument_checks.py`) and tables of the docs come from it. Fields that are not annotated are no
+options. Records inherit options from each other: several commands share those in `base/shared_options.py`. In a record,
+`HELP` replaces the help of inherited options.
 
 A Path is on this machine; what is a str or PathLike may also be the name of something elsewhere. A Sequence or a tuple
-of texts is an option that may be repeated, a tuple of integers one with commas. A function is an argument of the Python
+of texts is an option that may be repeated, a tuple of numbers one with commas. A function is an argument of the Python
 function only.
 """
 
@@ -18,16 +20,19 @@ import inspect
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, wraps
 from pathlib import Path
+from types import UnionType
 from typing import (
     Annotated,
     Any,
     Concatenate,
     ParamSpec,
     TypeVar,
+    Union,
     cast,
     get_args,
     get_origin,
@@ -35,19 +40,21 @@ from typing import (
 )
 
 A = TypeVar("A")
-B = TypeVar("B")
+F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_KINDS = (bool, float, tuple, int, Sequence, Path, os.PathLike, Mapping, Callable, str)
+_KINDS = (bool, float, tuple, int, Sequence, Collection, Path, os.PathLike, Mapping, Callable, str)
 """Types of options. The first of these that a type contains decides how a value is read."""
 
 
-SECONDS, BYTES = "seconds", "bytes"
-"""Units of numbers, which are typed with others: 90s, 15m, 2h, and 5GB, 512MiB."""
+SECONDS, AGE, BYTES = "seconds", "seconds ago", "bytes"
+"""Units of numbers, which are typed with others: 90s, 15m, 2h; the same, but never without; and 5GB, 512MiB."""
 
+LocalPath = str | Path | os.PathLike[str]
+"""A path on this machine."""
 
 COMMON, LAYOUT, ADAPTERS, MACHINES, ADVANCED = GROUPS = (
     "Options",
@@ -68,7 +75,7 @@ class About:
     least: float = 0
     """The smallest number, in its unit."""
     unit: str = ""
-    """`SECONDS`, `BYTES`, or none."""
+    """`SECONDS`, `AGE`, `BYTES`, or none."""
     choices: tuple[str, ...] = ()
     """The words that it takes; of a number, those that it takes as well."""
     names: str | None = None
@@ -77,6 +84,8 @@ class About:
     """The heading under which the help of a command shows it."""
     flag: str | None = None
     """The flag, if it is not the name of the field."""
+    expected: str = ""
+    """What a value is, in the message about one that is not."""
     typed: bool = True
     """Whether it is on the command line too."""
     also: str | None = None
@@ -106,32 +115,48 @@ class Option:
 
     @property
     def kind(self) -> Any:
-        """The one of `_KINDS` that decides how its value is read."""
-        found = [get_origin(each) or each for each in (self.type, *get_args(self.type))]
-        return next(each for each in _KINDS if each in found)
+        """The one of `_KINDS` that decides how its value is read, or object: the function itself checks it."""
+        return next((each for each in _KINDS if each in self._types), object)
+
+    @property
+    def _types(self) -> list[Any]:
+        """Its type, or those of which it is a union."""
+        types = get_args(self.type) if get_origin(self.type) in (Union, UnionType) else [self.type]
+        return [get_origin(each) or each for each in types]
 
     @property
     def is_optional(self) -> bool:
         """Whether None is a value: that nothing is given."""
-        return self.kind is Callable or type(None) in get_args(self.type)
+        return self.kind is Callable or type(None) in self._types
 
     @property
     def element(self) -> Any:
         """The type of each of several values."""
-        return next((each for each in get_args(self.type) if isinstance(each, type)), str)
+        lists = [each for each in (self.type, *get_args(self.type)) if get_origin(each) in (tuple, Sequence)]
+        return next((each for each in get_args((lists or [self.type])[0]) if isinstance(each, type)), str)
+
+    @property
+    def is_several(self) -> bool:
+        """Whether it has several values."""
+        return self.kind in (tuple, Sequence)
+
+    @property
+    def has_commas(self) -> bool:
+        """Whether several values are one text with commas on the command line: numbers. Others repeat the flag."""
+        return self.is_several and self.element is not str
 
     @property
     def is_typed(self) -> bool:
         """Whether it is on the command line; functions are not."""
         return self.about.typed and self.kind is not Callable
 
-    def documented(self) -> str:
-        """Its entry in the documentation of a function."""
+    def documented(self, words: Mapping[str, str]) -> str:
+        """Its entry in the documentation of a function; `words` are words of its help, and arguments instead."""
         sizes = ["int", "str"] if self.about.unit == BYTES else ["int"] * (self.kind is int)
         kind = " or ".join([*map(repr, self.about.choices), *sizes])
         default = "optional" if self.default is None else f"default {self.default!r}"
         text = re.sub(r"--([a-z-]+)", lambda flag: f"`{flag[1].replace('-', '_')}`", self.about.help)
-        text = re.sub(r"\b(SRC|DST)\b", lambda argument: f"`{argument[1].lower()}`", text)
+        text = re.sub(r"\b[A-Z]+\b", lambda word: words.get(word[0], word[0]), text)
         text = re.sub(r" \[default: (.*)\]", r" By default \1.", text)
         indented = textwrap.fill(text, 116, initial_indent="    ", subsequent_indent="    ")
         return f"{self.name} : {kind or self._named}, {default}\n{indented}"
@@ -139,9 +164,14 @@ class Option:
     @property
     def _named(self) -> str:
         """The name of its type in documentation."""
-        plain = {Callable: "callable", Mapping: "dict", os.PathLike: "str or path-like"}
-        several = f"{self.kind.__name__} of {self.element.__name__}" if self.kind is tuple else ""
-        return several or plain.get(self.kind, self.kind.__name__)
+        names = {Callable: "callable", Mapping: "dict", os.PathLike: "path-like", Collection: "collection"}
+        names[object] = self.element.__name__
+        if self.is_several:
+            names = {self.kind: f"{self.kind.__name__.lower()} of {self.element.__name__}"}
+        elif self.kind is Path and str in self._types:
+            names = {Path: "path-like"}
+        other = "str or " if str in self._types and self.kind is not str else ""
+        return other + str(names.get(self.kind, self.kind.__name__))
 
 
 @cache
@@ -152,11 +182,13 @@ def options_of(record: type) -> tuple[Option, ...]:
 
 def _declared(record: type) -> Iterator[Option]:
     hints = get_type_hints(record, include_extras=True)
+    told = ChainMap(*(vars(each).get("HELP", {}) for each in record.__mro__))
     for each in fields(record):
         if get_origin(hints[each.name]) is Annotated:
             kind, about = get_args(hints[each.name])
             is_plain = each.default is not MISSING and not callable(each.default)
-            yield Option(each.name, kind, each.default if is_plain else None, about)
+            default = each.default if is_plain else None
+            yield Option(each.name, kind, default, replace(about, help=told.get(each.name, about.help)))
 
 
 def part_of(record: type[T], options: object) -> T:
@@ -190,37 +222,51 @@ class Names:
 def takes(
     record: Callable[P, object],
 ) -> Callable[[Callable[Concatenate[A, ...], R]], Callable[Concatenate[A, P], R]]:
-    """Give a function of one argument and of any keywords the signature and documentation of a record's fields."""
-    return lambda function: _with_options(cast(type, record), function)
+    """`with_options` of one record, for a function of one argument: what type checkers know of it."""
+    return with_options(cast(type, record))
 
 
-def takes_two(
-    record: Callable[P, object],
-) -> Callable[[Callable[Concatenate[A, B, ...], R]], Callable[Concatenate[A, B, P], R]]:
-    """The same for a function of two arguments."""
-    return lambda function: _with_options(cast(type, record), function)
+def takes_also(record: type) -> Callable[[F], F]:
+    """`with_options` of one record, for a function of any number of arguments. Type checkers know of no keywords."""
+    return with_options(record)
 
 
-def _with_options(record: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    options = list(options_of(record))
+def with_options(record: Any, positional: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """Give a function of any keywords the signature and documentation of a record's fields.
+
+    The fields of the record `positional` are arguments that need no names, after those that the function has itself.
+    The help of options calls these by their names in capitals, and PATH or else the first one also SRC.
+    """
+    return lambda function: _with_options(record, positional, function)
+
+
+def _with_options(record: type, positional: type | None, function: Callable[..., Any]) -> Callable[..., Any]:
     own = list(inspect.signature(function).parameters.values())[:-1]
+    first = options_of(positional) if positional else ()
+    options = [*first, *options_of(record)]
     more = [
-        inspect.Parameter(
-            each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
-        )
-        for each in options
+        *(_parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in first),
+        *(_parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in options_of(record)),
     ]
     signature = inspect.signature(function).replace(parameters=[*own, *more])
+    count = len(own) if first else None
 
     @wraps(function)
     def wrapper(*given: Any, **named: Any) -> Any:
         signature.bind(*given, **named)  # Python's TypeError for unknown names
-        return function(*given, **named)
+        unnamed = {each.name: value for each, value in zip(first, given[len(own) :], strict=False)}
+        return function(*given[:count], **unnamed, **named)
 
+    words = {each.name.upper(): f"`{each.name}`" for each in own}
+    words = {"SRC": words.get("PATH", f"`{own[0].name}`"), **words}
     text, returns, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns\n")
-    wrapper.__doc__ = "\n".join([text, *(each.documented() for each in options)]) + returns + rest
+    wrapper.__doc__ = "\n".join([text, *(each.documented(words) for each in options)]) + returns + rest
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     return wrapper
+
+
+def _parameter(option: Option, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(option.name, kind, default=option.default, annotation=option.type)
 
 
 def seconds_of(text: str) -> float:

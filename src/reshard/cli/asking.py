@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import click
 
 from reshard.base.errors import ReshardError
 from reshard.base.foreign_text import escape, escape_lines, shown
+from reshard.base.options import About
 from reshard.checks.phrases import words
 from reshard.cli.console import Watch, print_problems, stdout
 
@@ -48,31 +48,32 @@ class Question:
             return answer(str(self.url), self.model, self.messages, versions, parses)
 
 
-def options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--ask`, `--model` and `--ask-dry-run`."""
-    function = click.option(
-        "--ask-dry-run", is_flag=True, help="Print exactly what --ask would send, and send nothing."
-    )(function)
-    function = click.option("--model", metavar="NAME", help="The model for --ask.")(function)
-    text = "Also ask a language model: the URL of an endpoint that speaks OpenAI's protocol."
-    return click.option("--ask", metavar="URL", help=text)(function)
+@dataclass(frozen=True, kw_only=True)
+class AskOptions:
+    """Whether a language model is asked, which one, and where."""
 
+    ask: Annotated[
+        str | None,
+        About("Also ask a language model: the URL of an endpoint that speaks OpenAI's protocol.", "URL"),
+    ] = None
+    model: Annotated[str | None, About("The model for --ask.", "NAME")] = None
+    ask_dry_run: Annotated[bool, About("Print exactly what --ask would send, and send nothing.")] = False
 
-def checked(ask: str | None, model: str | None, dry_run: bool, targets: tuple[str, ...]) -> str | None:
-    """The URL to ask. Raises an error for options that do not belong together, and for a URL that is not safe."""
-    if ask is not None and not model:
-        raise click.UsageError("--ask needs --model NAME: a model that the endpoint serves")
-    if model is not None and ask is None:
-        raise click.UsageError("--model belongs to --ask URL")
-    if (ask is not None or dry_run) and not targets:
-        raise click.UsageError("--ask explains a run: pass its log as TARGET")
-    if ask is None:
-        return None
-    from reshard.diagnosis.ask.chat_request import endpoint, key_for
+    def url_for(self, targets: tuple[str, ...]) -> str | None:
+        """The URL to ask. Raises an error for options that do not belong together, and for a URL that is not safe."""
+        if self.ask is not None and not self.model:
+            raise click.UsageError("--ask needs --model NAME: a model that the endpoint serves")
+        if self.model is not None and self.ask is None:
+            raise click.UsageError("--model belongs to --ask URL")
+        if (self.ask is not None or self.ask_dry_run) and not targets:
+            raise click.UsageError("--ask explains a run: pass its log as TARGET")
+        if self.ask is None:
+            return None
+        from reshard.diagnosis.ask.chat_request import endpoint, key_for
 
-    url = endpoint(ask)
-    key_for(url)
-    return url
+        url = endpoint(self.ask)
+        key_for(url)
+        return url
 
 
 def print_request(question: Question, as_json: bool) -> None:

@@ -27,8 +27,9 @@ from reshard.cli.console import (
 from reshard.cli.options import OUTPUT, SOURCE, quiet_option
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
-from reshard.commands.conversion import Conversion, ConvertOptions
+from reshard.commands.conversion import Conversion
 from reshard.commands.names import NAMES
+from reshard.commands.options import ConvertOptions
 from reshard.transfer.plan import Plan
 
 

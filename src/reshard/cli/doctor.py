@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import click
 from rich.cells import set_cell_size
 
+from reshard.api.diagnosis import DoctorOptions
+from reshard.base.argument_checks import StrPath
 from reshard.base.foreign_text import escape, escape_lines
 from reshard.base.languages import LANGUAGES, Text, locale_language
+from reshard.base.options import About
 from reshard.checks.environment import PACKAGES
 from reshard.checks.rules import rules
 from reshard.cli import asking
+from reshard.cli.asking import AskOptions
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.cli.options import quiet_option
+from reshard.cli.record import record_options
 from reshard.cli.usage import Command
 from reshard.diagnosis import Finding
 from reshard.diagnosis.diagnose_targets import bytes_of_logs, examine
@@ -59,34 +66,37 @@ LABELS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class CatalogueOptions:
+    """What is shown of the catalogue, and in which language."""
+
+    lang: Annotated[
+        str | None, About("Language of the report. [default: from the locale]", choices=LANGUAGES)
+    ] = None
+    list_all: Annotated[bool, About("List all failures in the catalogue.", flag="--list")] = False
+    explain: Annotated[str | None, About("Explain a catalogue entry or a rule.", "ID")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(AskOptions, DoctorOptions, CatalogueOptions):
+    """All options of the command."""
+
+    def check(self, targets: Sequence[StrPath]) -> None:
+        """Raise an error for options that cannot be combined."""
+        if targets and (self.list_all or self.explain):
+            raise click.UsageError("--list and --explain take no target")
+        if self.python and (self.list_all or self.explain):
+            raise click.UsageError("--python examines an environment")
+        super().check(targets)
+
+
 @click.command("doctor", cls=Command)
 @click.argument("targets", nargs=-1, metavar="[TARGET …]")
-@click.option(
-    "--lang", type=click.Choice(LANGUAGES), help="Language of the report. [default: from the locale]"
-)
-@click.option("--list", "list_all", is_flag=True, help="List all failures in the catalogue.")
-@click.option("--explain", metavar="ID", help="Explain a catalogue entry or a rule.")
-@click.option(
-    "--python",
-    metavar="PATH",
-    help="Examine the environment of this interpreter, or in this folder, instead of reshard's own.",
-)
-@asking.options
+@record_options(Flags)
 @quiet_option("Print one line for each finding.")
 @common_options
 @handles_errors
-def command(
-    targets: tuple[str, ...],
-    lang: str | None,
-    list_all: bool,
-    explain: str | None,
-    python: str | None,
-    ask: str | None,
-    model: str | None,
-    ask_dry_run: bool,
-    quiet: bool,
-    json_output: bool,
-) -> None:
+def command(targets: tuple[str, ...], *, quiet: bool, json_output: bool, **options: Any) -> None:
     """Explain what is wrong, why, and how to fix it.
 
     A TARGET is a log (or - for standard input), a training script (.py), a notebook (.ipynb), a launch script (.sh), a
@@ -114,29 +124,34 @@ def command(
 
     Exit status: 0 no errors (there may be warnings), 1 errors, 2 a target cannot be read, or no model answered.
     """
-    language = lang or locale_language()
-    if targets and (list_all or explain):
-        raise click.UsageError("--list and --explain take no target")
-    if python and (targets or list_all or explain):
-        raise click.UsageError("--python examines an environment, and takes no target")
-    url = asking.checked(ask, model, ask_dry_run, targets)
-    if list_all:
+    flags = Flags(**options)
+    language = flags.lang or locale_language()
+    flags.check(targets)
+    url = flags.url_for(targets)
+    if flags.list_all:
         _list(language, json_output)
-        return
-    if explain:
-        if explain in rules():
-            _explain_rule(explain, language, json_output)
-        else:
-            _explain(find(explain), language, json_output)
-        return
+    elif flags.explain in rules():
+        _explain_rule(flags.explain, language, json_output)
+    elif flags.explain:
+        _explain(find(flags.explain), language, json_output)
+    else:
+        _diagnose(targets, flags, url, quiet=quiet, json_output=json_output)
+
+
+def _diagnose(
+    targets: tuple[str, ...], flags: Flags, url: str | None, *, quiet: bool, json_output: bool
+) -> None:
+    """Examine the targets or the environment, print what was found, and exit."""
+    language = flags.lang or locale_language()
+    python = None if flags.python is None else str(flags.python)
     environment = None if targets else look_around(python)
     read: list[Text] = []
     if environment is None:
         examination = _examined(targets, json_output or quiet, read.append)
     else:
         examination = Examination(spelled(diagnose_environment(environment), RunTools()))
-    question = asking.Question(examination, url, model or "", language)
-    if ask_dry_run:
+    question = asking.Question(examination, url, flags.model or "", language)
+    if flags.ask_dry_run:
         asking.print_request(question, json_output)
         return
     findings = examination.findings
@@ -144,7 +159,9 @@ def command(
         shown = {} if environment is None else {"environment": environment.as_dict()}
         facts = {} if environment is not None else {"facts": examination.facts}
         answer = asking.in_json(question) if url else {}
-        print_json({**shown, "findings": [finding.told(lang) for finding in findings], **facts, **answer})
+        print_json(
+            {**shown, "findings": [finding.told(flags.lang) for finding in findings], **facts, **answer}
+        )
         if "problems" in answer:
             sys.exit(2)
     elif quiet:

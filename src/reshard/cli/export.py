@@ -10,16 +10,16 @@ import click
 from reshard.cli.console import common_options, handles_errors
 from reshard.cli.convert import shown
 from reshard.cli.options import LOCAL, quiet_option
+from reshard.cli.record import record_options
 from reshard.cli.usage import Command
+from reshard.commands.names import NAMES
+from reshard.training.options import ExportOptions
 
 
 @click.command("export", cls=Command)
 @click.argument("checkpoint", type=LOCAL)
 @click.argument("dst", type=LOCAL)
-@click.option("--merge", is_flag=True, help="Merge the LoRA adapter into its base model.")
-@click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST.")
-@click.option("--no-resume", is_flag=True, help="Start over, and keep nothing if the run is interrupted.")
+@record_options(ExportOptions, NAMES)
 @quiet_option()
 @common_options
 @handles_errors

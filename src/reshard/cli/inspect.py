@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
 from reshard.api import inspection
 from reshard.base.errors import ReshardError, size
 from reshard.base.foreign_text import escape
+from reshard.base.options import AGE, About
 from reshard.cli.console import (
     Watch,
     common_options,
@@ -21,7 +22,8 @@ from reshard.cli.console import (
     print_problems,
     stdout,
 )
-from reshard.cli.options import SOURCE, html_option, iteration_option, quiet_option
+from reshard.cli.options import SOURCE, quiet_option
+from reshard.cli.record import record_options
 from reshard.cli.usage import Command
 from reshard.commands.inspection import Inspection
 from reshard.stores import StorePath
@@ -31,38 +33,27 @@ from reshard.transfer.uploading import remove_unfinished_at, unfinished_at
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """The number of seconds in an age such as 90s, 30m, 12h or 7d."""
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d{1,9})([smhd])", value)
-    if not match:
-        raise click.BadParameter(f"{value!r} is not an age with a unit, such as 12h or 7d")
-    return float(int(match[1]) * UNITS[match[2]])
+@dataclass(frozen=True, kw_only=True)
+class Flags(inspection.InspectOptions):
+    """Options of the command."""
+
+    remove_unfinished: Annotated[
+        float | None,
+        About(
+            "Remove unfinished conversions to PATH that made no progress for this long, for example 12h or 7d.",
+            "AGE",
+            unit=AGE,
+        ),
+    ] = None
 
 
 @click.command("inspect", cls=Command)
 @click.argument("paths", nargs=-1, required=True, type=SOURCE, metavar="PATH …")
-@iteration_option("Step of a run to inspect. [default: the one that its tracker names]")
-@click.option(
-    "--remove-unfinished",
-    "age",
-    callback=_age,
-    metavar="AGE",
-    help="Remove unfinished conversions to PATH that made no progress for this long, for example 12h or 7d.",
-)
-@html_option("Write a page to FILE: the weights by module, and the contents of each rank or file.")
+@record_options(Flags)
 @quiet_option("Print problems only.")
 @common_options
 @handles_errors
-def command(
-    paths: tuple[Path, ...],
-    iteration: int | str | None,
-    age: float | None,
-    html: Path | None,
-    quiet: bool,
-    json_output: bool,
-) -> None:
+def command(paths: tuple[Path, ...], *, quiet: bool, json_output: bool, **options: Any) -> None:
     """Show what the checkpoint at each PATH is, whether it is complete, and what to type next.
 
     Reads headers and metadata only. PATH can be a URL, or Org/Model on the Hub. Also lists unfinished conversions to
@@ -71,14 +62,15 @@ def command(
 
     Exit status: 0 complete, 1 problems were found, 2 a PATH cannot be opened.
     """
-    if html and len(paths) > 1:
+    flags = Flags(**options)
+    if flags.html and len(paths) > 1:
         raise click.UsageError("--html writes the page of one checkpoint: pass one PATH")
     reports, status = [], 0
     for number, path in enumerate(paths):
         if number and not (quiet or json_output):
             stdout().print()
         try:
-            report, code = _report(path, iteration, age, html, quiet=quiet, json_output=json_output)
+            report, code = _report(path, flags, quiet=quiet, json_output=json_output)
         except ReshardError as error:
             if len(paths) == 1:
                 raise
@@ -95,16 +87,9 @@ def _problems(error: ReshardError) -> dict[str, Any]:
     return {"problems": [problem.as_dict() for problem in error.problems]}
 
 
-def _report(
-    path: Path,
-    iteration: int | str | None,
-    age: float | None,
-    html: Path | None,
-    *,
-    quiet: bool,
-    json_output: bool,
-) -> tuple[dict[str, Any], int]:
+def _report(path: Path, flags: Flags, *, quiet: bool, json_output: bool) -> tuple[dict[str, Any], int]:
     """The JSON for one path, and the exit status; also prints it as text unless `json_output`."""
+    age = flags.remove_unfinished
     removed = remove_unfinished_at(path, age) if age is not None else []
     left = unfinished_at(path)
     is_inside = isinstance(path, StorePath)  # a store keeps unfinished runs inside the destination
@@ -120,7 +105,7 @@ def _report(
     if (left or removed or old) and (is_inside or not path.exists()):
         return {"path": str(path), **beside}, 1 if left or old else 0
     with Watch("inspect", quiet=json_output or quiet) as watch:
-        found = inspection.inspect(path, iteration, html=html, on_step=watch.step)
+        found = inspection.inspect(path, flags.iteration, html=flags.html, on_step=watch.step)
     if quiet:
         print_problems(found.problems)
     elif not json_output:

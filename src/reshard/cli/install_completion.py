@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import click
 from click.shell_completion import get_completion_class
 
 from reshard.base.errors import ReshardError
+from reshard.base.options import About
 from reshard.cli.console import common_options, handles_errors, print_json
+from reshard.cli.record import record_options
 from reshard.cli.usage import Command
 
 VARIABLE = "_RESHARD_COMPLETE"
@@ -53,14 +56,21 @@ def script(shell: str) -> str:
     return kind.source_template % kind(cli, {}, "reshard", VARIABLE).source_vars()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Options of the command."""
+
+    only_print: Annotated[
+        bool, About("Print the completion script instead of installing it.", flag="--print")
+    ] = False
+
+
 @click.command("install-completion", cls=Command)
 @click.argument("shell", required=False, metavar="[SHELL]", type=click.Choice(SHELLS))
-@click.option(
-    "--print", "only_print", is_flag=True, help="Print the completion script instead of installing it."
-)
+@record_options(Flags)
 @common_options
 @handles_errors
-def command(shell: str | None, only_print: bool, json_output: bool) -> None:
+def command(shell: str | None, *, json_output: bool, only_print: bool = False) -> None:
     """Install completion of commands, options, values and paths for a SHELL: bash, zsh or fish.
 
     Without SHELL, installs it for the login shell ($SHELL). Writes one file below your home folder, and never edits

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
 from reshard.agents.options import ServerOptions
+from reshard.base.options import About
 from reshard.cli.console import common_options, handles_errors, print_json
 from reshard.cli.record import record_options
 from reshard.cli.usage import Command
@@ -17,13 +19,19 @@ from reshard.cli.usage import Command
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags(ServerOptions):
+    """Options of the command."""
+
+    skill: Annotated[bool, About("Print a skill file for coding agents, and exit.")] = False
+
+
 @click.command("mcp", cls=Command)
 @click.argument("folders", nargs=-1, type=FOLDER, metavar="FOLDER …")
-@record_options(ServerOptions)
-@click.option("--skill", is_flag=True, help="Print a skill file for coding agents, and exit.")
+@record_options(Flags)
 @common_options
 @handles_errors
-def command(folders: tuple[Path, ...], *, skill: bool, json_output: bool, **options: Any) -> None:
+def command(folders: tuple[Path, ...], *, json_output: bool, **options: Any) -> None:
     """Let coding agents inspect checkpoints and failed runs below each FOLDER.
 
     A server of the Model Context Protocol, which agents start themselves and talk to over standard input and output.
@@ -35,7 +43,8 @@ def command(folders: tuple[Path, ...], *, skill: bool, json_output: bool, **opti
       codex mcp add reshard -- reshard mcp ~/runs              for Codex
       reshard mcp --skill                                      a skill file: when to use which tool
     """
-    if skill:
+    flags = Flags(**options)
+    if flags.skill:
         text = files("reshard.agents").joinpath("skill.md").read_text(encoding="utf-8")
         print_json({"skill": text}) if json_output else click.echo(text, nl=False)
         return
@@ -47,4 +56,4 @@ def command(folders: tuple[Path, ...], *, skill: bool, json_output: bool, **opti
 
     if sys.stdin.isatty():
         click.echo("waiting for a client on standard input; Ctrl-C ends", err=True)
-    Server(folders, ServerOptions(**options)).start()
+    Server(folders, flags).start()

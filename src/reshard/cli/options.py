@@ -49,8 +49,10 @@ class AtLeast(click.ParamType):  # type: ignore[type-arg]
 
     name = "integer"
 
-    def __init__(self, least: int, words: tuple[str, ...] = ()) -> None:
+    def __init__(self, least: int, words: tuple[str, ...] = (), expected: str = "") -> None:
         self._least, self._words = least, words
+        number = expected or "a whole number"
+        self._unlike = f"neither {number} nor {' or '.join(words)}" if words else f"not {number}"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         if value in self._words:
@@ -58,7 +60,7 @@ class AtLeast(click.ParamType):  # type: ignore[type-arg]
         try:
             number = int(value)
         except ValueError:
-            self.fail(f"{value!r} is not a whole number", param, ctx)
+            self.fail(f"{value!r} is {self._unlike}", param, ctx)
         if number < self._least:
             self.fail(f"{number} is less than {self._least}", param, ctx)
         if number > MAX_COUNT:
@@ -66,38 +68,6 @@ class AtLeast(click.ParamType):  # type: ignore[type-arg]
         return number
 
 
-POSITIVE, COUNT = AtLeast(1), AtLeast(0)
-
-
-def _iteration(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
-    if value is None or value == "release":
-        return value
-    if not value.isdecimal() or len(value) > 18:
-        raise click.BadParameter(f"{value} is neither a step number nor release")
-    return int(value)
-
-
-def memory_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`--memory`, a number of bytes with a unit."""
-    return click.option(
-        "--memory",
-        default="1GiB",
-        show_default=True,
-        metavar="SIZE",
-        help="Memory limit, not counting Python and its libraries (about 60 MiB).",
-    )(function)
-
-
 def quiet_option(help: str = "Print warnings and errors only.") -> Callable[[Any], Any]:
     """`--quiet`, or `-q`."""
     return click.option("-q", "--quiet", is_flag=True, help=help)
-
-
-def iteration_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--iteration`, the number of a step or `release`."""
-    return click.option("--iteration", callback=_iteration, metavar="N|release", help=help)
-
-
-def html_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--html`, the file of a page."""
-    return click.option("--html", type=LOCAL, metavar="FILE", help=help)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from os import PathLike
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from reshard.base.options import (
+    AGE,
     BYTES,
     COMMON,
     SECONDS,
@@ -53,20 +55,32 @@ class Known(click.Choice):  # type: ignore[type-arg]  # click 8.1 takes no argum
         return self._known(value)
 
 
+class Age(click.ParamType):  # type: ignore[type-arg]
+    """A duration that is never without a unit."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if not re.fullmatch(r"\d{1,9}[smhd]", value):
+            self.fail(f"{value!r} is not an age with a unit, such as 12h or 7d", param, ctx)
+        return seconds_of(value)
+
+
 class Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers with commas between them."""
+    """Numbers with commas between them."""
 
     name = "numbers"
+
+    def __init__(self, kind: Callable[[str], float], expected: str) -> None:
+        self._kind, self._expected = kind, expected
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(int(part) for part in value.split(","))
+            return tuple(self._kind(part) for part in value.split(","))
         except ValueError:
-            self.fail(
-                f"{value!r} is not whole numbers with commas between them, such as 10,12,12,10", param, ctx
-            )
+            self.fail(f"{value!r} is not {self._expected}", param, ctx)
 
 
 class GroupedOption(click.Option):
@@ -77,8 +91,8 @@ class GroupedOption(click.Option):
         self.group = group
 
 
-def only_typed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command: it is given only those options that were typed."""
+def _only_typed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command: it is given only those options of its record that were typed."""
 
     @wraps(function)
     def wrapper(**values: Any) -> Any:
@@ -104,7 +118,7 @@ def record_options(
     typed = [each for each in options_of(record) if each.is_typed]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        decorated = only_typed(function)
+        decorated = _only_typed(function)
         for each in reversed(typed):
             decorated = _option(each, names or {})(decorated)
         return decorated
@@ -116,7 +130,7 @@ def _option(option: Option, names: Mapping[str, Names]) -> Callable[[Any], Any]:
     about, flag = option.about, option.flag
     flags = [each for each in (flag, about.also) if each]
     if option.kind is bool:
-        flags = [f"{flag}/{option.off}" if option.off else flag]
+        flags[0] += f"/{option.off}" if option.off else ""
         return click.option(
             *flags,
             option.name,
@@ -127,7 +141,7 @@ def _option(option: Option, names: Mapping[str, Names]) -> Callable[[Any], Any]:
             show_default=bool(option.off),
             help=about.help,
         )
-    several = option.kind is Sequence or (option.kind is tuple and option.element is str)
+    several = option.is_several and not option.has_commas
     return click.option(
         *flags,
         option.name,
@@ -159,13 +173,15 @@ def _type(option: Option, names: Mapping[str, Names]) -> click.ParamType[Any] | 
         return click.Choice(about.choices)
     if about.unit == SECONDS:
         return Duration(int(about.least))
-    if option.kind is tuple:
-        return Numbers() if option.element is int else None
+    if about.unit == AGE:
+        return Age()
+    if option.has_commas:
+        return Numbers(option.element, about.expected)
     if about.unit == BYTES:
         return None
     return {
         float: click.FLOAT,
-        int: AtLeast(int(max(about.least, 0)), about.choices),
+        int: AtLeast(int(max(about.least, 0)), about.choices, about.expected),
         Path: LOCAL,
         PathLike: TYPED,
     }.get(option.kind)

@@ -9,22 +9,18 @@ import click
 from reshard.base.foreign_text import escape
 from reshard.cli.console import common_options, handles_errors, print_json, stdout
 from reshard.cli.options import LOCAL, quiet_option
+from reshard.cli.record import record_options
 from reshard.cli.usage import Command
+from reshard.training.options import ReportOptions
 
 
 @click.command("report", cls=Command)
 @click.argument("runs", nargs=-1, required=True, metavar="RUN …", type=LOCAL)
-@click.option(
-    "-o",
-    "--output",
-    type=LOCAL,
-    metavar="FILE",
-    help="Page to write. [default: RUN/report.html, or runs.html for several runs]",
-)
+@record_options(ReportOptions)
 @quiet_option()
 @common_options
 @handles_errors
-def command(runs: tuple[Path, ...], output: Path | None, quiet: bool, json_output: bool) -> None:
+def command(runs: tuple[Path, ...], *, quiet: bool, json_output: bool, output: Path | None = None) -> None:
     """Draw one or several training runs on one HTML page.
 
     \b

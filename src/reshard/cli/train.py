@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from reshard.base.foreign_text import escape
+from reshard.base.options import About
 from reshard.cli.console import (
     common_options,
     handles_errors,
@@ -34,6 +36,13 @@ if TYPE_CHECKING:
 
 SETTINGS = {"ignore_unknown_options": True, "token_normalize_func": lambda token: token.replace("_", "-")}
 """Flags may contain underscores, like those of the engines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(StartOptions):
+    """Options of the command."""
+
+    list_options: Annotated[bool, About("List the options of the engine.", flag="--options")] = False
 
 
 class Methods(Group):
@@ -76,14 +85,13 @@ def _silent(text: str) -> None:
 
 def _method(name: str, help_text: str) -> None:
     @command.command(name, help=help_text + _REST, context_settings=SETTINGS)
-    @record_options(StartOptions)
-    @click.option("--options", "list_options", is_flag=True, help="List the options of the engine.")
+    @record_options(Flags)
     @quiet_option()
     @click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[ENGINE OPTIONS]")
     @common_options
     @handles_errors
     def subcommand(
-        rest: tuple[str, ...], *, list_options: bool, quiet: bool, json_output: bool, **given: Any
+        rest: tuple[str, ...], *, quiet: bool, json_output: bool, list_options: bool = False, **given: Any
     ) -> None:
         if list_options:
             _print_options(name, given.get("engine", StartOptions.engine))

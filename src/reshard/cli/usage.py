@@ -100,13 +100,18 @@ class Command(click.Command):
                 formatter.write_dl(rows)
 
 
+FEW = 12
+"""Options that are read at a glance."""
+
+
 def sections(params: Iterable[click.Parameter], ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
-    """The help of options, by the headings of their groups."""
+    """The help of options, by the headings of their groups. A few options are under one heading."""
+    options = [each for each in params if isinstance(each, click.Option)]
     found: dict[str, list[tuple[str, str]]] = {heading: [] for heading in GROUPS}
-    for param in params:
-        record = param.get_help_record(ctx)
-        if record and isinstance(param, click.Option):
-            found[getattr(param, "group", COMMON)].append(record)
+    for each in options:
+        group = getattr(each, "group", COMMON) if len(options) > FEW else COMMON
+        if record := each.get_help_record(ctx):
+            found[group].append(record)
     return {heading: rows for heading, rows in found.items() if rows}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any
 
 import click
 
@@ -12,51 +12,23 @@ from reshard.api import verification
 from reshard.base.errors import size
 from reshard.base.foreign_text import escape
 from reshard.cli.console import Watch, common_options, handles_errors, print_json, stderr, stdout
-from reshard.cli.options import SOURCE, html_option, memory_option, quiet_option
+from reshard.cli.options import SOURCE, quiet_option
+from reshard.cli.record import record_options
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Command
+from reshard.commands.coverage import Proof
 from reshard.commands.verification import COLUMNS, ROUNDED, ROUNDED_SUM, SHOWN, Comparison, Row
-
-if TYPE_CHECKING:
-    from reshard.commands.coverage import Proof
+from reshard.records.reshard_json import Integrity
 
 
 @click.command("verify", cls=Command)
 @click.argument("a", type=SOURCE)
 @click.argument("b", type=SOURCE, required=False)
-@click.option(
-    "--base",
-    type=SOURCE,
-    metavar="PATH",
-    help="Hugging Face folder with the config, if A or B has none.",
-)
-@click.option(
-    "--logits",
-    is_flag=True,
-    help="Also compare the logits that transformers or megatron-core compute for the same tokens.",
-)
-@click.option(
-    "--proof",
-    is_flag=True,
-    help="Count elements instead of comparing values, if `convert` made B from A: every element of A is used once or "
-    "dropped by a named rule, and every element of B is written once.",
-)
-@html_option("Write a page to FILE: how much each module of each layer changed, and a table of differences.")
-@memory_option
+@record_options(verification.VerifyOptions)
 @quiet_option("Print problems only; the exit status tells the result.")
 @common_options
 @handles_errors
-def command(
-    a: Path,
-    b: Path | None,
-    base: Path | None,
-    logits: bool,
-    proof: bool,
-    html: Path | None,
-    memory: str,
-    quiet: bool,
-    json_output: bool,
-) -> None:
+def command(a: Path, b: Path | None, *, quiet: bool, json_output: bool, **options: Any) -> None:
     """Compare the weights of checkpoints A and B bit for bit, in any format and layout.
 
     Without B, check all files of A, an output of `convert`, against the digests recorded in its reshard.json.
@@ -69,74 +41,43 @@ def command(
 
     Exit status: 0 equal (or balanced, with --proof), 1 not equal, 2 a checkpoint cannot be read.
     """
-    silent = quiet or json_output
-    if html and (proof or b is None):
-        raise click.UsageError("--html shows where the values of A and B differ: pass both, without --proof")
-    if proof:
-        _prove(a, b, base, logits, json_output, silent)
-    if b is None:
-        _check(a, base is not None or logits, memory, json_output, silent)
-    with Watch("verify", quiet=silent) as watch:
-        found = verification.verify(
+    with Watch("verify", quiet=quiet or json_output) as watch:
+        found: Comparison | Integrity | Proof = verification.verify(
             a,
             b,
-            base=base,
-            logits=logits,
-            html=html,
-            memory=memory,
+            **options,
             on_step=watch.step,
             on_total=watch.begin,
             on_bytes=lambda count: watch.advance(count),
         )
     if json_output:
         print_json(found.as_dict())
-    elif not quiet:
+    elif not quiet and isinstance(found, Integrity):
+        _print_integrity(found)
+    elif not quiet and isinstance(found, Comparison):
         print_comparison(found)
-    sys.exit(0 if found.equal else 1)
-
-
-def _check(folder: Path, is_compared: bool, memory: str, json_output: bool, silent: bool) -> NoReturn:
-    """Check one folder against its own record."""
-    if is_compared:
-        raise click.UsageError("--base and --logits compare two checkpoints: pass B")
-    with Watch("verify", quiet=silent) as watch:
-        found = verification.verify(
-            folder, memory=memory, on_total=watch.begin, on_bytes=lambda count: watch.advance(count)
-        )
-    if json_output:
-        print_json(found.as_dict())
-    elif not silent:
-        verdict = (
-            "[bold green]unchanged:[/]"
-            if found.equal
-            else f"[bold red]changed:[/] {_count_of(len(found.faults), 'problem')};"
-        )
-        stdout().print(
-            f"{verdict} {found.files} files, {size(found.nbytes)}, read and compared with reshard.json"
-        )
-        for fault in found.faults[:SHOWN]:
-            stdout().print(f"{escape(fault.file)} {escape(fault.message)}")
-        if len(found.faults) > SHOWN:
-            stdout().print(f"… and {len(found.faults) - SHOWN} more (--json lists all)")
-    sys.exit(0 if found.equal else 1)
-
-
-def _prove(
-    a: Path, b: Path | None, base: Path | None, logits: bool, json_output: bool, silent: bool
-) -> NoReturn:
-    """Prove the plan that made `b` from `a`, by counting."""
-    if b is None or logits:
-        raise click.UsageError("--proof needs SRC and DST, and only counts elements")
-    with Watch("verify", quiet=silent) as watch:
-        found = verification.verify(a, b, base=base, proof=True, on_step=watch.step)
-    if json_output:
-        print_json(found.as_dict())
-    elif not silent:
+    elif not quiet and isinstance(found, Proof):
         _print_proof(found, a, b)
-    sys.exit(0 if found.balanced else 1)
+    sys.exit(0 if found else 1)
 
 
-def _print_proof(found: Proof, a: Path, b: Path) -> None:
+def _print_integrity(found: Integrity) -> None:
+    """Print whether the files of a folder are those that its record describes."""
+    verdict = (
+        "[bold green]unchanged:[/]"
+        if found.equal
+        else f"[bold red]changed:[/] {_count_of(len(found.faults), 'problem')};"
+    )
+    stdout().print(
+        f"{verdict} {found.files} files, {size(found.nbytes)}, read and compared with reshard.json"
+    )
+    for fault in found.faults[:SHOWN]:
+        stdout().print(f"{escape(fault.file)} {escape(fault.message)}")
+    if len(found.faults) > SHOWN:
+        stdout().print(f"… and {len(found.faults) - SHOWN} more (--json lists all)")
+
+
+def _print_proof(found: Proof, a: Path, b: Path | None) -> None:
     console, source, target = stdout(), found.source, found.target
     rows: list[tuple[int, str]] = [(source.used, "used once" if not source.shared else "used")]
     if source.shared:

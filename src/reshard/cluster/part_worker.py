@@ -16,7 +16,8 @@ from reshard.base.errors import ReshardError, said
 from reshard.cluster.distribute import PartOrder
 from reshard.cluster.plan_parts import PartOutcome, execute_part
 from reshard.folders.companions import RECORD
-from reshard.planning import ConversionOptions, plan_conversion
+from reshard.formats.options import ConversionOptions
+from reshard.planning import plan_conversion
 from reshard.transfer import part_claims
 from reshard.transfer.journal import OutputIdentity
 from reshard.transfer.memory_budget import MemoryMeter, shared

@@ -8,18 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Annotated, Any
+from typing import Any
 
-from reshard.base.argument_checks import parse_size
 from reshard.base.errors import Problem, ReshardError, size
-from reshard.base.options import ADVANCED, BYTES, MACHINES, About
 from reshard.cluster import executors
 from reshard.cluster.distribute import spread
 from reshard.cluster.part_worker import PartWorker, absolute, identity_of
+from reshard.commands.options import How
 from reshard.folders.companions import RECORD
 from reshard.formats import named_by, writable, written
-from reshard.hub.push import OnUpload, Push
-from reshard.planning import ConversionOptions, plan_conversion
+from reshard.formats.options import ConversionOptions
+from reshard.planning import plan_conversion
 from reshard.records.checkpoint_files import foreign_among, foreign_in, is_checkpoint, stays
 from reshard.records.reshard_json import (
     check_record,
@@ -42,8 +41,7 @@ from reshard.transfer.overflow import overflow_problem
 from reshard.transfer.plan import Plan
 from reshard.transfer.run_files import put_aside
 from reshard.transfer.run_state import RunTotals
-from reshard.transfer.source_files import OnStep
-from reshard.transfer.staging import OnResume, staged
+from reshard.transfer.staging import staged
 from reshard.transfer.unfinished_marker import marker_in
 from reshard.transfer.uploading import Uploads, room, staging_folder, uploading
 
@@ -93,152 +91,6 @@ class Conversion:
             "push": self.push,
             "uploaded": self.uploaded,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class How:
-    """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
-
-    With `on`, other machines do the work (`cluster/executors.py` lists them), and `workers` and `memory` apply to each
-    part. If a run is interrupted, its files are kept, and the next run for the same output continues from there.
-
-    Without `sync`, nothing waits for the disk. After a crash of the machine, recent writes may be lost, even those of a
-    complete output; if an interrupted run is continued, these are written again.
-
-    If an upload to the Hub fails, the same call repeats only the upload.
-    """
-
-    dry_run: Annotated[
-        bool, About("Print the plan, or why the conversion is refused, and write nothing.")
-    ] = False
-    overwrite: Annotated[bool, About("Replace the checkpoint at DST.")] = False
-    verify: Annotated[
-        bool, About("Read the output back from disk before it is published, and compare checksums.")
-    ] = False
-    memory: Annotated[
-        int | str,
-        About(
-            "Memory limit, not counting Python and its libraries (about 60 MiB).",
-            "SIZE",
-            unit=BYTES,
-            group=MACHINES,
-        ),
-    ] = "1GiB"
-    workers: Annotated[
-        int | None,
-        About(
-            "Threads, or with --on threads per part. [default: two per core]", "N", least=1, group=MACHINES
-        ),
-    ] = None
-    on: Annotated[
-        str | None,
-        About(
-            "Run on other machines: dask://HOST:PORT, ray, slurm:partition=P,nodes=N,time=MIN, or mpi.",
-            "WHERE",
-            group=MACHINES,
-        ),
-    ] = None
-    push_to_hub: Annotated[
-        str | None,
-        About(
-            "Upload DST to this Hugging Face repository afterwards, with a model card, in one commit.",
-            "ORG/NAME",
-            group=MACHINES,
-        ),
-    ] = None
-    private: Annotated[bool, About("Create the repository as private.", group=MACHINES)] = False
-    no_resume: Annotated[
-        bool, About("Start over, and keep nothing if the run is interrupted.", group=MACHINES)
-    ] = False
-    no_sync: Annotated[
-        bool,
-        About(
-            "Do not wait for the disk. If the machine crashes within a minute, DST may be lost or damaged.",
-            group=MACHINES,
-        ),
-    ] = False
-    strict: Annotated[bool, About("Fail if weights contain NaN or Inf.", group=ADVANCED)] = False
-    no_checksum: Annotated[bool, About("Do not check or record CRC32s of the source.", group=ADVANCED)] = (
-        False
-    )
-    command: Annotated[
-        str, About("Command that `inspect` shows to continue this run if it is interrupted.", typed=False)
-    ] = ""
-    on_step: Annotated[
-        OnStep, About("Called with a line of text when a new step of the planning begins.")
-    ] = lambda step: None
-    on_plan: Annotated[
-        Callable[[Plan], None],
-        About(
-            "Called with the `Plan` before any weight is read. In a notebook, on_plan, on_bytes and on_resume draw a "
-            "progress bar by default."
-        ),
-    ] = lambda plan: None
-    on_bytes: Annotated[
-        Callable[[int], None], About("Called with the number of bytes of each window that was written.")
-    ] = lambda count: None
-    on_resume: Annotated[
-        OnResume,
-        About(
-            "Called with a note and the number of bytes already written when an interrupted run is continued."
-        ),
-    ] = lambda note, nbytes: None
-    on_upload: Annotated[
-        OnUpload, About("Called with the address of the repository and the number of bytes to upload.")
-    ] = lambda address, nbytes: None
-
-    @property
-    def limit(self) -> int:
-        """The limit of memory in bytes."""
-        return parse_size(self.memory, "--memory")
-
-    @property
-    def checksum(self) -> bool:
-        """Whether the CRC32s of the source are checked and recorded."""
-        return not self.no_checksum
-
-    @property
-    def sync(self) -> bool:
-        """Whether files are on the disk before the output is published."""
-        return not self.no_sync
-
-    @property
-    def push(self) -> Push | None:
-        """The repository for the output."""
-        return Push(self.push_to_hub, self.private, self.overwrite) if self.push_to_hub else None
-
-    def check(self, target: Path) -> None:
-        """Raise ReshardError for options that cannot be combined."""
-        if self.private and not self.push_to_hub:
-            raise ReshardError(
-                "private-without-push",
-                "--private is for --push-to-hub",
-                remedy="add --push-to-hub Org/Name, or leave out --private",
-            )
-        if not self.sync and (self.verify or self.on is not None):
-            other = "--verify" if self.verify else "--on"
-            raise ReshardError(
-                "no-sync-not-combinable",
-                f"--no-sync and {other} cannot be combined",
-                rule="--verify and --on need an output that is on the disk",
-                remedy="leave out one of them",
-            )
-        if self.on is not None:
-            executors.check(self.on, target)
-        if isinstance(target, StorePath):
-            Bucket(target)  # raises if nothing can be written there
-            if self.push:
-                raise ReshardError(
-                    "push-needs-local-folder",
-                    "--push-to-hub uploads a folder on this machine",
-                    file=str(target),
-                    remedy="choose a folder as the destination, or leave out --push-to-hub",
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions(How, ConversionOptions):
-    """All options of `reshard convert`."""
 
 
 def convert(source: Path, target: Path, options: ConversionOptions, how: How | None = None) -> Conversion:

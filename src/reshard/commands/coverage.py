@@ -30,7 +30,8 @@ from reshard.cluster.part_worker import identity_of
 from reshard.folders.companions import FILES_KEY, RECORD
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import MASTER_STATE, CheckpointKind, ConversionOptions
+from reshard.formats.contract import MASTER_STATE, CheckpointKind
+from reshard.formats.options import ConversionOptions
 from reshard.model.dequantization import UNUSED_SCALES
 from reshard.model.vocabulary import PADDING
 from reshard.planning import plan_conversion

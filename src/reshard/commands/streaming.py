@@ -104,8 +104,8 @@ class How:
     """
 
     memory: int
-    workers: int | None = None
-    verify: bool = True
+    workers: int | None
+    verify: bool
 
 
 def streamed(

@@ -23,7 +23,7 @@ from reshard.commands.lazy import LazyTensor, torch_device
 from reshard.families import live_names
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import ConversionOptions
+from reshard.formats.options import ConversionOptions
 from reshard.model import memory_names
 from reshard.planning import HubTensors, planned_tensors
 from reshard.planning.target_tensors import OutputTypes

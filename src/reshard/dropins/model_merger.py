@@ -18,8 +18,8 @@ from reshard.cli.usage import Group
 from reshard.cli.verify import print_comparison
 from reshard.dropins.running import SETTINGS, convert_as_asked, debug_option, overwrite_option, run
 from reshard.formats import open_checkpoint
-from reshard.formats.contract import ConversionOptions
 from reshard.formats.fsdp_ranks.folder import NAME as FSDP_RANKS
+from reshard.formats.options import ConversionOptions
 from reshard.planning import IS_ADAPTER
 
 UNUSED = "Accepted, and not needed."

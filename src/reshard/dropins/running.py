@@ -11,8 +11,9 @@ import click
 from reshard.base.errors import ReshardError
 from reshard.cli import main
 from reshard.cli.convert import shown
-from reshard.commands.conversion import Conversion, How, convert
-from reshard.formats.contract import ConversionOptions
+from reshard.commands.conversion import Conversion, convert
+from reshard.commands.options import How
+from reshard.formats.options import ConversionOptions
 from reshard.transfer.plan import Plan
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}

@@ -10,7 +10,7 @@ from reshard.cli.console import handles_errors
 from reshard.cli.options import LOCAL
 from reshard.cli.usage import Command
 from reshard.dropins.running import SETTINGS, convert_as_asked, overwrite_option, refuse, run
-from reshard.formats.contract import ConversionOptions
+from reshard.formats.options import ConversionOptions
 
 
 @click.command("zero_to_fp32", cls=Command, context_settings=SETTINGS)

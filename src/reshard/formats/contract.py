@@ -6,28 +6,25 @@ format declares what it can store, and lays the request out in files.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.layout import Layout
-from reshard.base.argument_checks import StrPath, parse_size
 from reshard.base.errors import Problem, listed
-from reshard.base.options import ADAPTERS, ADVANCED, BYTES, LAYOUT, About
 from reshard.families import live_names
-from reshard.families.family import ENGINES, MCORE
+from reshard.families.family import MCORE
 from reshard.families.renaming import Renaming
 from reshard.families.sized_family import Model
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, Optimizer
-from reshard.stores import source_path
+from reshard.formats.options import ConversionOptions
 from reshard.transfer.memory_budget import NOTHING, MemoryNeed
 from reshard.transfer.plan import OutputCommand, OutputFile, Planned
 from reshard.transfer.source_files import Sources
@@ -46,266 +43,12 @@ ROUTER = re.compile(r"\.(?:gate|router)\.(?:\w+\.)*weight$")
 """The weights of a router, which transformers 5.24 keeps in float32 in most models, whatever the others are in."""
 
 
-SHARD_SIZE = 5_000_000_000
-"""The most bytes of a file of weights, in formats that divide them, unless something else is asked for."""
-
-
 class CheckpointKind(Enum):
     """What a checkpoint contains: a model, a LoRA adapter, or an adapter of Megatron-Core, whose linears are fused."""
 
     MODEL = "model"
     ADAPTER = "adapter"
     FUSED_ADAPTER = "adapter of fused linears"
-
-
-class AverageOf(NamedTuple):
-    """Several checkpoints of one model as a source, each with its weight; the weights add up to one."""
-
-    paths: tuple[Path, ...]
-    weights: tuple[float, ...]
-
-    def at(self, place: Callable[[Path], Path]) -> AverageOf:
-        """The same checkpoints by other paths."""
-        return AverageOf(tuple(map(place, self.paths)), self.weights)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Paths and weights, for a record."""
-        return {"paths": list(map(str, self.paths)), "weights": list(self.weights)}
-
-    @staticmethod
-    def of_dict(told: Mapping[str, Any]) -> AverageOf:
-        """The paths and weights in a record."""
-        return AverageOf(tuple(map(Path, told["paths"])), tuple(told["weights"]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opening:
-    """How a checkpoint is read. Each field is a flag of the same name, and an argument."""
-
-    base: Annotated[StrPath | None, About("Hugging Face folder with config and tokenizer.", "PATH")] = None
-    iteration: Annotated[
-        Iteration | None,
-        About(
-            "Step of a training run to read. [default: the one that its tracker names]",
-            "N|release",
-            choices=("release",),
-        ),
-    ] = None
-    family: Annotated[
-        str | None,
-        About("Model family of SRC, overriding its config.", "NAME", names="family", group=ADVANCED),
-    ] = None
-    dtype: Annotated[
-        str | None, About("Convert weights to float32, bfloat16 or float16.", "DTYPE", names="dtype")
-    ] = None
-    strip: Annotated[
-        tuple[str, ...],
-        About("Remove MARK from tensor names, for example `_orig_mod.`.", "MARK", group=ADVANCED),
-    ] = ()
-    merge: Annotated[bool, About("Merge SRC, a LoRA adapter, into the model at --base.", group=ADAPTERS)] = (
-        False
-    )
-    adapter: Annotated[
-        str | None, About("Adapter to read, if SRC contains several.", "NAME", group=ADAPTERS)
-    ] = None
-    lora_alpha: Annotated[
-        float | None,
-        About("Alpha of the adapter, if no file records it.", "N", least=-math.inf, group=ADAPTERS),
-    ] = None
-
-    @cached_property
-    def base_path(self) -> Path | None:
-        """The folder `base`, on this machine or in a store."""
-        return None if self.base is None else source_path(self.base)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """What is written. Each field is a flag of the same name, and an argument."""
-
-    to: Annotated[
-        str | None,
-        About(
-            "Format of the output, or an alias such as hf or mcore. [default: huggingface, unless SRC is that]",
-            names="format",
-        ),
-    ] = None
-    tp: Annotated[int, About("Tensor-parallel size of the output.", "N", least=1, group=LAYOUT)] = 1
-    pp: Annotated[int, About("Pipeline-parallel size of the output.", "N", least=1, group=LAYOUT)] = 1
-    vpp: Annotated[int, About("Virtual pipeline chunks per stage.", "N", least=1, group=LAYOUT)] = 1
-    ep: Annotated[int, About("Expert-parallel size of the output.", "N", least=1, group=LAYOUT)] = 1
-    etp: Annotated[
-        int | None, About("Expert-tensor-parallel size. [default: --tp]", "N", least=1, group=LAYOUT)
-    ] = None
-    dp: Annotated[
-        int | None,
-        About(
-            "Data-parallel size: how many ranks will load the output. For fsdp-ranks, which needs it.",
-            "N",
-            least=1,
-            group=LAYOUT,
-        ),
-    ] = None
-    stages: Annotated[
-        tuple[int, ...],
-        About("Layers of each pipeline stage, for example 10,12,12,10.", "N,N,…", group=LAYOUT),
-    ] = ()
-    vocab_divisible_by: Annotated[
-        int | None,
-        About(
-            "Pad the vocabulary to a multiple of N × TP. [default: that of SRC, else 128]",
-            "N",
-            least=1,
-            group=LAYOUT,
-        ),
-    ] = None
-    engine: Annotated[
-        str | None,
-        About(
-            "Library that will load the Megatron checkpoint. [default: the one that saved SRC]",
-            choices=tuple(ENGINES),
-            group=LAYOUT,
-        ),
-    ] = None
-    transformer_impl: Annotated[
-        str | None,
-        About(
-            "Layer spec whose tensor names to write. [default: that of SRC, else transformer_engine]",
-            choices=("transformer_engine", "local"),
-            group=LAYOUT,
-        ),
-    ] = None
-    quantize: Annotated[
-        str | None,
-        About(
-            "Quantize the linear layers of a Hugging Face output (fp8, fp8-ue8m0, nvfp4; mxfp4 is for gpt-oss only), "
-            "or choose the type of a GGUF output (f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, tq1_0, tq2_0, mxfp4), "
-            "or the bits and the group of an MLX output (affine-2, -3, -4, -5, -6 or -8, in groups of 64, or "
-            "affine-4-32 …).",
-            "KIND",
-            names="quantization",
-        ),
-    ] = None
-    max_shard_size: Annotated[
-        int | str | None,
-        About(
-            f"Maximum size of a weights file. [default: {SHARD_SIZE // 10**9}GB; GGUF: one file]",
-            "SIZE",
-            unit=BYTES,
-        ),
-    ] = None
-    adapter_for: Annotated[
-        str | None,
-        About(
-            "Write the adapter as this library applies it completely. [default: with the layout of SRC]",
-            names="library",
-            flag="--for",
-            group=ADAPTERS,
-        ),
-    ] = None
-    trust: Annotated[
-        str,
-        About(
-            "Which to believe where config.json and the arguments in a Megatron checkpoint disagree.",
-            choices=("checkpoint", "config"),
-            group=ADVANCED,
-        ),
-    ] = "checkpoint"
-    no_tokenizer: Annotated[bool, About("Continue without a tokenizer.", group=ADVANCED)] = False
-    state_dict: Annotated[
-        str | None,
-        About(
-            "Write the weights alone, under the names that SRC has for them, without config and tokenizer: to "
-            "pytorch_model.bin (bin) or model.safetensors (safetensors).",
-            choices=("bin", "safetensors"),
-            group=ADVANCED,
-        ),
-    ] = None
-    with_optimizer: Annotated[
-        bool, About("Convert optimizer states too, if both formats can store them.", group=ADVANCED)
-    ] = False
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The parallel sizes of the output."""
-        etp = self.tp if self.etp is None else self.etp
-        return Layout(self.tp, self.pp, self.vpp, self.ep, etp, self.stages, dp=self.dp or 1)
-
-    @property
-    def shard_size(self) -> int:
-        """The most bytes of a file of weights, in formats that divide them."""
-        return parse_size(self.max_shard_size or SHARD_SIZE, "--max-shard-size")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversionOptions(Opening, Output):
-    """The flags of `reshard convert` that decide what is in the output, and files to copy into it, by their names.
-
-    With `average`, the source is the last of its checkpoints.
-    """
-
-    average: AverageOf | None = None
-    beside: Mapping[str, Path] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """All options, for a record; of the files in `beside`, only the names."""
-        told = {
-            "base": None if self.base is None else str(self.base),
-            "layout": asdict(self.layout),
-            "max_shard_size": self.max_shard_size and self.shard_size,
-            "tokenizer": not self.no_tokenizer,
-            "average": self.average and self.average.as_dict(),
-        }
-        found = {name: told[name] if name in told else getattr(self, name) for name in OPTIONS_0_2_0}
-        return {**found, "beside": sorted(self.beside)}
-
-    @property
-    def meant(self) -> dict[str, Any]:
-        """What they ask for: the same for a value that is left out as for its default."""
-        return {**self.as_dict(), "max_shard_size": self.shard_size, "beside": dict(self.beside)}
-
-    @staticmethod
-    def of_dict(told: Mapping[str, Any]) -> ConversionOptions:
-        """The options in a record, without `beside`. Raises TypeError or ValueError if it has unknown ones.
-
-        Records of version 0.2.0 contain only options that differed from its defaults.
-        """
-        found: dict[str, Any] = {**OPTIONS_0_2_0, **told}
-        layout: dict[str, Any] = {**OPTIONS_0_2_0["layout"], **found.pop("layout")}
-        del layout["cp"]
-        found |= {**layout, "stages": tuple(layout["stages"])}
-        found["base"] = None if found["base"] is None else Path(found["base"])
-        found["strip"] = tuple(found["strip"])
-        found["no_tokenizer"] = not found.pop("tokenizer")
-        found["average"] = found["average"] and AverageOf.of_dict(found["average"])
-        return ConversionOptions(**{name: value for name, value in found.items() if name != "beside"})
-
-
-OPTIONS_0_2_0: Mapping[str, Any] = {
-    "to": None,
-    "base": None,
-    "layout": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "stages": (), "cp": 1, "dp": 1},
-    "iteration": None,
-    "family": None,
-    "engine": None,
-    "trust": "checkpoint",
-    "dtype": None,
-    "quantize": None,
-    "max_shard_size": 5_000_000_000,
-    "vocab_divisible_by": None,
-    "transformer_impl": None,
-    "tokenizer": True,
-    "strip": (),
-    "merge": False,
-    "adapter": None,
-    "lora_alpha": None,
-    "adapter_for": None,
-    "with_optimizer": False,
-    "average": None,
-    "state_dict": None,
-}
-"""What options meant in version 0.2.0 that a record does not contain. These values never change: they describe
-outputs that exist. A new option is added with the value that had its effect before."""
 
 
 PlannedStates = Mapping[str, Mapping[str, Planned]]

@@ -89,7 +89,7 @@ def guarded(
 def run_guarded(words: Sequence[str], options: Mapping[str, Any]) -> EndReport:
     """`reshard.guard.run`. Raises ReshardError for wrong arguments, too."""
     arguments = Arguments("guard.run")
-    arguments.texts("words", words)
+    arguments.several("words", words)
     return guarded(words, GuardOptions(**arguments.options(GuardOptions, options)))
 
 

@@ -15,7 +15,7 @@ from reshard.base.plain_yaml import MAX_YAML_BYTES, yaml_of
 from reshard.folders import companions
 from reshard.folders.base_hints import BASE, find_hints
 from reshard.formats import peft
-from reshard.formats.contract import ConversionOptions
+from reshard.formats.options import ConversionOptions
 from reshard.transfer.plan import Plan
 from reshard.transfer.source_files import Sources
 

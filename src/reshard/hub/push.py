@@ -22,7 +22,8 @@ from reshard.base.missing_packages import install_command
 from reshard.base.plain_json import json_of
 from reshard.folders.companions import FILES_KEY, RECORD
 from reshard.formats import written
-from reshard.formats.contract import HUB, ConversionOptions
+from reshard.formats.contract import HUB
+from reshard.formats.options import ConversionOptions
 from reshard.hub.model_card import README, SIGNATURE, model_card
 from reshard.transfer.plan import Plan
 from reshard.version import __version__

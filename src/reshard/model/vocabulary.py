@@ -17,6 +17,7 @@ from reshard.families.sized_family import Model
 from reshard.folders.companions import find_companions
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron.mcore import padded_vocabulary
+from reshard.formats.options import VOCABULARY_UNIT
 from reshard.formats.state_dict_names import prefix_problem
 from reshard.transfer.gather import Gatherer
 from reshard.transfer.thread_files import OpenFiles
@@ -134,7 +135,7 @@ def disagreement(checkpoint: Checkpoint, vocab: int) -> Problem | None:
     name, table = embedding(checkpoint)
     rows = table.shape[0]
     args = checkpoint.args or {}
-    unit = int(args.get("make_vocab_size_divisible_by") or 128)
+    unit = int(args.get("make_vocab_size_divisible_by") or VOCABULARY_UNIT)
     exact = padded_vocabulary(vocab, unit, int(args.get("tensor_model_parallel_size") or 1))
     if vocab <= rows and rows - vocab <= max(exact - vocab, SPARE_ROWS):
         return None

@@ -20,15 +20,8 @@ from reshard.folders import companions
 from reshard.folders.base_hints import BASE, find_hints
 from reshard.formats import huggingface, open_checkpoint, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import (
-    MASTER_STATE,
-    CheckpointKind,
-    ConversionOptions,
-    Format,
-    Request,
-    Target,
-    main_dtype,
-)
+from reshard.formats.contract import MASTER_STATE, CheckpointKind, Format, Request, Target, main_dtype
+from reshard.formats.options import ConversionOptions
 from reshard.formats.quantization import UNTOLD, refusal, settings_of
 from reshard.model.dequantization import dequantized
 from reshard.model.described_checkpoint import DescribedCheckpoint, describe
@@ -52,7 +45,7 @@ from reshard.transfer.memory_budget import NOTHING, MemoryMeter, MemoryNeed, unc
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.source_files import OnStep, Sources
 
-__all__ = ["IS_ADAPTER", "ConversionOptions", "HubTensors", "plan_conversion", "planned_tensors"]
+__all__ = ["IS_ADAPTER", "HubTensors", "plan_conversion", "planned_tensors"]
 
 IS_ADAPTER = "source-is-an-adapter"
 """The code of the problem that a source is an adapter, but a model is requested."""

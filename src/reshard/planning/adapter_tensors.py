@@ -20,7 +20,8 @@ from reshard.algebra.tensors import Tensor
 from reshard.base.errors import Problem, ReshardError
 from reshard.formats import open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import ConversionOptions, Request, Target
+from reshard.formats.contract import Request, Target
+from reshard.formats.options import ConversionOptions
 from reshard.model.described_checkpoint import describe
 from reshard.model.resolve import ResolvedCheckpoint, resolve
 from reshard.planning.target_tensors import OutputTypes

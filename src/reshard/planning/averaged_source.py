@@ -19,7 +19,8 @@ from reshard.families.dialect import HUB
 from reshard.families.disagreements import COMPUTED, RUN_CHOICES
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import KEEPS_ITS_DTYPE, AverageOf, CheckpointKind, ConversionOptions
+from reshard.formats.contract import KEEPS_ITS_DTYPE, CheckpointKind
+from reshard.formats.options import AverageOf, ConversionOptions
 from reshard.model.averaged_tensor import AveragedTensor
 from reshard.model.find_config import config_of, read_config
 from reshard.planning.hub_tensors import HubTensors

@@ -17,7 +17,7 @@ from reshard.families import declared
 from reshard.families.dialect import HUB
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import ConversionOptions
+from reshard.formats.options import ConversionOptions
 from reshard.model.dequantization import dequantized
 from reshard.model.described_checkpoint import describe
 from reshard.model.find_config import config_of, read_config

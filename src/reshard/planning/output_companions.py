@@ -16,7 +16,8 @@ from reshard.families.config_map import portable_config
 from reshard.folders import companions
 from reshard.folders.allowed_paths import belongs
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.contract import HEAD, CheckpointKind, ConversionOptions, Format, Request, main_dtype
+from reshard.formats.contract import HEAD, CheckpointKind, Format, Request, main_dtype
+from reshard.formats.options import ConversionOptions
 from reshard.formats.quantization import plain_config, settings_as_told, settings_of
 from reshard.stores import arrays_of, as_path
 from reshard.transfer.elements import castable

@@ -15,8 +15,8 @@ from xxhash import xxh3_128_hexdigest
 from reshard.base.errors import ReshardError, size
 from reshard.base.plain_json import json_of, to_json
 from reshard.folders.companions import FILES_KEY, RECORD, read_object
-from reshard.formats.contract import ConversionOptions
 from reshard.formats.not_found import nothing_there
+from reshard.formats.options import ConversionOptions
 from reshard.records.checkpoint_files import foreign_in, stays
 from reshard.transfer.digests import DIGEST_NAME, UNKNOWN_DIGEST, digest_of
 from reshard.transfer.journal import Journal

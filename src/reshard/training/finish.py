@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.base.errors import Problem, ReshardError
-from reshard.commands.conversion import Conversion, How, convert
+from reshard.commands.conversion import Conversion, convert
+from reshard.commands.options import How
 from reshard.formats import huggingface, open_checkpoint
 from reshard.guard.end.acceptance import Origin
 from reshard.guard.end.completeness import RUN_RECORD

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from reshard.base.argument_checks import StrPath
-from reshard.base.options import About, options_of
+from reshard.base.options import About, LocalPath, options_of
+from reshard.base.shared_options import (
+    DtypeOption,
+    MergeOption,
+    OnBytesOption,
+    OverwriteOption,
+    ResumeOption,
+)
 from reshard.training.data.records import SFT_SHAPES
 
 ENGINE_NAMES = ("trl", "megatron")
@@ -111,6 +118,23 @@ class StartOptions(RunOptions):
         ),
     ] = None
     overwrite: Annotated[bool, About("Replace the files of an earlier run in --output.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(OnBytesOption, ResumeOption, OverwriteOption, MergeOption, DtypeOption):
+    """Options of `export`."""
+
+    HELP: ClassVar = {"merge": "Merge the LoRA adapter into its base model."}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of `report`."""
+
+    output: Annotated[
+        LocalPath | None,
+        About("Page to write. [default: RUN/report.html, or runs.html for several runs]", "FILE", also="-o"),
+    ] = None
 
 
 RUN_OPTIONS = {each.name: each for each in options_of(RunOptions)}

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Protocol
 
-from reshard.base.argument_checks import Arguments, OnBytes, StrPath
+from reshard.base.argument_checks import Arguments, StrPath
 from reshard.base.exceptions_to_problems import for_users
-from reshard.base.options import About, takes
-from reshard.planning.target_tensors import OutputTypes
+from reshard.base.options import About, takes, takes_also, with_options
+from reshard.commands.names import NAMES
 from reshard.training.methods import METHODS, elsewhere
-from reshard.training.options import StartOptions
+from reshard.training.options import ExportOptions, ReportOptions, StartOptions
 
 if TYPE_CHECKING:
     from reshard.commands.conversion import Conversion
     from reshard.training.start import Outcome
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +79,21 @@ def train(method: str, **given: Any) -> Outcome:
     return trained(method, asked, **call)[1]
 
 
+class Export(Protocol[P]):
+    """`export`, as type checkers see it."""
+
+    def __call__(
+        self, checkpoint: StrPath, dst: StrPath, *args: P.args, **options: P.kwargs
+    ) -> Conversion: ...
+
+
+def _exports(record: Callable[P, object]) -> Callable[[Callable[..., Conversion]], Export[P]]:
+    return with_options(record)
+
+
 @for_users()
-def export(
-    checkpoint: StrPath,
-    dst: StrPath,
-    *,
-    merge: bool = False,
-    dtype: str | None = None,
-    overwrite: bool = False,
-    no_resume: bool = False,
-    on_bytes: OnBytes = lambda count: None,
-) -> Conversion:
+@_exports(ExportOptions)
+def export(checkpoint: StrPath, dst: StrPath, **given: Any) -> Conversion:
     """Convert a checkpoint of a training run to a Hugging Face folder.
 
     Works like `convert`, and takes all other settings from the record of the run in the checkpoint.
@@ -98,16 +104,6 @@ def export(
         A checkpoint written by `train`, for example "out/checkpoint-200" or "out/iter_0000200".
     dst : str or path-like
         The output folder.
-    merge : bool
-        Merge the adapter of a LoRA run into its base.
-    dtype : str, optional
-        Convert weights to "float32", "bfloat16" or "float16".
-    overwrite : bool
-        Replace the one checkpoint at `dst`.
-    no_resume : bool
-        Start over, and keep nothing if the export is interrupted.
-    on_bytes : callable
-        Called with the number of bytes of each window that was written.
 
     Returns
     -------
@@ -127,35 +123,23 @@ def export(
     ...     print(error.problems[0].code)
     run-record-missing
     """
-    given = Arguments("export")
-    given.path("checkpoint", checkpoint)
-    given.path("dst", dst)
-    given.known("dtype", dtype, OutputTypes)
-    given.switches(merge=merge, overwrite=overwrite, no_resume=no_resume)
-    given.callbacks(on_bytes=on_bytes)
-    given.settle()
+    arguments = Arguments("export", NAMES)
+    arguments.path("checkpoint", checkpoint)
+    arguments.path("dst", dst)
+    asked = arguments.options(ExportOptions, given)
     from reshard.training import finish
 
-    return finish.export(
-        Path(checkpoint),
-        Path(dst),
-        merge=merge,
-        dtype=dtype,
-        overwrite=overwrite,
-        no_resume=no_resume,
-        on_bytes=on_bytes,
-    )
+    return finish.export(Path(checkpoint), Path(dst), **asked)
 
 
-def report(*runs: StrPath, output: StrPath | None = None) -> Path:
+@takes_also(ReportOptions)
+def report(*runs: StrPath, **given: Any) -> Path:
     """Draw one or several training runs on one HTML page, which needs no network.
 
     Parameters
     ----------
     *runs : str or path-like
         Output folders of `train`; the runs may still be going on.
-    output : str or path-like, optional
-        Page to write. By default `report.html` in the folder of the run, or `runs.html` for several runs.
 
     Returns
     -------
@@ -175,12 +159,10 @@ def report(*runs: StrPath, output: StrPath | None = None) -> Path:
     ...     print(error.problems[0].code)
     report-no-run
     """
-    given = Arguments("report")
-    for name, path in (*(("run", each) for each in runs), *([] if output is None else [("output", output)])):
-        given.path(name, path)
-    if not runs:
-        given.path("run", None)
-    given.settle()
+    arguments = Arguments("report")
+    for each in runs or [None]:
+        arguments.path("run", each)
+    asked = ReportOptions(**arguments.options(ReportOptions, given))
     from reshard.training.show.html_report import draw
 
-    return draw([Path(run) for run in runs], None if output is None else Path(output))[0]
+    return draw([Path(run) for run in runs], None if asked.output is None else Path(asked.output))[0]

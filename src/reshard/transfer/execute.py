@@ -15,6 +15,7 @@ from threading import Event
 from types import TracebackType
 
 from reshard.algebra.tensors import cells_of
+from reshard.base.shared_options import MemoryOption
 from reshard.transfer.batch import Batch, BlockState
 from reshard.transfer.file_job import BatchFindings, FileJob, continued
 from reshard.transfer.gather import Gatherer
@@ -58,7 +59,7 @@ def execute(
     Raises ReshardError if a source is shorter than it was, or if bytes do not have the CRC32 that was recorded for them
     (`checksum` turns this check off). What was written until then stays in `folder` and in the journal.
     """
-    share = share or shared(None, 1 << 30, plan.need)
+    share = share or shared(None, MemoryOption().limit, plan.need)
     state = opened(
         plan, folder, share, journal or Journal(), checksum=checksum, on_bytes=on_bytes, on_lost=on_lost
     )

@@ -19,9 +19,9 @@ from reshard.commands.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, ins
 from reshard.diagnosis.targets.trainability import trainability
 from reshard.folders import iterations
 from reshard.formats import foreign
-from reshard.formats.contract import ConversionOptions
 from reshard.formats.megatron import fsdp_dtensor, legacy, torch_dist, zarr
 from reshard.formats.not_found import NOTHING_FOUND
+from reshard.formats.options import ConversionOptions
 from reshard.planning import IS_ADAPTER, plan_conversion
 
 CHECKPOINT_MARKS = (

@@ -19,6 +19,7 @@ from reshard.formats.megatron.mcore import BELOW, padded_vocabulary
 from reshard.formats.megatron.optimizer_states import MegatronOptimizer, is_distributed, new_optimizer
 from reshard.formats.megatron.supported_layouts import check_layout, layout_notes
 from reshard.formats.megatron.writers import COMPUTED_BY, MODEL_TYPE
+from reshard.formats.options import LAYER_SPECS, VOCABULARY_UNIT
 from reshard.transfer.plan import OutputFile
 
 FLOAT32 = BY_NAME["float32"]
@@ -71,7 +72,7 @@ def _padded_rows(request: Request, tp: int) -> int:
 
 def _vocabulary_unit(request: Request) -> int:
     given = request.declared.args.get("make_vocab_size_divisible_by")
-    return request.options.vocab_divisible_by or int(given or 128)
+    return request.options.vocab_divisible_by or int(given or VOCABULARY_UNIT)
 
 
 def complete(request: Request) -> Request:
@@ -137,7 +138,7 @@ def arguments(request: Request) -> dict[str, Any]:
         "world_size": layout.world_size,
         "rank": 0,
         "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts require it
-        "transformer_impl": given or "transformer_engine",
+        "transformer_impl": given or LAYER_SPECS[0],
         MODEL_TYPE: model.family.name,
         "params_dtype": dtype(main),
         "bf16": main == "bfloat16",

@@ -10,18 +10,19 @@ from typing import Any
 
 from reshard import adapters
 from reshard.base.errors import Problem, ReshardError, listed
-from reshard.commands.conversion import Conversion, How, convert
+from reshard.commands.conversion import Conversion, convert
+from reshard.commands.options import How
 from reshard.folders.base_hints import BASE, find_hints
 from reshard.folders.companions import CONFIG, find_companions
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.contract import CheckpointKind
+from reshard.formats.options import ConversionOptions
 from reshard.guard.end import acceptance
 from reshard.guard.end.acceptance import CheckResult, Origin, checked
 from reshard.guard.end.finite_weights import assert_finite
 from reshard.guard.end.publish import UNCHECKED_SUFFIX, publish
 from reshard.guard.end.saved_checkpoints import FoundCheckpoint
-from reshard.planning import ConversionOptions
 from reshard.stores.hub import cached, may_have
 
 GENERATION_CONFIG = "generation_config.json"

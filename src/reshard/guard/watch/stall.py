@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from reshard.base.errors import Problem
+from reshard.guard.options import GuardOptions
 from reshard.guard.watch.flight_recorder import ask_for_dumps, described, read_dumps
 from reshard.guard.watch.process_tree import Process, Processes, below, ranks_of
 from reshard.guard.watch.stacks import Stack
@@ -35,8 +36,8 @@ _LONGER = 3
 class StallLimits:
     """After how many seconds a run is looked at, and what is concluded."""
 
-    startup: float = 900
-    stall: float = 600
+    startup: float = GuardOptions.startup
+    stall: float = GuardOptions.stall
     look: float = 60
     """Shortest silence before processes are looked at; and, if everything is idle, how much longer it has to last."""
     steps: float = 30

@@ -11,6 +11,7 @@ from statistics import median
 from typing import NamedTuple
 
 from reshard.base.errors import Problem
+from reshard.guard.options import GuardOptions
 from reshard.guard.watch.watcher import Notice, OutputLine, Watcher
 
 _N, _TOTAL = r"(?P<n>\d(?:[\d.,]*\d)?[kMGT]?)", r"(?P<total>\d(?:[\d.,]*\d)?[kMGT]?)"
@@ -116,7 +117,7 @@ def _value(pattern: re.Pattern[str], text: str) -> float | None:
 class TrainerProgress(Watcher):
     """A Watcher of counters and losses, which other Watchers ask for what it has learned. Times are in seconds."""
 
-    nan_steps: int = 1
+    nan_steps: int = GuardOptions.nan_steps
     started: bool = False
     """Whether a step of training was seen."""
     at: str = "the start"

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from reshard.base.plain_json import put
 from reshard.folders.companions import CONFIG, find_companions, read_object
-from reshard.formats.contract import SHARD_SIZE
+from reshard.formats.options import Output
 from reshard.guard.end.completeness import RUN_RECORD, note_files
 from reshard.stores.hub import name_of
 from reshard.training.run import Run, read_record
@@ -44,7 +44,7 @@ def write(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
     _save(
         live_weights.tensors_of(model),
         folder,
-        *((ADAPTER_FILE, math.inf) if is_adapter else (MODEL, SHARD_SIZE)),
+        *((ADAPTER_FILE, math.inf) if is_adapter else (MODEL, Output().shard_size)),
     )
     if rank() == 0:
         _beside(run, model, tokenizer, folder)

@@ -1,0 +1,144 @@
+"""The options of `reshard convert`: how a conversion runs, besides what is in the output (`formats/options.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from reshard.base.errors import ReshardError
+from reshard.base.options import ADVANCED, MACHINES, About
+from reshard.base.shared_options import (
+    MemoryOption,
+    OnBytesOption,
+    OnStepOption,
+    OverwriteOption,
+    ResumeOption,
+    WorkersOption,
+)
+from reshard.cluster import executors
+from reshard.formats.options import ConversionOptions
+from reshard.hub.push import OnUpload, Push
+from reshard.stores import StorePath
+from reshard.stores.bucket import Bucket
+from reshard.transfer.plan import Plan
+from reshard.transfer.staging import OnResume
+
+
+@dataclass(frozen=True, kw_only=True)
+class How(OnBytesOption, OnStepOption, WorkersOption, MemoryOption, ResumeOption, OverwriteOption):
+    """How a conversion runs, and its callbacks. The bytes of the output do not depend on any of this.
+
+    With `on`, other machines do the work (`cluster/executors.py` lists them), and `workers` and `memory` apply to each
+    part. If a run is interrupted, its files are kept, and the next run for the same output continues from there.
+
+    Without `sync`, nothing waits for the disk. After a crash of the machine, recent writes may be lost, even those of a
+    complete output; if an interrupted run is continued, these are written again.
+
+    If an upload to the Hub fails, the same call repeats only the upload.
+    """
+
+    HELP: ClassVar = {"workers": "Threads, or with --on threads per part. [default: two per core]"}
+
+    dry_run: Annotated[
+        bool, About("Print the plan, or why the conversion is refused, and write nothing.")
+    ] = False
+    verify: Annotated[
+        bool, About("Read the output back from disk before it is published, and compare checksums.")
+    ] = False
+    on: Annotated[
+        str | None,
+        About(
+            "Run on other machines: dask://HOST:PORT, ray, slurm:partition=P,nodes=N,time=MIN, or mpi.",
+            "WHERE",
+            group=MACHINES,
+        ),
+    ] = None
+    push_to_hub: Annotated[
+        str | None,
+        About(
+            "Upload DST to this Hugging Face repository afterwards, with a model card, in one commit.",
+            "ORG/NAME",
+            group=MACHINES,
+        ),
+    ] = None
+    private: Annotated[bool, About("Create the repository as private.", group=MACHINES)] = False
+    no_sync: Annotated[
+        bool,
+        About(
+            "Do not wait for the disk. If the machine crashes within a minute, DST may be lost or damaged.",
+            group=MACHINES,
+        ),
+    ] = False
+    strict: Annotated[bool, About("Fail if weights contain NaN or Inf.", group=ADVANCED)] = False
+    no_checksum: Annotated[bool, About("Do not check or record CRC32s of the source.", group=ADVANCED)] = (
+        False
+    )
+    command: Annotated[
+        str, About("Command that `inspect` shows to continue this run if it is interrupted.", typed=False)
+    ] = ""
+    on_plan: Annotated[
+        Callable[[Plan], None],
+        About(
+            "Called with the `Plan` before any weight is read. In a notebook, on_plan, on_bytes and on_resume draw a "
+            "progress bar by default."
+        ),
+    ] = lambda plan: None
+    on_resume: Annotated[
+        OnResume,
+        About(
+            "Called with a note and the number of bytes already written when an interrupted run is continued."
+        ),
+    ] = lambda note, nbytes: None
+    on_upload: Annotated[
+        OnUpload, About("Called with the address of the repository and the number of bytes to upload.")
+    ] = lambda address, nbytes: None
+
+    @property
+    def checksum(self) -> bool:
+        """Whether the CRC32s of the source are checked and recorded."""
+        return not self.no_checksum
+
+    @property
+    def sync(self) -> bool:
+        """Whether files are on the disk before the output is published."""
+        return not self.no_sync
+
+    @property
+    def push(self) -> Push | None:
+        """The repository for the output."""
+        return Push(self.push_to_hub, self.private, self.overwrite) if self.push_to_hub else None
+
+    def check(self, target: Path) -> None:
+        """Raise ReshardError for options that cannot be combined."""
+        if self.private and not self.push_to_hub:
+            raise ReshardError(
+                "private-without-push",
+                "--private is for --push-to-hub",
+                remedy="add --push-to-hub Org/Name, or leave out --private",
+            )
+        if not self.sync and (self.verify or self.on is not None):
+            other = "--verify" if self.verify else "--on"
+            raise ReshardError(
+                "no-sync-not-combinable",
+                f"--no-sync and {other} cannot be combined",
+                rule="--verify and --on need an output that is on the disk",
+                remedy="leave out one of them",
+            )
+        if self.on is not None:
+            executors.check(self.on, target)
+        if isinstance(target, StorePath):
+            Bucket(target)  # raises if nothing can be written there
+            if self.push:
+                raise ReshardError(
+                    "push-needs-local-folder",
+                    "--push-to-hub uploads a folder on this machine",
+                    file=str(target),
+                    remedy="choose a folder as the destination, or leave out --push-to-hub",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(How, ConversionOptions):
+    """All options of `reshard convert`."""
