@@ -15,7 +15,8 @@ from reshard.cli.usage import Command
 from reshard.dropins.running import SETTINGS, convert_as_asked, debug_option, refuse, run
 from reshard.folders.companions import RECORD
 from reshard.formats import huggingface, open_checkpoint
-from reshard.formats.options import EMBEDDING, ConversionOptions
+from reshard.formats.contract import EMBEDDING
+from reshard.formats.options import ConversionOptions
 from reshard.transfer.plan import Plan
 
 
