@@ -101,7 +101,7 @@ class Family:
         """The rules for the names of one engine, or None if it does not support this family."""
         rules = self.dialects.get(dialect, self.rules if dialect in ENGINES else None)
         within = self.within
-        return (lambda d: within.placed(rules(d))) if rules and within else rules
+        return (lambda dims: within.placed(rules(dims))) if rules and within else rules
 
     @property
     def _spelled(self) -> set[str]:

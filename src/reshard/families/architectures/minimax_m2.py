@@ -13,12 +13,12 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, no
 from reshard.families.transformers_5 import BLOCK_SPARSE
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """Norms over all heads are modules of mcore-bridge."""
-    yield from ends(d)
-    experts = moe(d, hf="block_sparse_moe", names=("w1", "w3", "w2"))
-    block = [*norms(d), *attention(d, norm_all_heads=True), *experts]
-    yield from renamed(decoder(d, [], block), {"gate.e_score_correction_bias": "e_score_correction_bias"})
+    yield from ends(dims)
+    experts = moe(dims, hf="block_sparse_moe", names=("w1", "w3", "w2"))
+    block = [*norms(dims), *attention(dims, norm_all_heads=True), *experts]
+    yield from renamed(decoder(dims, [], block), {"gate.e_score_correction_bias": "e_score_correction_bias"})
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, no
 from reshard.families.transformers_5 import BLOCK_SPARSE
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """The Hub names gate, up and down w1, w3 and w2."""
-    yield from ends(d)
-    experts = moe(d, hf="block_sparse_moe", names=("w1", "w3", "w2"))
-    yield from decoder(d, [], [*norms(d), *attention(d), *experts])
+    yield from ends(dims)
+    experts = moe(dims, hf="block_sparse_moe", names=("w1", "w3", "w2"))
+    yield from decoder(dims, [], [*norms(dims), *attention(dims), *experts])
 
 
 MIXTRAL = Family(
