@@ -110,7 +110,8 @@ def resize(adapter: Adapter, base: Mapping[str, Tensor], weights: dict[str, Tens
     (rows,) = sizes
     for name, table in _tables(weights).items():
         if name not in own and table.shape[0] != rows:
-            copy = adapter.base.get(embedding if name == HEAD else HEAD) if tied else None
+            other = embedding if name == HEAD else HEAD
+            copy = adapter.base.get(other) if tied else None
             weights[name] = Tensor(table.dtype, copy.view if copy else _resized(table, rows))
 
 

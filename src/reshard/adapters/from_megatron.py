@@ -128,8 +128,8 @@ def _parse(name: str) -> _PairHalf | None:
     match = _PAIR.fullmatch(name)
     if not match:
         return None
-    bridge = match["bridge"]
-    side = match["swift"][-1] if match["swift"] else ("A" if bridge == "linear_in" else "B")
+    swift, bridge = match["swift"], match["bridge"]
+    side = "A" if bridge == "linear_in" or (swift and swift.endswith("A")) else "B"
     return _PairHalf(match["module"], side, match["part"] or "", match["name"] or "default", bool(bridge))
 
 

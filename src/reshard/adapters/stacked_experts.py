@@ -90,9 +90,10 @@ class ExpertStacks:
             return []
         ffn, hidden = self._weights[experts[min(experts)]["gate"]].shape
         own = {"gate": slice(0, ffn), "up": slice(ffn, 2 * ffn)}
-        if (out := pair.b.shape[0], width := pair.a.shape[1]) == (hidden, ffn):
+        changed = (pair.b.shape[0], pair.a.shape[1])
+        if changed == (hidden, ffn):
             own = {"down": slice(0, hidden)}
-        elif (out, width) != (2 * ffn, hidden):
+        elif changed != (2 * ffn, hidden):
             return []
         place = _WRAPPED.sub("", module)
         parameter = f"{place}.{'down_proj' if len(own) == 1 else 'gate_up_proj'}"

@@ -132,14 +132,17 @@ class _WeightPart(NamedTuple):
     weight: str
 
 
-_PARTS = {
-    part.local.rpartition(".")[2]: part
-    for scheme in SCHEMES
-    for role in (scheme.values, *scheme.beside, *scheme.more)
-    for weight in WEIGHTS
-    if role != "{}" and (weight == "weight" or ("{}" in role and "." not in role))
-    for part in (_WeightPart(role.format(weight), role, weight),)
-}
+def _weight_parts() -> Iterator[tuple[str, _WeightPart]]:
+    """The parts in all schemes, by the last component of their names."""
+    for scheme in SCHEMES:
+        for role in (scheme.values, *scheme.beside, *scheme.more):
+            for weight in WEIGHTS:
+                if role != "{}" and (weight == "weight" or ("{}" in role and "." not in role)):
+                    local = role.format(weight)
+                    yield local.rpartition(".")[2], _WeightPart(local, role, weight)
+
+
+_PARTS = dict(_weight_parts())
 """By the last component of the tensor name."""
 
 _VALUES = {scheme.values for scheme in SCHEMES}

@@ -145,7 +145,8 @@ class ArrayFolder:
 
     def modified(self, name: str) -> int:
         """When the container last changed, or the array in it, in nanoseconds."""
-        mark = DATABASE if self.is_database else f"{name}/{'zarr.json' if self.is_zarr3 else '.zarray'}"
+        metadata = "zarr.json" if self.is_zarr3 else ".zarray"
+        mark = DATABASE if self.is_database else f"{name}/{metadata}"
         return (self.folder / mark).stat().st_mtime_ns
 
     def decoded(self, name: str, at: tuple[int, ...]) -> Path:

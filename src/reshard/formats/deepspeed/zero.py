@@ -178,8 +178,9 @@ def optimizer_of(file: LoadedFile, model: LoadedFile) -> Optimizer:
     groups = next(values_of(file.content, "param_groups"), None)
     first = groups[0] if isinstance(groups, list) and groups else {}
     steps, skipped = (model.content.get(key) for key in ("global_steps", "skipped_steps"))
-    taken = steps - (skipped if isinstance(skipped, int) else 0) if isinstance(steps, int) else None
-    return Optimizer(taken, settings_of(first))
+    if not isinstance(steps, int):
+        return Optimizer(None, settings_of(first))
+    return Optimizer(steps - skipped if isinstance(skipped, int) else steps, settings_of(first))
 
 
 def _left_behind(

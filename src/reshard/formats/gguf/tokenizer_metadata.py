@@ -246,9 +246,12 @@ def merged_pieces(files: Files, rows: int) -> Vocabulary:
     types = []
     for number in range(rows):
         text = texts.get(number, f"[PAD{number}]")
-        kind = UNUSED if number not in texts else BYTE if _BYTE.fullmatch(text) else NORMAL
         if number in added:
             text, kind = _as_added(added[number], specials)
+        elif number in texts:
+            kind = BYTE if _BYTE.fullmatch(text) else NORMAL
+        else:
+            kind = UNUSED
         tokens.append(text)
         types.append(kind)
     return Vocabulary(tokens, types, list(_scores(tokenizer, rows)))

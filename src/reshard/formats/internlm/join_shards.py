@@ -119,8 +119,10 @@ class ShardCollector:
         ranks = self.weight_ranks if by_weight else self.tensor_ranks
         split = split_of(module, by_weight)
         if module in EMBEDDINGS:
-            narrow = len(part.shape) == 2 and part.shape[1] < self._hidden
-            split = Split(1) if narrow else Split(0) if "word_embeddings" in key else None
+            if len(part.shape) == 2 and part.shape[1] < self._hidden:
+                split = Split(1)
+            else:
+                split = Split(0) if "word_embeddings" in key else None
         elif module in HEADS:
             split = None if by_weight and part.shape[0] == self._vocab else Split(0)
         return split, index, ranks

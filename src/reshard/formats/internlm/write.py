@@ -28,17 +28,17 @@ Splits = Callable[[str], Split | None]
 
 def fit(request: Request) -> Request:
     """Refuse models that InternEvo does not have, and layouts that do not divide its sizes; all problems at once."""
-    d, layout = request.declared.dims, request.layout
-    problems = [*shares(d, layout)]
-    if d.experts:
+    dims, layout = request.declared.dims, request.layout
+    problems = [*shares(dims, layout)]
+    if dims.experts:
         problems.append(
             _unknown(
                 "internlm-experts-unsupported",
                 "InternEvo keeps experts in files of their own, which are not written",
             )
         )
-    if d.head_dim * d.heads != d.hidden:
-        size = f"{d.heads} heads of {d.head_dim} in a width of {d.hidden}"
+    if dims.head_dim * dims.heads != dims.hidden:
+        size = f"{dims.heads} heads of {dims.head_dim} in a width of {dims.hidden}"
         problems.append(
             _unknown("internlm-head-size-unsupported", "InternEvo does not support heads of this size", size)
         )
@@ -47,10 +47,10 @@ def fit(request: Request) -> Request:
     return request
 
 
-def shares(d: Dims, layout: Layout) -> Iterator[Problem]:
+def shares(dims: Dims, layout: Layout) -> Iterator[Problem]:
     """A problem for each size that tensor-parallel ranks cannot share."""
-    sizes = ("attention heads", d.heads), ("query groups", d.groups), ("the MLP's width", d.ffn)
-    rows = ("the vocabulary", d.vocab)
+    sizes = ("attention heads", dims.heads), ("query groups", dims.groups), ("the MLP's width", dims.ffn)
+    rows = ("the vocabulary", dims.vocab)
     yield from misfits("--tp", layout.tp, [divided(*size) for size in (*sizes, rows)])
 
 

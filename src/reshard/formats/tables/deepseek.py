@@ -209,7 +209,9 @@ def hub_config(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     indexed = any(f".{_INDEXER}." in name for name in tensors)
     biased = any(name.endswith(".e_score_correction_bias") for name in tensors)
     grouped = "group_limited_greedy" if said["n_expert_groups"] > 1 else "greedy"
-    version = "V32" if indexed else "V3" if is_sigmoid or biased else "V2"
+    version = "V3" if is_sigmoid or biased else "V2"
+    if indexed:
+        version = "V32"
     return {
         "model_type": f"deepseek_{version.lower()}",
         "architectures": [f"Deepseek{version}ForCausalLM"],

@@ -174,7 +174,10 @@ def _config(params: Mapping[str, Any], tensors: Mapping[str, Tensor], *, tied: b
     table = tensors.get(EMBEDDING)
     widths = (tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".w1.weight"))
     vocab = table.shape[0] if table and table.shape else params.get("vocab_size")
-    is_3, is_scaled = vocab == LLAMA_3, bool(params.get("use_scaled_rope"))
+    is_3 = vocab == LLAMA_3
+    length, scaling = 8192 if is_3 else 4096, None
+    if params.get("use_scaled_rope"):
+        length, scaling = 131072, {**SCALED, "factor": 32.0 if tied else 8.0}
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -185,10 +188,10 @@ def _config(params: Mapping[str, Any], tensors: Mapping[str, Tensor], *, tied: b
         "num_attention_heads": params["n_heads"],
         "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
         "rms_norm_eps": params.get("norm_eps", 1e-5),
-        "max_position_embeddings": 131072 if is_scaled else 8192 if is_3 else 4096,
+        "max_position_embeddings": length,
         "hidden_act": "silu",
         "rope_theta": params.get("rope_theta") or (500000.0 if is_3 else 10000.0),
-        "rope_scaling": {**SCALED, "factor": 32.0 if tied else 8.0} if is_scaled else None,
+        "rope_scaling": scaling,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": tied,
@@ -218,35 +221,32 @@ def _assumed(params: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[s
 
 def fit(request: Request) -> Request:
     """Refuse models that Meta's code does not build, and ranks that do not divide its sizes; all problems at once."""
-    d = request.declared.dims
-    problems = [*shares(d, request.layout), *_unlike(d, request.config)]
+    dims = request.declared.dims
+    problems = [*shares(dims, request.layout), *_unlike(dims, request.config)]
     if problems:
         raise ReshardError(problems)
     return request
 
 
-def _unlike(d: Dims, config: Mapping[str, Any]) -> Iterator[Problem]:
+def _unlike(dims: Dims, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of what params.json cannot say."""
     scaling = rope_parameters(config)
     kind = scaling.get("rope_type", "default")
-    odd = {
-        "heads that together are as wide as the model": ""
-        if d.heads * d.head_dim == d.hidden
-        else f"{d.heads} heads of {d.head_dim} in a width of {d.hidden}",
-        "a plain rope, or Llama 3's scaled one": ""
-        if kind == "default" or {**SCALED, **scaling} == {**scaling, **SCALED}
-        else f"rope_type {kind!r}",
-    }
+    odd = {}
+    if dims.heads * dims.head_dim != dims.hidden:
+        widths = f"{dims.heads} heads of {dims.head_dim} in a width of {dims.hidden}"
+        odd["heads that together are as wide as the model"] = widths
+    if kind != "default" and {**SCALED, **scaling} != {**scaling, **SCALED}:
+        odd["a plain rope, or Llama 3's scaled one"] = f"rope_type {kind!r}"
     for expected, found in odd.items():
-        if found:
-            yield Problem(
-                "meta-model-unsupported",
-                "Meta's code does not build this model",
-                rule=f"{PARAMS} has few settings, and the model must compute the same",
-                expected=expected,
-                found=found,
-                remedy="choose another format with --to",
-            )
+        yield Problem(
+            "meta-model-unsupported",
+            "Meta's code does not build this model",
+            rule=f"{PARAMS} has few settings, and the model must compute the same",
+            expected=expected,
+            found=found,
+            remedy="choose another format with --to",
+        )
 
 
 def complete(request: Request) -> Request:
@@ -267,15 +267,15 @@ def lay_out(request: Request) -> list[OutputFile]:
 
 
 def _new_params(request: Request) -> dict[str, Any]:
-    d, config = request.declared.dims, request.config
+    dims, config = request.declared.dims, request.config
     rope = rope_parameters(config)
     return {
-        "dim": d.hidden,
-        "n_layers": d.layers,
-        "n_heads": d.heads,
-        "n_kv_heads": d.groups,
-        "vocab_size": d.vocab,
-        **settings_of_width(d.hidden, d.ffn),
+        "dim": dims.hidden,
+        "n_layers": dims.layers,
+        "n_heads": dims.heads,
+        "n_kv_heads": dims.groups,
+        "vocab_size": dims.vocab,
+        **settings_of_width(dims.hidden, dims.ffn),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
         "use_scaled_rope": rope.get("rope_type") == SCALED["rope_type"],
