@@ -1,4 +1,4 @@
-"""The embedding and the head of a merged model: no longer tied if an adapter changes either, and equally long.
+"""The embedding and the head of a merged model: untied if an adapter changes either, and of equal length.
 
 New tokens resize both, but PEFT 0.21 may save only one: if `target_modules` has the embedding or the head, just those
 that have an adapter. The other one's new rows, which no training changed, are then in no file. transformers starts them

@@ -1,4 +1,4 @@
-"""The vocabulary in which families are declared.
+"""Rules, with which families are declared, and blocks of rules that many of them share.
 
 A rule expresses one Hugging Face tensor as a view over the tensors of Megatron-Core. Names contain
 `{layer}` and `{expert}`. A block (attention, MLP, mixture of experts …) is a list of rules whose names are

@@ -1,4 +1,4 @@
-"""Metadata while they are collected: unknown and empty values are left out, as in llama.cpp's converter."""
+"""Collect metadata for a GGUF file: unknown and empty values are left out, as in llama.cpp's converter."""
 
 from __future__ import annotations
 
