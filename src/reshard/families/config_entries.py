@@ -125,7 +125,7 @@ def _translate(name: str, value: Any, values: Mapping[Any, Any] | None) -> Any:
     return values[value]
 
 
-def same(name: str, **options: Any) -> Key:
+def same_key(name: str, **options: Any) -> Key:
     """One value with the same name on both sides."""
     return Key(name, name, **options)
 

@@ -245,14 +245,8 @@ SIGNS_OF_TENSORS = (
 )
 """Names of tensors that only one tool has, and that are not the Hub's."""
 _ANY_TENSOR = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in SIGNS_OF_TENSORS))
-CODES = {
-    kind.code
-    for kind in (
-        ORBAX,
-        *(sign.kind for sign in SIGNS),
-        *(kind for _, kind in (*SIGNS_OF_NAMES, *SIGNS_OF_TENSORS)),
-    )
-}
+_KINDS_BY_NAME = {kind for _, kind in (*SIGNS_OF_NAMES, *SIGNS_OF_TENSORS)}
+CODES = {kind.code for kind in (ORBAX, *(sign.kind for sign in SIGNS), *_KINDS_BY_NAME)}
 
 
 def recognized(path: Path) -> Problem | None:

@@ -9,8 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.algebra.views import concat
-from reshard.families.config_entries import Activation, Args, Config, ConfigEntry, Const, Key, Values, first
-from reshard.families.config_entries import same as alike
+from reshard.families.config_entries import (
+    Activation,
+    Args,
+    Config,
+    ConfigEntry,
+    Const,
+    Key,
+    Values,
+    first,
+    same_key,
+)
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, ROUTER, SIGMOID_ROUTER
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import OuterModel
@@ -119,8 +128,8 @@ NEMOTRON_H = Family(
         *GROUPED_HEADS,
         Pattern(),
         Key("layer_norm_epsilon", "norm_epsilon", also=("layernorm_epsilon",), default=1e-5),
-        alike("mamba_num_heads"),
-        alike("mamba_head_dim"),
+        same_key("mamba_num_heads"),
+        same_key("mamba_head_dim"),
         Key("n_groups", "mamba_num_groups"),
         Key("ssm_state_size", "mamba_state_dim"),
         Const(
@@ -133,7 +142,7 @@ NEMOTRON_H = Family(
         NO_QK_NORM,
         *ROUTER,
         Key("n_routed_experts", "num_experts"),
-        alike("moe_shared_expert_intermediate_size"),
+        same_key("moe_shared_expert_intermediate_size"),
         Key("routed_scaling_factor", "moe_router_topk_scaling_factor", none=1.0),
         Const(args={"moe_router_dtype": "fp32"}),
         *SIGMOID_ROUTER,

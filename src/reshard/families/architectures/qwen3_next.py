@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import accumulate
 
 from reshard.algebra.views import View, concat
 from reshard.families.config_entries import (
@@ -23,8 +24,8 @@ from reshard.families.config_entries import (
     SparseStep,
     Values,
     first,
+    same_key,
 )
-from reshard.families.config_entries import same as one
 from reshard.families.config_map import GROUPED_HEADS, MTP, NO_BIAS, QK_NORM, ROUTER, SOFTMAX_ROUTER
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
@@ -56,9 +57,10 @@ def _parts(name: str, heads: int, rows: Mapping[str, int], inner: tuple[int, ...
         return {
             part: native(f"{name}.{part}", heads * n, *inner).split(0, heads, n) for part, n in rows.items()
         }
-    whole = native(name, heads * sum(rows.values()), *inner).split(0, heads, sum(rows.values()))
-    ends = {part: sum(list(rows.values())[: i + 1]) for i, part in enumerate(rows)}
-    return {part: whole[:, end - rows[part] : end] for part, end in ends.items()}
+    per_head = sum(rows.values())
+    whole = native(name, heads * per_head, *inner).split(0, heads, per_head)
+    last = accumulate(rows.values())
+    return {part: whole[:, end - count : end] for (part, count), end in zip(rows.items(), last, strict=True)}
 
 
 def delta_net(dims: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> Block:
@@ -110,9 +112,8 @@ def hybrid(
     experts = [*beside, *stacked_experts(dims, transposed=False)] if stacked else apart
     for attends, mixer in ((False, delta), (True, gated)):
         for sparse, channels in ((True, experts), (False, mlp(dims))):
-            layers = [
-                n for n in range(dims.layers) if (n in dims.delta, n in dims.sparse) == (not attends, sparse)
-            ]
+            wanted = (not attends, sparse)
+            layers = [n for n in range(dims.layers) if (n in dims.delta, n in dims.sparse) == wanted]
             if layers:
                 block = [*norms(dims), *mixer, *channels]
                 yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
@@ -164,11 +165,11 @@ DELTA_NET: tuple[ConfigEntry, ...] = (
         }
     ),
     DeltaLayers(),
-    one("linear_conv_kernel_dim", default=4),
-    one("linear_key_head_dim", default=128),
-    one("linear_value_head_dim", default=128),
-    one("linear_num_key_heads", default=16),
-    one("linear_num_value_heads", default=32),
+    same_key("linear_conv_kernel_dim", default=4),
+    same_key("linear_key_head_dim", default=128),
+    same_key("linear_value_head_dim", default=128),
+    same_key("linear_num_key_heads", default=16),
+    same_key("linear_num_value_heads", default=32),
     *GROUPED_HEADS,
     Rope(fraction=0.25),
     NO_BIAS,

@@ -154,7 +154,9 @@ def _files(weights: Path) -> dict[str, list[ParameterFile]]:
 
 def _place(match: re.Match[str]) -> AxisRanks | None:
     axes = [match[axis].split("-of-") for axis in ("pp", "tp", "ep") if match[axis]]
-    return AxisRanks(*zip(*(map(int, axis) for axis in axes), strict=True)) if axes else None
+    if not axes:
+        return None
+    return AxisRanks(tuple(int(rank) for rank, _ in axes), tuple(int(ranks) for _, ranks in axes))
 
 
 def _layout(files: Mapping[str, Sequence[ParameterFile]]) -> SavedLayout:
