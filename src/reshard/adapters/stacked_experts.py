@@ -18,7 +18,14 @@ from reshard.adapters.adapter import LowRankPair
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 
-ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+ROLE_OF_PROJECTION = {
+    "gate_proj": "gate",
+    "w1": "gate",
+    "up_proj": "up",
+    "w3": "up",
+    "down_proj": "down",
+    "w2": "down",
+}
 _WRAPPED = re.compile(r"(\.base_layer)+$")
 
 
@@ -110,10 +117,10 @@ class ExpertStacks:
             return {}
         found: dict[int, dict[str, str]] = {}
         for spelling in (place, place.replace(".mlp.", ".block_sparse_moe.")):
-            pattern = re.compile(rf"{re.escape(spelling)}\.(\d+)\.({'|'.join(ROLES)})\.weight")
+            pattern = re.compile(rf"{re.escape(spelling)}\.(\d+)\.({'|'.join(ROLE_OF_PROJECTION)})\.weight")
             for name in self._weights:
                 if match := pattern.fullmatch(name):
-                    found.setdefault(int(match[1]), {})[ROLES[match[2]]] = name
+                    found.setdefault(int(match[1]), {})[ROLE_OF_PROJECTION[match[2]]] = name
         return found
 
 

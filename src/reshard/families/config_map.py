@@ -204,7 +204,7 @@ QWEN_EXPERTS: tuple[ConfigEntry, ...] = (
 )
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """The keys in which configs have the number of experts of a layer."""
 
 LATENT_ATTENTION: tuple[ConfigEntry, ...] = (

@@ -78,7 +78,7 @@ def _file_names() -> checkpoint_names.FileNames:
     return checkpoint_names.FileNames(
         usual=tuple({*companions.USUAL_FILES, *naming, *(file for each in formats for file in each.files)}),
         naming=naming,
-        weights=huggingface.WEIGHTS,
+        weights=huggingface.WEIGHT_SUFFIXES,
         other=huggingface.FOR_OTHER_PROGRAMS,
         twice=huggingface.STORED_AGAIN,
     )

@@ -18,7 +18,7 @@ from reshard.formats.contract import (
     HUB,
     KEEPS_ITS_DTYPE,
     MASTER_STATE,
-    ROUTER,
+    ROUTER_WEIGHT,
     PlannedStates,
     Request,
     Target,
@@ -83,7 +83,7 @@ class OutputTypes:
     def _stays(self, name: str, stored: DType) -> bool:
         if name.endswith(KEEPS_ITS_DTYPE):
             return True
-        if stored.name != "float32" or self._widened or not ROUTER.search(name):
+        if stored.name != "float32" or self._widened or not ROUTER_WEIGHT.search(name):
             return False
         return self._stored is not None and self._stored.itemsize == 2
 

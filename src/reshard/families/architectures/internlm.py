@@ -20,7 +20,7 @@ from reshard.families.config_map import DERIVED_HEADS, EXPERTS_EVERYWHERE, GROUP
 from reshard.families.dialects.internevo import HUB_ENDS, W123, dialects, evo_internlm, evo_internlm2
 from reshard.families.family import MCORE, MCORE_BRIDGE, Family
 from reshard.families.rope import (
-    DYNAMIC,
+    DYNAMIC_ROPE_NOTE,
     Rope,
     RotaryEmbedding,
     rope_contradictions,
@@ -64,7 +64,7 @@ class Rotary(RotaryEmbedding):
 
     def notices(self, config: Config) -> Iterator[str]:
         if (config.get("rotary") or {}).get("type") == "dynamic":
-            yield DYNAMIC
+            yield DYNAMIC_ROPE_NOTE
 
 
 def internlm(dims: Dims) -> Iterator[Rule]:

@@ -10,7 +10,7 @@ from reshard.families.dialects import gguf, maxtext
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms
-from reshard.families.transformers_5 import BLOCK_SPARSE
+from reshard.families.transformers_5 import BLOCK_SPARSE_NAMES
 
 
 def rules(dims: Dims) -> Iterator[Rule]:
@@ -35,7 +35,7 @@ MIXTRAL = Family(
         *EXPERTS_EVERYWHERE,
     ),
     dialects={**gguf.MIXTRAL, **maxtext.MIXTRAL},
-    live=BLOCK_SPARSE,
+    live=BLOCK_SPARSE_NAMES,
     precedence=1,
     judged=(MCORE,),
 )

@@ -15,9 +15,9 @@ from reshard.families.dialects.internevo import heads_in_halves
 from reshard.families.family import Rules
 from reshard.families.rules import Block, Dims, Rule, native, same, under
 
-MODEL = "model."
-EMBEDDING = f"{MODEL}token_position_embeddings.pp_block.token_embedding.weight"
-HEAD = f"{MODEL}lm_head.pp_block.weight"
+MODEL_PREFIX = "model."
+EMBEDDING = f"{MODEL_PREFIX}token_position_embeddings.pp_block.token_embedding.weight"
+HEAD = f"{MODEL_PREFIX}lm_head.pp_block.weight"
 QKV = "attn.qkv_proj."
 
 
@@ -32,14 +32,16 @@ def rules(dims: Dims, *, interleaved: bool) -> Iterator[Rule]:
     head = table if dims.tied else native(HEAD, dims.vocab, dims.hidden)
     yield Rule("model.embed_tokens.weight", table)
     yield Rule("lm_head.weight", head, copy=dims.tied, written=not dims.tied)
-    yield same("model.norm.weight", f"{MODEL}final_layer_norm.pp_block.weight", dims.hidden)
+    yield same("model.norm.weight", f"{MODEL_PREFIX}final_layer_norm.pp_block.weight", dims.hidden)
     norms = [same(f"{each}.weight", f"{each}.weight", dims.hidden) for each in NORMS]
     shared = [*norms, *_attention(dims, interleaved=interleaved)]
     plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
     for layers, block in ((plain, partial(_mlp, ffn=dims.ffn)), (dims.sparse, _experts)):
         if layers:
             found = [*shared, *block(dims)]
-            yield from under("model.layers.{layer}", f"{MODEL}decoder.{{layer}}.pp_block", found, layers)
+            yield from under(
+                "model.layers.{layer}", f"{MODEL_PREFIX}decoder.{{layer}}.pp_block", found, layers
+            )
 
 
 DIALECTS: Mapping[str, Rules] = {

@@ -17,8 +17,8 @@ from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_t
 from reshard.families.rope import rope_parameters
 from reshard.families.rules import Dims
 from reshard.formats.contract import Request
-from reshard.formats.internlm.model_config import CONFIG, engine_config, is_dynamic
-from reshard.formats.internlm.tensor_names import EMBEDDINGS, HEADS, place_of, split_of
+from reshard.formats.internlm.model_config import MODEL_CONFIG, engine_config, is_dynamic
+from reshard.formats.internlm.tensor_names import EMBEDDINGS, HEAD_NAMES, place_of, split_of
 from reshard.formats.sharding import Split, blocks_of, divided, misfits, shard_of
 from reshard.transfer.plan import OutputFile, Planned
 
@@ -100,7 +100,7 @@ def lay_out(request: Request) -> list[OutputFile]:
         for stage in range(layout.pp)
         for tp in range(layout.tp)
     ]
-    return [*files, OutputFile.of_bytes(CONFIG, image_bytes(layout_torch_file(config)))]
+    return [*files, OutputFile.of_bytes(MODEL_CONFIG, image_bytes(layout_torch_file(config)))]
 
 
 def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:
@@ -158,7 +158,7 @@ def split_of_new(name: str) -> Split | None:
     """How tensor parallelism cuts a tensor: the embedding by its columns (`embed_split_hidden`), the head by rows."""
     if name in EMBEDDINGS:
         return Split(1)
-    return Split(0) if name in HEADS else split_of(place_of(name).module, weight_parallel=False)
+    return Split(0) if name in HEAD_NAMES else split_of(place_of(name).module, weight_parallel=False)
 
 
 def rank_file(
