@@ -119,9 +119,8 @@ def prefix_of(names: Iterable[str], anchors: Sequence[str] = ANCHORS) -> str:
     of the model, next to a vision tower. `anchors` are beginnings of a model's own names, the surest first.
     """
     bare = [_bare(name) for name in names]
-    found = next(
-        (prefix for anchor in anchors for name in bare if (prefix := _before(anchor, name)) is not None), ""
-    )
+    prefixes = (_before(anchor, name) for anchor in anchors for name in bare)
+    found = next((prefix for prefix in prefixes if prefix is not None), "")
     rest = [name for name in bare if not name.startswith(found)]
     return found if not rest or any(anchor in name for name in rest for anchor in anchors) else ""
 

@@ -196,12 +196,9 @@ def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
             found=next(path.name for path in found if PIPELINE_FILE.fullmatch(path.name)),
             remedy="load it in the script that trained it, and save the model's own state dict",
         )
-    ranks = {
-        int(match["model_rank"])
-        for path in found
-        for pattern in (MODEL_FILE, OPTIMIZER_FILE, EXPERT_FILE)
-        if (match := pattern.fullmatch(path.name))
-    }
+    patterns = (MODEL_FILE, OPTIMIZER_FILE, EXPERT_FILE)
+    matches = (pattern.fullmatch(path.name) for path in found for pattern in patterns)
+    ranks = {int(match["model_rank"]) for match in matches if match}
     if ranks - {0}:
         raise ReshardError(
             "deepspeed-tensor-parallel-unsupported",
