@@ -537,6 +537,6 @@ def test_the_real_deepspeed_loads_what_is_written(
 
 
 def test_names_of_files_are_told_apart() -> None:
-    assert step_files.OPTIMIZER.fullmatch("bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt")
-    assert step_files.OPTIMIZER.fullmatch("zero_pp_rank_1_mp_rank_00optim_states.pt")
-    assert step_files.MODEL.fullmatch("layer_0_expert_1_mp_rank_00_model_states.pt") is None
+    assert step_files.OPTIMIZER_FILE.fullmatch("bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt")
+    assert step_files.OPTIMIZER_FILE.fullmatch("zero_pp_rank_1_mp_rank_00optim_states.pt")
+    assert step_files.MODEL_FILE.fullmatch("layer_0_expert_1_mp_rank_00_model_states.pt") is None

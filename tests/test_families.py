@@ -29,7 +29,7 @@ from reshard.algebra.layout import Layout
 from reshard.base.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.config_entries import Key
-from reshard.families.config_map import EXPERTS
+from reshard.families.config_map import EXPERT_COUNT_KEYS
 from reshard.oracle.transformers import Logits, load_model, transformers_logits
 from tests.genuine.huggingface import VARIANTS
 from tests.judges import (
@@ -311,4 +311,4 @@ def qwen3_next_mtp_logits(folder: Path) -> Logits:
 def test_the_keys_of_experts_are_those_that_families_declare() -> None:
     entries = (entry for family in FAMILIES.values() for entry in family.config.entries)
     declared = {entry.key for entry in entries if isinstance(entry, Key) and entry.arg == "num_experts"}
-    assert declared == {*EXPERTS}
+    assert declared == {*EXPERT_COUNT_KEYS}

@@ -50,7 +50,7 @@ def megatron(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_parts_and_threads_change_nothing(
     order: str, workers: int, model: Path, megatron: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "PART", 1000)
+    monkeypatch.setattr(prefetch, "PART_BYTES", 1000)
     found = streamed(megatron, order=order, workers=workers, memory="16MiB")
     assert_same_tensors(found, tensors_of(model))
     if order == "model":
@@ -161,7 +161,7 @@ def test_a_loop_may_end_early(megatron: Path) -> None:
 
 def test_a_forked_process_cannot_go_on_with_it(megatron: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a worker of torch's DataLoader would: its process has no threads that read."""
-    monkeypatch.setattr(prefetch, "PART", 1 << 10)
+    monkeypatch.setattr(prefetch, "PART_BYTES", 1 << 10)
     stream = iter(reshard.stream(megatron))
     next(stream)
     child = os.fork()

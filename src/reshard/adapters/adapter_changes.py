@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from reshard.adapters.adapter import Adapter, LowRankPair
 from reshard.adapters.merge import MergeTarget, targets
-from reshard.adapters.stacked_experts import ROLES, like, turned_pair
+from reshard.adapters.stacked_experts import ROLE_OF_PROJECTION, like, turned_pair
 from reshard.adapters.to_megatron import zeros
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import concat
@@ -23,7 +23,9 @@ from reshard.base.errors import Problem
 Same = Callable[[Tensor, Tensor], bool]
 GATE_UP, DOWN = "gate_up", "down"
 PROJECTION_OF_ROLE = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_OF_EXPERT = re.compile(rf"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<name>{'|'.join(ROLES)})\.weight")
+_OF_EXPERT = re.compile(
+    rf"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<name>{'|'.join(ROLE_OF_PROJECTION)})\.weight"
+)
 _STACK = re.compile(r"(?P<module>.+\.experts)\.(?P<role>gate_up|down)_proj(?:\.weight)?")
 
 
@@ -136,7 +138,9 @@ class _ExpertPosition(NamedTuple):
 
 def _place(weight: str, layers: Mapping[str, ExpertChanges]) -> _ExpertPosition | None:
     if match := _OF_EXPERT.fullmatch(weight):
-        return _ExpertPosition(layers[match["module"]], [(int(match["index"]), ROLES[match["name"]])])
+        return _ExpertPosition(
+            layers[match["module"]], [(int(match["index"]), ROLE_OF_PROJECTION[match["name"]])]
+        )
     match = _STACK.fullmatch(weight)
     layer = layers.get(match["module"]) if match else None
     if match is None or layer is None:
@@ -156,7 +160,7 @@ def _layers(weights: Mapping[str, Tensor]) -> dict[str, ExpertChanges]:
         if match := _OF_EXPERT.fullmatch(name):
             layer = found.setdefault(match["module"], ExpertChanges(match["module"], 0, {}, {}))
             layer.count = max(layer.count, int(match["index"]) + 1)
-            role, shape = ROLES[match["name"]], (tensor.shape[0], tensor.shape[1])
+            role, shape = ROLE_OF_PROJECTION[match["name"]], (tensor.shape[0], tensor.shape[1])
             layer.names, layer.shapes = {**layer.names, role: match["name"]}, {**layer.shapes, role: shape}
         elif (match := _STACK.fullmatch(name)) and match["role"] == GATE_UP and len(tensor.shape) == 3:
             module = match["module"]

@@ -22,7 +22,7 @@ from reshard.folders.base_hints import RUN_CONFIG, read_yaml
 from reshard.folders.companions import read_object
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron import nemo, nemo_1
-from reshard.formats.peft import CONFIG
+from reshard.formats.peft import ADAPTER_CONFIG
 from reshard.transfer.source_files import Sources
 
 Defaults = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -111,7 +111,7 @@ class AdapterSettings:
                 file=self.source,
                 expected=f"at most {REPEATS} of * + {{ in a regular expression, and none behind a group",
                 found=reprlib.repr(endless[0]),
-                remedy=f"write the key in {CONFIG} as a simpler expression",
+                remedy=f"write the key in {ADAPTER_CONFIG} as a simpler expression",
                 values={"patterns": patterns},
             )
         try:
@@ -122,7 +122,7 @@ class AdapterSettings:
                 f"{patterns} has a key that is not a regular expression",
                 file=self.source,
                 found=f"{error.pattern!r}: {error}",
-                remedy=f"correct the key in {CONFIG}",
+                remedy=f"correct the key in {ADAPTER_CONFIG}",
                 values={"patterns": patterns},
             ) from None
 
@@ -145,7 +145,7 @@ def missing_alpha(module: str | None = None, file: str | None = None) -> Problem
         tensor=module,
         file=file,
         rule="the change of an adapter is scaled by alpha/r, and the tensors only show r",
-        expected=f"{CONFIG} next to the weights, or a training config with lora_alpha",
+        expected=f"{ADAPTER_CONFIG} next to the weights, or a training config with lora_alpha",
         remedy="pass the alpha that the adapter was trained with: --lora-alpha N",
     )
 
@@ -170,8 +170,10 @@ def _folders(checkpoint: Checkpoint) -> Iterator[Path]:
 
 def _in(folder: Path, sources: Sources) -> Iterator[AdapterSettings]:
     """The settings in one folder, from the most reliable file on."""
-    if (folder / CONFIG).is_file() and belongs(folder / CONFIG, folder, sources):
-        yield AdapterSettings(read_object(folder / CONFIG, sources), str(folder / CONFIG), written=True)
+    if (folder / ADAPTER_CONFIG).is_file() and belongs(folder / ADAPTER_CONFIG, folder, sources):
+        yield AdapterSettings(
+            read_object(folder / ADAPTER_CONFIG, sources), str(folder / ADAPTER_CONFIG), written=True
+        )
     for name, keys in TRAINING_NOTES.items():
         if (folder / name).is_file() and (content := _known(_object(folder / name, sources), keys)):
             yield AdapterSettings(content, str(folder / name))
@@ -202,9 +204,9 @@ def _of_nemo_2(told: Mapping[str, Any]) -> dict[str, Any]:
     return {"dim": 32, "alpha": 32} if is_lora else {}
 
 
-BRIDGE = {"dim": "r", "alpha": "lora_alpha"}
+BRIDGE_KEYS = {"dim": "r", "alpha": "lora_alpha"}
 IN_YAML: tuple[tuple[str, tuple[str, ...], Mapping[str, str], Defaults], ...] = (
-    (RUN_CONFIG, ("peft",), BRIDGE, _nothing),
+    (RUN_CONFIG, ("peft",), BRIDGE_KEYS, _nothing),
     (
         nemo_1.CONFIG_FILE,
         ("peft", "lora_tuning"),
@@ -214,7 +216,7 @@ IN_YAML: tuple[tuple[str, tuple[str, ...], Mapping[str, str], Defaults], ...] = 
     (
         f"{nemo.CONTEXT}/{nemo.MODEL}",
         ("model_transform",),
-        {**BRIDGE, "dropout": "lora_dropout"},
+        {**BRIDGE_KEYS, "dropout": "lora_dropout"},
         _of_nemo_2,
     ),
 )
@@ -313,7 +315,7 @@ def rank_problems(settings: AdapterSettings, ranks: Iterable[tuple[str, int]]) -
                 "the adapter's config and its tensors disagree on the rank",
                 tensor=module,
                 file=settings.source,
-                expected=f"{wanted} ({CONFIG})",
+                expected=f"{wanted} ({ADAPTER_CONFIG})",
                 found=f"{rank} (tensors)",
-                remedy=f"put the {CONFIG} that was saved with the tensors next to them",
+                remedy=f"put the {ADAPTER_CONFIG} that was saved with the tensors next to them",
             )

@@ -1,4 +1,4 @@
-"""The embedding and the head of a merged model: no longer tied if an adapter changes either, and equally long.
+"""The embedding and the head of a merged model: untied if an adapter changes either, and of equal length.
 
 New tokens resize both, but PEFT 0.21 may save only one: if `target_modules` has the embedding or the head, just those
 that have an adapter. The other one's new rows, which no training changed, are then in no file. transformers starts them
@@ -110,7 +110,8 @@ def resize(adapter: Adapter, base: Mapping[str, Tensor], weights: dict[str, Tens
     (rows,) = sizes
     for name, table in _tables(weights).items():
         if name not in own and table.shape[0] != rows:
-            copy = adapter.base.get(embedding if name == HEAD else HEAD) if tied else None
+            other = embedding if name == HEAD else HEAD
+            copy = adapter.base.get(other) if tied else None
             weights[name] = Tensor(table.dtype, copy.view if copy else _resized(table, rows))
 
 

@@ -88,10 +88,10 @@ def _under_hub_names(
         return
     hubs = sorted(owners.get(f"{part.module}.weight", ()), key=lambda item: _first_row(item[1]))
     linear = part.module.rpartition(".")[2]
-    columns = "A" if part.side == "A" else "B"
     if part.part:
         roles = _PARTS.get(linear, ())
-        hubs = [hubs[roles.index(part.part)]] if part.part in roles and len(roles) == len(hubs) else []
+        of_role = dict(zip(roles, hubs, strict=True)) if len(roles) == len(hubs) else {}
+        hubs = [of_role[part.part]] if part.part in of_role else []
     for hub, bound in hubs:
         view = tensor.view
         if part.side == "B":
@@ -99,7 +99,7 @@ def _under_hub_names(
             if not part.part:
                 view = rows_like(bound.view, view.shape[1]).through(_only(view))
         module = hub.removesuffix(".weight")
-        yield f"{module}.lora_{columns}.{part.name}.weight", Tensor(tensor.dtype, view)
+        yield f"{module}.lora_{part.side}.{part.name}.weight", Tensor(tensor.dtype, view)
 
 
 def _mixed(checkpoint: Checkpoint, dims: Dims) -> Iterator[Problem]:
@@ -128,8 +128,8 @@ def _parse(name: str) -> _PairHalf | None:
     match = _PAIR.fullmatch(name)
     if not match:
         return None
-    bridge = match["bridge"]
-    side = match["swift"][-1] if match["swift"] else ("A" if bridge == "linear_in" else "B")
+    swift, bridge = match["swift"], match["bridge"]
+    side = "A" if bridge == "linear_in" or (swift and swift.endswith("A")) else "B"
     return _PairHalf(match["module"], side, match["part"] or "", match["name"] or "default", bool(bridge))
 
 

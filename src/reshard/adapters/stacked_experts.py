@@ -18,7 +18,14 @@ from reshard.adapters.adapter import LowRankPair
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 
-ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+ROLE_OF_PROJECTION = {
+    "gate_proj": "gate",
+    "w1": "gate",
+    "up_proj": "up",
+    "w3": "up",
+    "down_proj": "down",
+    "w2": "down",
+}
 _WRAPPED = re.compile(r"(\.base_layer)+$")
 
 
@@ -90,9 +97,10 @@ class ExpertStacks:
             return []
         ffn, hidden = self._weights[experts[min(experts)]["gate"]].shape
         own = {"gate": slice(0, ffn), "up": slice(ffn, 2 * ffn)}
-        if (out := pair.b.shape[0], width := pair.a.shape[1]) == (hidden, ffn):
+        changed = (pair.b.shape[0], pair.a.shape[1])
+        if changed == (hidden, ffn):
             own = {"down": slice(0, hidden)}
-        elif (out, width) != (2 * ffn, hidden):
+        elif changed != (2 * ffn, hidden):
             return []
         place = _WRAPPED.sub("", module)
         parameter = f"{place}.{'down_proj' if len(own) == 1 else 'gate_up_proj'}"
@@ -109,10 +117,10 @@ class ExpertStacks:
             return {}
         found: dict[int, dict[str, str]] = {}
         for spelling in (place, place.replace(".mlp.", ".block_sparse_moe.")):
-            pattern = re.compile(rf"{re.escape(spelling)}\.(\d+)\.({'|'.join(ROLES)})\.weight")
+            pattern = re.compile(rf"{re.escape(spelling)}\.(\d+)\.({'|'.join(ROLE_OF_PROJECTION)})\.weight")
             for name in self._weights:
                 if match := pattern.fullmatch(name):
-                    found.setdefault(int(match[1]), {})[ROLES[match[2]]] = name
+                    found.setdefault(int(match[1]), {})[ROLE_OF_PROJECTION[match[2]]] = name
         return found
 
 

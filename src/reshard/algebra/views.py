@@ -67,76 +67,103 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+class _Run(NamedTuple):
+    """Elements `start + Σ i·step` of a linear space that two runs share are elements `at + Σ i·stride` elsewhere.
+
+    Axes are (count, step, stride), nested, outermost first.
+    """
+
+    start: int
+    at: int
+    axes: tuple[Axis, ...]
+
+    def cell(self, index: int) -> _Run:
+        """What the outermost axis has at `index`."""
+        _, step, stride = self.axes[0]
+        return _Run(self.start + index * step, self.at + index * stride, self.axes[1:])
+
+
 def _span(axes: Sequence[Axis]) -> int:
-    """The extent of a run in the shared space, which is the middle entry of its axes."""
+    """The extent of a run in the shared space."""
     reach = 1
-    for count, mid, _ in axes:
-        reach += (count - 1) * mid
+    for count, step, _ in axes:
+        reach += (count - 1) * step
     return reach
 
 
-def _meet(
-    a: int, a_axes: tuple[Axis, ...], x: int, b: int, b_axes: tuple[Axis, ...], y: int, done: tuple[Axis, ...]
-) -> Iterator[tuple[int, int, tuple[Axis, ...]]]:
-    """Yield the intersection of two strided runs, as (x, y, axes of (count, x stride, y stride)).
+def _flipped(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Axes with their two strides exchanged."""
+    return tuple((count, target, source) for count, source, target in axes)
 
-    Run A covers `a + Σ i·mid` of a shared linear space and maps to `x + Σ i·out` elsewhere; run B
-    likewise with `b` and `y`. Axes are (count, mid stride, out stride), nested, outermost first. The run
-    whose outermost step is longer is walked cell by cell; the other one is cut so that it takes the same
-    steps, until both step together and only the distance between them matters.
+
+def _meet(one: _Run, other: _Run, done: tuple[Axis, ...] = ()) -> Iterator[tuple[int, int, tuple[Axis, ...]]]:
+    """Yield the intersection of two runs, as (element of one, element of the other, axes).
+
+    Axes are (count, stride of one, stride of the other), beginning with those that are `done`. The run whose outermost
+    step is longer is walked cell by cell; the other one is cut so that it takes the same steps, until both step
+    together and only the distance between them matters.
     """
-    reach_a, reach_b = _span(a_axes), _span(b_axes)
-    if a + reach_a <= b or b + reach_b <= a:
+    if one.start + _span(one.axes) <= other.start or other.start + _span(other.axes) <= one.start:
         return
-    if not a_axes and not b_axes:
-        yield x, y, done
-        return
-    if not a_axes or (b_axes and b_axes[0][1] > a_axes[0][1]):
-        for y_, x_, axes in _meet(b, b_axes, y, a, a_axes, x, tuple((n, s, t) for n, t, s in done)):
-            yield x_, y_, tuple((n, s, t) for n, t, s in axes)
-        return
+    if not one.axes and not other.axes:
+        yield one.at, other.at, done
+    elif not one.axes or (other.axes and other.axes[0][1] > one.axes[0][1]):
+        for at, other_at, axes in _meet(other, one, _flipped(done)):
+            yield other_at, at, _flipped(axes)
+    elif other.axes and other.axes[0][1] == one.axes[0][1]:
+        yield from _meet_in_step(one, other, done)
+    elif parts := _cut_to_cells(one, other):
+        for part in parts:
+            yield from _meet(one, part, done)
+    else:
+        count, step, _ = one.axes[0]
+        first = max(0, (other.start - one.start - _span(one.axes[1:])) // step + 1)
+        last = min(count - 1, (other.start + _span(other.axes) - 1 - one.start) // step)
+        for index in range(first, last + 1):
+            yield from _meet(one.cell(index), other, done)
 
-    n, step, x_step = a_axes[0]
-    a_inner = a_axes[1:]
-    if b_axes and b_axes[0][1] == step:
-        m, _, y_step = b_axes[0]
-        b_inner = b_axes[1:]
-        gap = b - a
-        # A's cell i meets B's cell j only if i - j is one of at most two adjacent numbers.
-        first = (gap - _span(a_inner)) // step + 1
-        last = -((-gap - _span(b_inner)) // step) - 1
-        for ahead in range(first, last + 1):
-            j = max(0, -ahead)
-            count = min(m, n - ahead) - j
-            if count <= 0:
-                continue
-            i = j + ahead
-            together = (*done, (count, x_step, y_step)) if count > 1 else done
-            yield from _meet(
-                a + i * step, a_inner, x + i * x_step, b + j * step, b_inner, y + j * y_step, together
-            )
-        return
 
-    cells = 0
-    if b_axes and step % b_axes[0][1] == 0:
-        m, b_step, y_step = b_axes[0]
-        per_cell = step // b_step
-        head = min(m, -((b - a) // b_step) % per_cell)
-        cells, tail = divmod(m - head, per_cell)
+def _meet_in_step(
+    one: _Run, other: _Run, done: tuple[Axis, ...]
+) -> Iterator[tuple[int, int, tuple[Axis, ...]]]:
+    """`_meet` for two runs whose outermost steps are equal."""
+    (count, step, stride), (other_count, _, other_stride) = one.axes[0], other.axes[0]
+    gap = other.start - one.start
+    # Cell i of one meets cell j of the other only if i - j is one of at most two adjacent numbers.
+    first = (gap - _span(one.axes[1:])) // step + 1
+    last = -((-gap - _span(other.axes[1:])) // step) - 1
+    for ahead in range(first, last + 1):
+        behind = max(0, -ahead)
+        together = min(other_count, count - ahead) - behind
+        if together > 0:
+            axes = (*done, (together, stride, other_stride)) if together > 1 else done
+            yield from _meet(one.cell(behind + ahead), other.cell(behind), axes)
+
+
+def _cut_to_cells(one: _Run, other: _Run) -> list[_Run]:
+    """The other run in parts that take the outermost step of one; nothing if it does not fill two cells of that."""
+    step = one.axes[0][1]
+    if not other.axes or step % other.axes[0][1]:
+        return []
+    count, short, stride = other.axes[0]
+    per_cell = step // short
+    head = min(count, -((other.start - one.start) // short) % per_cell)
+    cells, tail = divmod(count - head, per_cell)
     if cells < 2:
-        first = max(0, (b - a - _span(a_inner)) // step + 1)
-        last = min(n - 1, (b + reach_b - 1 - a) // step)
-        for i in range(first, last + 1):
-            yield from _meet(a + i * step, a_inner, x + i * x_step, b, b_axes, y, done)
-        return
-    for j, axes in (
-        (0, ((head, b_step, y_step),)),
-        (head, ((cells, step, per_cell * y_step), (per_cell, b_step, y_step))),
-        (m - tail, ((tail, b_step, y_step),)),
-    ):
+        return []
+    cuts = [
+        (0, [(head, short, stride)]),
+        (head, [(cells, step, per_cell * stride), (per_cell, short, stride)]),
+        (count - tail, [(tail, short, stride)]),
+    ]
+    parts = []
+    for skipped, axes in cuts:
         if axes[0][0]:
-            cut = tuple(axis for axis in axes if axis[0] > 1) + b_axes[1:]
-            yield from _meet(a, a_axes, x, b + j * b_step, cut, y + j * y_step, done)
+            kept = tuple(axis for axis in axes if axis[0] > 1)
+            parts.append(
+                _Run(other.start + skipped * short, other.at + skipped * stride, kept + other.axes[1:])
+            )
+    return parts
 
 
 def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
@@ -146,9 +173,9 @@ def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
         if axis[0] == 1:
             continue
         if merged:
-            (n, s, t), (m, s_, t_) = merged[-1], axis
-            if s == m * s_ and t == m * t_:
-                merged[-1] = (n * m, s_, t_)
+            (outer, outer_source, outer_target), (count, source, target) = merged[-1], axis
+            if outer_source == count * source and outer_target == count * target:
+                merged[-1] = (outer * count, source, target)
                 continue
         merged.append(axis)
     return tuple(merged)
@@ -262,8 +289,8 @@ class View:
         box = _merged(zip(size, old, strides, strict=True))
         pieces = []
         for piece in self.pieces:
-            run = tuple((n, target, source) for n, source, target in piece.axes)
-            for start, at, axes in _meet(piece.at, run, piece.start, first, box, offset, ()):
+            run = _Run(piece.at, piece.start, _flipped(piece.axes))
+            for start, at, axes in _meet(run, _Run(first, offset, box)):
                 pieces.append(Piece(piece.source, start, at, _tidy(axes)))
         return View(tuple(shape), tuple(pieces))
 
@@ -272,15 +299,13 @@ class View:
         pieces = []
         for piece in self.pieces:
             upper = piece.swapped(None)  # ordered by the space that is now shared
-            run = tuple((n, target, source) for n, source, target in upper.axes)
+            run = _Run(upper.at, upper.start, _flipped(upper.axes))
             end = piece.source_end
             for under in below(piece.source).pieces:
                 if under.at >= end or under.end <= piece.start:
                     continue
-                low = tuple((n, target, source) for n, source, target in under.axes)
-                for at, start, axes in _meet(piece.start, run, piece.at, under.at, low, under.start, ()):
-                    turned = _tidy((n, source, target) for n, target, source in axes)
-                    pieces.append(Piece(under.source, start, at, turned))
+                for at, start, axes in _meet(run, _Run(under.at, under.start, _flipped(under.axes))):
+                    pieces.append(Piece(under.source, start, at, _tidy(_flipped(axes))))
         return View(self.shape, tuple(pieces))
 
     def renamed(self, name: Callable[[Hashable], Hashable]) -> View:
@@ -322,10 +347,9 @@ def overlaps(view: View) -> tuple[Piece, Piece] | None:
     open_pieces: list[Piece] = []
     for piece in ordered:
         open_pieces = [other for other in open_pieces if other.end > piece.at]
-        run = tuple((n, target, source) for n, source, target in piece.axes)
+        run = _Run(piece.at, 0, _flipped(piece.axes))
         for other in open_pieces:
-            their = tuple((n, target, source) for n, source, target in other.axes)
-            if next(_meet(piece.at, run, 0, other.at, their, 0, ()), None) is not None:
+            if next(_meet(run, _Run(other.at, 0, _flipped(other.axes))), None) is not None:
                 return other, piece
         open_pieces.append(piece)
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.families import FAMILIES
-from reshard.families.family import ENGINES, JUDGES
+from reshard.families.family import ENGINE_TITLES, JUDGE_TITLES
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.formats import FORMATS
 from reshard.model.tested_quantizations import TESTED
@@ -40,8 +40,8 @@ def support() -> dict[str, list[dict[str, Any]]]:
         {
             "name": name,
             "architecture": family.architecture,
-            "engine": ENGINES[family.computed_by],
-            "judged": [JUDGES[judge] for judge in family.judged],
+            "engine": ENGINE_TITLES[family.computed_by],
+            "judged": [JUDGE_TITLES[judge] for judge in family.judged],
             "carried": [part.hub for part in family.within.carried] if family.within else [],
             "aliases": [*family.aliases],
         }

@@ -1,4 +1,4 @@
-"""Exceptions as problems, where they leave reshard: on the command line, and from the public functions."""
+"""Turn exceptions into problems that users can read, where they leave a command or a public function."""
 
 from __future__ import annotations
 

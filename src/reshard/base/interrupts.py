@@ -1,4 +1,4 @@
-"""Ctrl-C while the modules of a command are imported, and signals that end what it then does."""
+"""End the process quietly: on Ctrl-C while a command imports its modules, and on signals while it runs."""
 
 from __future__ import annotations
 

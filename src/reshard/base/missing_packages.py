@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NEEDS_NO_QUOTES = re.compile(r"[\w@%+=:,./-]+")
 
-MODULES = {"megatron": "megatron-core", "yaml": "pyyaml"}
+PACKAGE_OF_MODULE = {"megatron": "megatron-core", "yaml": "pyyaml"}
 """Modules whose package has another name."""
 
 
@@ -49,7 +49,7 @@ def remedy(error: ImportError) -> str:
     reshard knows are named.
     """
     module = (error.name or "").partition(".")[0]
-    package = _normal(MODULES.get(module, module))
+    package = _normal(PACKAGE_OF_MODULE.get(module, module))
     if package == "megatron-core":
         return f"{install_command('psutil', 'torch')} && {_line('--no-deps', package)}"
     reshard = _installed("reshard")

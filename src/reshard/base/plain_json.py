@@ -1,4 +1,4 @@
-"""Text and JSON of others, read as plain data in bounded time and memory; too deep nesting raises ValueError."""
+"""Read text and JSON of others as plain data in bounded time and memory; too deep nesting raises ValueError."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class _Distribution:
 
     def __init__(self, state: RunState, executor: Executor, perform: Perform, on_file: OnFile) -> None:
         self._state, self._executor, self._perform, self._on_file = state, executor, perform, on_file
-        self._claims = state.folder.with_name(part_claims.FOLDER)
+        self._claims = state.folder.with_name(part_claims.CLAIMS_FOLDER)
         self._token = secrets.token_hex(8)
         self._tries: Counter[int] = Counter()
         self._jobs: dict[str, FileJob] = {}

@@ -24,7 +24,7 @@ from reshard.transfer.memory_budget import MemoryMeter, shared
 from reshard.transfer.plan import Plan
 from reshard.version import __version__
 
-PROGRAM = (
+PROGRAM_PACKAGES = (
     *("algebra", "families", "transfer", "containers", "folders", "formats", "model"),
     *("adapters", "planning", "cluster"),
 )
@@ -48,7 +48,7 @@ def identity_of(
 def _program() -> str:
     """A digest of the code that determines the output: the version alone does not identify a checkout."""
     package, digest = Path(__file__).parents[1], sha256(f"{__version__} {np.__version__}".encode())
-    for part in PROGRAM:
+    for part in PROGRAM_PACKAGES:
         for path in sorted((package / part).rglob("*.*")):  # tables of names, too
             digest.update(b"" if "__pycache__" in path.parts else path.read_bytes())
     return digest.hexdigest()

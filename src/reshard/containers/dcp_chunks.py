@@ -1,4 +1,4 @@
-"""Planned `.distcp` files: one small torch.save file per chunk, one after another; and a folder of them."""
+"""Plan `.distcp` files, in which torch.save files of one chunk each follow each other, and a folder of them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from reshard.containers.torchfiles.untrusted import damaged, element_type, shape
 from reshard.stores import as_path
 from reshard.transfer.source_files import Sources
 
-MODULE = "torch.distributed.checkpoint.metadata"
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
 OLMO_CORE = "olmo_core.distributed.checkpoint.filesystem._StorageInfo"
 """The class of OLMo-core's own writer, with the same attributes as torch's."""
@@ -133,8 +133,8 @@ class _ChunkStorage:
 def _record_classes() -> dict[str, type]:
     """Small classes for records that number hundreds of thousands; new for each load, since a pickle can alter them."""
     records = {
-        f"{MODULE}.MetadataIndex": _MetadataIndex,
-        f"{MODULE}.ChunkStorageMetadata": _ChunkStorage,
+        f"{METADATA_MODULE}.MetadataIndex": _MetadataIndex,
+        f"{METADATA_MODULE}.ChunkStorageMetadata": _ChunkStorage,
         **dict.fromkeys((f"{STORAGE_MODULE}._StorageInfo", OLMO_CORE), _StorageInfo),
     }
     return {name: type(cls.__name__, (cls,), {"__slots__": ()}) for name, cls in records.items()}
@@ -292,15 +292,15 @@ class _MetadataWriter:
     def __init__(self) -> None:
         self._pickler = Pickler()
         self._prepared: dict[Any, bytes] = {}
-        self._box = self._prepare(Global(MODULE, "ChunkStorageMetadata")) + OPEN
-        self._index = self._prepare(Global(MODULE, "MetadataIndex")) + OPEN
+        self._box = self._prepare(Global(METADATA_MODULE, "ChunkStorageMetadata")) + OPEN
+        self._index = self._prepare(Global(METADATA_MODULE, "MetadataIndex")) + OPEN
         self._place = self._prepare(Global(STORAGE_MODULE, "_StorageInfo")) + OPEN
         self._raw = self._pickler.raw
 
     def write(self, metadata: DcpMetadata) -> bytes:
         """The complete pickle."""
         pickler = self._pickler
-        pickler.write(Global(MODULE, "Metadata"))
+        pickler.write(Global(METADATA_MODULE, "Metadata"))
         self._raw(OPEN)
         pickler.write("state_dict_metadata")
         self._raw(b"}(")
@@ -308,7 +308,7 @@ class _MetadataWriter:
             self._write_tensor(key, tensor)
         for key in metadata.objects:
             pickler.write(key)
-            pickler.write(Reduce(Global(MODULE, "BytesStorageMetadata")))
+            pickler.write(Reduce(Global(METADATA_MODULE, "BytesStorageMetadata")))
         self._raw(b"u")
         pickler.write("planner_data")
         pickler.write(metadata.planner_data)
@@ -339,13 +339,13 @@ class _MetadataWriter:
     def _write_tensor(self, key: str, tensor: DcpTensor) -> None:
         pickler, prepare, size = self._pickler, self._prepare, self._size
         layout = Reduce(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-        contiguous = Reduce(Global(MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+        contiguous = Reduce(Global(METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
         pickler.write(key)
-        pickler.write(Global(MODULE, "TensorStorageMetadata"))
+        pickler.write(Global(METADATA_MODULE, "TensorStorageMetadata"))
         self._raw(OPEN)
         pickler.write("properties")
         state = (tensor.dtype, layout, False, contiguous, False)
-        pickler.write(Reduce(Global(MODULE, "TensorProperties"), (), state, new=True))
+        pickler.write(Reduce(Global(METADATA_MODULE, "TensorProperties"), (), state, new=True))
         pickler.write("size")
         self._raw(size(tensor.shape))
         pickler.write("chunks")

@@ -21,7 +21,7 @@ from reshard.base.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.base.plain_json import json_of
 from reshard.containers.torchfiles.untrusted import MAX_NUMBER, shape_of
 
-RANK = re.compile(r"shard-(\d+)-(?=model-)")
+RANK_PREFIX = re.compile(r"shard-(\d+)-(?=model-)")
 """How the name of a rank's file begins."""
 
 _KEY = "DCP_SHARDING_INFO"
@@ -128,7 +128,7 @@ def _incomplete(name: str, shape: tuple[int, ...], held: int, parts: list[Tensor
 
 def alone(path: Path) -> Iterator[Problem]:
     """A problem if `path` is one rank's file, and others are beside it."""
-    if path.is_file() and RANK.match(path.name) and len(list(path.parent.glob("shard-*-model-*"))) > 1:
+    if path.is_file() and RANK_PREFIX.match(path.name) and len(list(path.parent.glob("shard-*-model-*"))) > 1:
         yield Problem(
             "part-alone",
             "this file has only its rank's parts of the tensors",
@@ -140,7 +140,7 @@ def alone(path: Path) -> Iterator[Problem]:
 
 def notes(files: Iterable[Path]) -> list[str]:
     """What users should know of files with parts: their number is not recorded, and transformers cannot load them."""
-    ranks = {match[1] for file in files if (match := RANK.match(file.name))}
+    ranks = {match[1] for file in files if (match := RANK_PREFIX.match(file.name))}
     if not ranks:
         return []
     return [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from itertools import takewhile
 from types import ModuleType
 from typing import Any
 
@@ -31,9 +32,10 @@ def declarations(package: ModuleType, like: str = "") -> Iterator[Family]:
                 yield value
 
 
-def _in_common(a: str, b: str) -> int:
+def _in_common(one: str, other: str) -> int:
     """Length of the common prefix of two strings."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return len(list(equal))
 
 
 FAMILIES = Registry(

@@ -125,7 +125,7 @@ def _translate(name: str, value: Any, values: Mapping[Any, Any] | None) -> Any:
     return values[value]
 
 
-def same(name: str, **options: Any) -> Key:
+def same_key(name: str, **options: Any) -> Key:
     """One value with the same name on both sides."""
     return Key(name, name, **options)
 
@@ -306,7 +306,8 @@ class FullAttention(ConfigEntry):
     def _is_windowed(self, config: Config) -> bool:
         if config.get("layer_types"):
             return "sliding_attention" in config["layer_types"]
-        begin = first(config, ("max_window_layers",), 28 if self.switched else 62) if self.late else 0
+        late = first(config, ("max_window_layers",), 28 if self.switched else 62)
+        begin = late if self.late else 0
         on = bool(config.get("use_sliding_window")) or not self.switched
         return on and begin < config["num_hidden_layers"]
 
@@ -346,7 +347,9 @@ class PrecisionFlags(ConfigEntry):
     def to_config(self, args: Args) -> Values:
         if args.get("bf16") is None and args.get("fp16") is None:
             return {}
-        return {"dtype": "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"}
+        if args.get("bf16"):
+            return {"dtype": "bfloat16"}
+        return {"dtype": "float16" if args.get("fp16") else "float32"}
 
 
 def moe_layer_freq(sparse: Sequence[bool]) -> int | list[int]:

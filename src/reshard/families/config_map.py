@@ -36,7 +36,7 @@ from reshard.families.config_entries import (
     SlidingWindow,
     SparseStep,
     Values,
-    same,
+    same_key,
 )
 from reshard.families.rope import (
     LatentRope,
@@ -134,15 +134,15 @@ class ConfigMap:
 
 COMMON: tuple[ConfigEntry, ...] = (
     Key("num_hidden_layers", "num_layers"),
-    same("hidden_size"),
+    same_key("hidden_size"),
     Key("intermediate_size", "ffn_hidden_size"),
-    same("num_attention_heads"),
+    same_key("num_attention_heads"),
     KeyValueHeads(),
-    same("vocab_size"),
-    same("max_position_embeddings", also=("seq_length",)),
+    same_key("vocab_size"),
+    same_key("max_position_embeddings", also=("seq_length",)),
     Key("rms_norm_eps", "norm_epsilon", also=("layernorm_epsilon",)),  # until 0.15, since 0.16
     Key("initializer_range", "init_method_std"),
-    same("attention_dropout", default=0.0),
+    same_key("attention_dropout", default=0.0),
     Key(
         "tie_word_embeddings",
         "untie_embeddings_and_output_weights",
@@ -204,7 +204,7 @@ QWEN_EXPERTS: tuple[ConfigEntry, ...] = (
 )
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """The keys in which configs have the number of experts of a layer."""
 
 LATENT_ATTENTION: tuple[ConfigEntry, ...] = (
@@ -213,11 +213,11 @@ LATENT_ATTENTION: tuple[ConfigEntry, ...] = (
     LatentNorms(),
     NO_BIAS,
     QK_NORM,
-    same("q_lora_rank", none=None),
-    same("kv_lora_rank"),
+    same_key("q_lora_rank", none=None),
+    same_key("kv_lora_rank"),
     Key("qk_nope_head_dim", "qk_head_dim"),
     Key("qk_rope_head_dim", "qk_pos_emb_head_dim"),
-    same("v_head_dim"),
+    same_key("v_head_dim"),
 )
 DEEPSEEK_EXPERTS: tuple[ConfigEntry, ...] = (
     *ROUTER,

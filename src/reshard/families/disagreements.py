@@ -136,7 +136,8 @@ def foreign(table: ConfigMap, config: Config, args: Args) -> Iterator[tuple[str,
     """
     wanted = table.to_args(config)
     whole = {**wanted, **args}
-    fixed = {name for entry in table.entries if isinstance(entry, Const) for name in entry.args}
+    constants = [entry for entry in table.entries if isinstance(entry, Const)]
+    fixed = {name for entry in constants for name in entry.args}
     for name, mechanism in MECHANISMS.items():
         value = args.get(name)
         expected = wanted[name] if name in fixed else mechanism.default

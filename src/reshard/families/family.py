@@ -17,7 +17,7 @@ from reshard.families.transformers_5 import MemoryNames
 Rules = Callable[[Dims], Iterable[Rule]]
 
 MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE = "mcore", "mcore-bridge", "megatron-bridge"
-ENGINES = {
+ENGINE_TITLES = {
     MCORE: "megatron-core",
     MCORE_BRIDGE: "mcore-bridge (ms-swift)",
     MEGATRON_BRIDGE: "Megatron-Bridge (NeMo)",
@@ -27,7 +27,7 @@ ENGINES = {
 All use the names of Megatron-Core. If two engines use different names, a family has rules for each.
 """
 
-JUDGES = {
+JUDGE_TITLES = {
     MCORE: "megatron-core (logits)",
     MCORE_BRIDGE: "mcore-bridge",
     MEGATRON_BRIDGE: "Megatron-Bridge",
@@ -50,7 +50,7 @@ class Family:
     share; `live` describes how its names differ in memory.
     `aliases` are other `model_type`s of models that compute the same, each with the config keys that Megatron-LM
     does not know and the only value that such a key may have.
-    `judged` names the `JUDGES` used by the tests; without any, the declaration was checked against sources alone.
+    `judged` names the `JUDGE_TITLES` used by the tests; without any, the declaration was checked against sources alone.
     With `drops_router_bias`, an engine may not save the router bias, so the tensors decide whether there is one.
     With `turned_pairs`, experts in memory are [inputs, outputs] as on the Hub and have `is_transposed`, so that PEFT's
     lora_A belongs to their rows and lora_B to their columns.
@@ -99,21 +99,21 @@ class Family:
 
     def rules_of(self, dialect: str) -> Rules | None:
         """The rules for the names of one engine, or None if it does not support this family."""
-        rules = self.dialects.get(dialect, self.rules if dialect in ENGINES else None)
+        rules = self.dialects.get(dialect, self.rules if dialect in ENGINE_TITLES else None)
         within = self.within
-        return (lambda d: within.placed(rules(d))) if rules and within else rules
+        return (lambda dims: within.placed(rules(dims))) if rules and within else rules
 
     @property
     def _spelled(self) -> set[str]:
         """The engines with names of their own for some of its tensors."""
         parts = self.within.carried if self.within else ()
-        return {*self.dialects, *(other for part in parts for other in part.others)} & ENGINES.keys()
+        return {*self.dialects, *(other for part in parts for other in part.others)} & ENGINE_TITLES.keys()
 
     @property
     def engines(self) -> list[str]:
         """The engines known to support it: the one that computes it, its judges, and those with names of their own."""
         known = {self.computed_by, *self.judged, *self._spelled}
-        return [engine for engine in ENGINES if engine in known]
+        return [engine for engine in ENGINE_TITLES if engine in known]
 
     def engine_for(self, engine: str | None) -> str:
         """The engine whose names the model uses for `engine`; by default the one that computes it.

@@ -83,7 +83,10 @@ class OuterModel:
         found = {}
         for name in names:
             for part in self.carried:
-                hub = part.to_hub(name) if native else name if name.startswith(part.hub) else None
+                if native:
+                    hub = part.to_hub(name)
+                else:
+                    hub = name if name.startswith(part.hub) else None
                 if hub is not None:
                     found[name] = hub
                     break

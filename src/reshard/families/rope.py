@@ -19,7 +19,7 @@ def rope_parameters(config: Config) -> Values:
     if any(isinstance(value, Mapping) for value in stated.values()):
         return stated
     beside = {**(config.get("rope_parameters") or {}), **config, **stated}
-    found = {key: beside[key] for key in ("rope_theta", PARTIAL) if beside.get(key) is not None}
+    found = {key: beside[key] for key in ("rope_theta", PARTIAL_ROTARY_KEY) if beside.get(key) is not None}
     if not found and not stated:
         return {}
     kind = first(stated, ("rope_type", "type"), "default")
@@ -27,7 +27,7 @@ def rope_parameters(config: Config) -> Values:
     return {"rope_type": kind, **found, **rest}
 
 
-PARTIAL = "partial_rotary_factor"
+PARTIAL_ROTARY_KEY = "partial_rotary_factor"
 """The fraction of a head that is rotated. transformers 4 writes it next to `rope_theta`, transformers 5 within it."""
 
 
@@ -37,7 +37,7 @@ ROPE_TYPE_ALIASES = {"su": "longrope", "mrope": "default"}
 
 def rope_contradictions(config: Config) -> Iterator[str]:
     """Contradictions between the spellings of the rotary embedding in one config, of which a reader uses only one."""
-    said: dict[str, Values] = {key: {key: config.get(key)} for key in ("rope_theta", PARTIAL)}
+    said: dict[str, Values] = {key: {key: config.get(key)} for key in ("rope_theta", PARTIAL_ROTARY_KEY)}
     for place in ("rope_scaling", "rope_parameters"):
         values = config.get(place)
         for key, value in values.items() if isinstance(values, Mapping) else ():
@@ -60,19 +60,19 @@ def _whole(number: Any) -> int | float:
     return int(value) if value.is_integer() else value
 
 
-DIVISOR = "rotary_seq_len_interpolation_factor"
+INTERPOLATION_ARGUMENT = "rotary_seq_len_interpolation_factor"
 """Megatron-LM's argument for the factor of a linear rope, by which positions are divided: an integer."""
 
 
 # Megatron-Core's RotaryEmbedding fixes these constants of Llama 3; only the factor is an argument.
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 class RotaryEmbedding(ConfigEntry):
     """The base of all rotary embeddings: keys of transformers 4 that `rope_parameters` replaces."""
 
     def spellings(self) -> tuple[str, ...]:
-        return ("rope_theta", "rope_scaling", PARTIAL)
+        return ("rope_theta", "rope_scaling", PARTIAL_ROTARY_KEY)
 
 
 @dataclass(frozen=True)
@@ -95,24 +95,24 @@ class Rope(RotaryEmbedding):
         args: Values = {
             "rotary_base": rotary_base(rope, self.default_theta),
             "use_rope_scaling": False,
-            DIVISOR: None,
+            INTERPOLATION_ARGUMENT: None,
         }
         if self.fraction is not None:
-            args["rotary_percent"] = first(rope, (PARTIAL,), self.fraction)
+            args["rotary_percent"] = first(rope, (PARTIAL_ROTARY_KEY,), self.fraction)
         if rope.get("rope_type") == "llama3":
             args.update(use_rope_scaling=True, rope_scaling_factor=rope["factor"])
         if rope.get("rope_type") == "linear":
-            args[DIVISOR] = _whole(rope["factor"])
+            args[INTERPOLATION_ARGUMENT] = _whole(rope["factor"])
         return args
 
     def to_config(self, args: Args) -> Values:
         rope: Values = {"rope_theta": float(first(args, ("rotary_base",), self.default_theta))}
         if self.fraction is not None:
-            rope[PARTIAL] = first(args, ("rotary_percent",), 1.0)
-        divisor = float(first(args, (DIVISOR,), 1))
+            rope[PARTIAL_ROTARY_KEY] = first(args, ("rotary_percent",), 1.0)
+        divisor = float(first(args, (INTERPOLATION_ARGUMENT,), 1))
         if args.get("use_rope_scaling"):
             factor = first(args, ("rope_scaling_factor",), 8.0)
-            return {"rope_parameters": {"rope_type": "llama3", **rope, "factor": factor, **LLAMA3}}
+            return {"rope_parameters": {"rope_type": "llama3", **rope, "factor": factor, **LLAMA3_DEFAULTS}}
         if divisor != 1:
             return {"rope_parameters": {"rope_type": "linear", **rope, "factor": divisor}}
         return {"rope_parameters": {"rope_type": "default", **rope}}
@@ -121,7 +121,7 @@ class Rope(RotaryEmbedding):
         rope = rope_parameters(config)
         kind = ROPE_TYPE_ALIASES.get(rope.get("rope_type", "default"), rope.get("rope_type", "default"))
         if kind == "llama3":
-            for name, value in LLAMA3.items():
+            for name, value in LLAMA3_DEFAULTS.items():
                 if rope.get(name, value) != value:
                     yield (
                         "rope_parameters",
@@ -136,7 +136,7 @@ class Rope(RotaryEmbedding):
     def notices(self, config: Config) -> Iterator[str]:
         rope = rope_parameters(config)
         if rope.get("rope_type") == "dynamic":
-            yield DYNAMIC
+            yield DYNAMIC_ROPE_NOTE
         if rope.get("rope_type") == "linear" and not isinstance(_whole(rope["factor"]), int):
             yield f"factor of the linear rope is {rope['factor']}; Megatron-LM's command line has only integers"
 
@@ -154,7 +154,7 @@ class MultimodalRope(Rope):
         return {"rope_parameters": rope if section is None else {**rope, "mrope_section": list(section)}}
 
 
-DYNAMIC = "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
+DYNAMIC_ROPE_NOTE = "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
 
 
 class RopeLayers(ConfigEntry):
@@ -179,7 +179,7 @@ class RopeLayers(ConfigEntry):
 
 
 # (key of the rope parameters, Megatron-LM's argument, default of both transformers and the DeepSeek-V3 code)
-YARN = (
+YARN_FIELDS = (
     ("factor", "rotary_scaling_factor", 1.0),
     ("original_max_position_embeddings", "original_max_position_embeddings", 4096),
     ("beta_fast", "beta_fast", 32.0),
@@ -216,14 +216,14 @@ class LatentRope(RotaryEmbedding):
         return {
             **args,
             "rope_type": "yarn",
-            **{arg: first(rope, (key,), default) for key, arg, default in YARN},
+            **{arg: first(rope, (key,), default) for key, arg, default in YARN_FIELDS},
         }
 
     def to_config(self, args: Args) -> Values:
         rope: Values = {"rope_theta": float(first(args, ("rotary_base",), self.default_theta))}
         if first(args, ("rope_type",), "yarn") != "yarn":
             return {"rope_parameters": {"rope_type": "default", **rope}}
-        yarn = {key: first(args, (arg,), default) for key, arg, default in YARN}
+        yarn = {key: first(args, (arg,), default) for key, arg, default in YARN_FIELDS}
         return {"rope_parameters": {"rope_type": "yarn", **rope, **yarn}}
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
@@ -248,8 +248,8 @@ class LatentRope(RotaryEmbedding):
     def notices(self, config: Config) -> Iterator[str]:
         rope = rope_parameters(config)
         if rope.get("rope_type") == "dynamic":
-            yield DYNAMIC
-        for key, arg, default in YARN:
+            yield DYNAMIC_ROPE_NOTE
+        for key, arg, default in YARN_FIELDS:
             # Fields of MLATransformerConfig that have no flag in Megatron-LM and keep their defaults.
             if key == arg and "mscale" not in key and first(rope, (key,), default) != default:
                 yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM's command line has {default}"
@@ -265,7 +265,7 @@ def both_spellings(config: Config) -> Values:
     stated = [*rope.values(), *(config.get("rope_parameters") or {}).values()]
     if "rope_theta" not in rope or any(isinstance(value, Mapping) for value in stated):
         return {}
-    beside = {key: rope[key] for key in ("rope_theta", PARTIAL) if key in rope}
+    beside = {key: rope[key] for key in ("rope_theta", PARTIAL_ROTARY_KEY) if key in rope}
     scaling = {key: value for key, value in rope.items() if key not in beside}
     kind = (config.get("rope_scaling") or {}).get("type", rope["rope_type"])  # keep "mrope"
     legacy = None if scaling == {"rope_type": "default"} else {"type": kind, **scaling}

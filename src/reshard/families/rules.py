@@ -1,4 +1,4 @@
-"""The vocabulary in which families are declared.
+"""Rules, with which families are declared, and blocks of rules that many of them share.
 
 A rule expresses one Hugging Face tensor as a view over the tensors of Megatron-Core. Names contain
 `{layer}` and `{expert}`. A block (attention, MLP, mixture of experts …) is a list of rules whose names are
@@ -240,27 +240,27 @@ def delta_layers(args: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(layer for layer, is_linear in enumerate(freq) if is_linear)
 
 
-def ends(d: Dims) -> Iterator[Rule]:
+def ends(dims: Dims) -> Iterator[Rule]:
     """Embedding, final norm and head. Rows beyond the vocabulary are padding on Megatron's side."""
-    table = native("embedding.word_embeddings.weight", d.padded_vocab, d.hidden)
-    head = table if d.tied else native("output_layer.weight", d.padded_vocab, d.hidden)
-    yield Rule("model.embed_tokens.weight", table[: d.vocab])
-    yield same("model.norm.weight", "decoder.final_layernorm.weight", d.hidden)
-    yield Rule("lm_head.weight", head[: d.vocab], copy=d.tied, written=not d.tied)
-    if d.padded_vocab > d.vocab:
-        for padded in [table] if d.tied else [table, head]:
-            yield Rule("", padded[d.vocab :], reason="vocabulary padding")
+    table = native("embedding.word_embeddings.weight", dims.padded_vocab, dims.hidden)
+    head = table if dims.tied else native("output_layer.weight", dims.padded_vocab, dims.hidden)
+    yield Rule("model.embed_tokens.weight", table[: dims.vocab])
+    yield same("model.norm.weight", "decoder.final_layernorm.weight", dims.hidden)
+    yield Rule("lm_head.weight", head[: dims.vocab], copy=dims.tied, written=not dims.tied)
+    if dims.padded_vocab > dims.vocab:
+        for padded in [table] if dims.tied else [table, head]:
+            yield Rule("", padded[dims.vocab :], reason="vocabulary padding")
 
 
-def norms(d: Dims) -> Block:
+def norms(dims: Dims) -> Block:
     """The two norms of a pre-norm layer."""
     return [
-        same("input_layernorm.weight", "input_layernorm.weight", d.hidden),
-        same("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", d.hidden),
+        same("input_layernorm.weight", "input_layernorm.weight", dims.hidden),
+        same("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", dims.hidden),
     ]
 
 
-def attention(d: Dims, fused: str = "", *, norm_all_heads: bool = False, gates_last: bool = True) -> Block:
+def attention(dims: Dims, fused: str = "", *, norm_all_heads: bool = False, gates_last: bool = True) -> Block:
     """Grouped-query attention. linear_qkv stores query heads, key and value, group by group.
 
     On the Hub they are three projections, or one called `fused` that stacks all queries, all keys and all values by
@@ -269,17 +269,17 @@ def attention(d: Dims, fused: str = "", *, norm_all_heads: bool = False, gates_l
     gated, `q_proj` stores each query before its gate; within a group, all queries come before all gates, or each query
     before its gate if not `gates_last`.
     """
-    queries = d.heads // d.groups
-    grouped = (d.groups, queries * (1 + d.output_gate) + 2, d.head_dim)
-    rows = d.qkv_rows
+    queries = dims.heads // dims.groups
+    grouped = (dims.groups, queries * (1 + dims.output_gate) + 2, dims.head_dim)
+    rows = dims.qkv_rows
 
     def projections(kind: str, view: View, *inner: int) -> Block:
         query = view[:, :-2]
-        if d.output_gate and gates_last:
+        if dims.output_gate and gates_last:
             order = range(3, 3 + 1 + len(inner))
             query = query.split(1, 2, queries).permute(0, 2, 1, *order)
-        query = query.reshape(d.heads * (1 + d.output_gate) * d.head_dim, *inner)
-        key, value = (view[:, index].reshape(d.groups * d.head_dim, *inner) for index in (-2, -1))
+        query = query.reshape(dims.heads * (1 + dims.output_gate) * dims.head_dim, *inner)
+        key, value = (view[:, index].reshape(dims.groups * dims.head_dim, *inner) for index in (-2, -1))
         if fused:
             return [Rule(f"self_attn.{fused}.{kind}", concat([query, key, value]))]
         return [
@@ -288,51 +288,56 @@ def attention(d: Dims, fused: str = "", *, norm_all_heads: bool = False, gates_l
             Rule(f"self_attn.v_proj.{kind}", value),
         ]
 
-    weight = native("self_attention.linear_qkv.weight", rows, d.hidden).split(0, *grouped)
-    rules = projections("weight", weight, d.hidden)
+    weight = native("self_attention.linear_qkv.weight", rows, dims.hidden).split(0, *grouped)
+    rules = projections("weight", weight, dims.hidden)
     rules.append(
-        same("self_attn.o_proj.weight", "self_attention.linear_proj.weight", d.hidden, d.heads * d.head_dim)
+        same(
+            "self_attn.o_proj.weight",
+            "self_attention.linear_proj.weight",
+            dims.hidden,
+            dims.heads * dims.head_dim,
+        )
     )
-    if d.qkv_bias:
+    if dims.qkv_bias:
         rules += projections("bias", native("self_attention.linear_qkv.bias", rows).split(0, *grouped))
-    if d.bias:
-        rules.append(same("self_attn.o_proj.bias", "self_attention.linear_proj.bias", d.hidden))
-    if d.qk_norm:
-        for name, heads in (("q", d.heads), ("k", d.groups)):
+    if dims.bias:
+        rules.append(same("self_attn.o_proj.bias", "self_attention.linear_proj.bias", dims.hidden))
+    if dims.qk_norm:
+        for name, heads in (("q", dims.heads), ("k", dims.groups)):
             module, size = (f"{name}_norm", heads) if norm_all_heads else (f"{name}_layernorm", 1)
             rules.append(
-                same(f"self_attn.{name}_norm.weight", f"self_attention.{module}.weight", size * d.head_dim)
+                same(f"self_attn.{name}_norm.weight", f"self_attention.{module}.weight", size * dims.head_dim)
             )
     return rules
 
 
-def latent_attention(d: Dims) -> Block:
+def latent_attention(dims: Dims) -> Block:
     """Multi-head latent attention (DeepSeek), with or without a low-rank query."""
     hf, mc = "self_attn.", "self_attention."
-    queries = d.heads * (d.qk_nope + d.qk_rope)
+    queries = dims.heads * (dims.qk_nope + dims.qk_rope)
     rules = [
         same(
             f"{hf}kv_a_proj_with_mqa.weight",
             f"{mc}linear_kv_down_proj.weight",
-            d.kv_lora + d.qk_rope,
-            d.hidden,
+            dims.kv_lora + dims.qk_rope,
+            dims.hidden,
         ),
-        same(f"{hf}kv_a_layernorm.weight", f"{mc}kv_layernorm.weight", d.kv_lora),
+        same(f"{hf}kv_a_layernorm.weight", f"{mc}kv_layernorm.weight", dims.kv_lora),
         same(
             f"{hf}kv_b_proj.weight",
             f"{mc}linear_kv_up_proj.weight",
-            d.heads * (d.qk_nope + d.v_head),
-            d.kv_lora,
+            dims.heads * (dims.qk_nope + dims.v_head),
+            dims.kv_lora,
         ),
-        same(f"{hf}o_proj.weight", f"{mc}linear_proj.weight", d.hidden, d.heads * d.v_head),
+        same(f"{hf}o_proj.weight", f"{mc}linear_proj.weight", dims.hidden, dims.heads * dims.v_head),
     ]
-    if not d.q_lora:
-        return [*rules, same(f"{hf}q_proj.weight", f"{mc}linear_q_proj.weight", queries, d.hidden)]
+    if not dims.q_lora:
+        return [*rules, same(f"{hf}q_proj.weight", f"{mc}linear_q_proj.weight", queries, dims.hidden)]
     return [
         *rules,
-        same(f"{hf}q_a_proj.weight", f"{mc}linear_q_down_proj.weight", d.q_lora, d.hidden),
-        same(f"{hf}q_a_layernorm.weight", f"{mc}q_layernorm.weight", d.q_lora),
-        same(f"{hf}q_b_proj.weight", f"{mc}linear_q_up_proj.weight", queries, d.q_lora),
+        same(f"{hf}q_a_proj.weight", f"{mc}linear_q_down_proj.weight", dims.q_lora, dims.hidden),
+        same(f"{hf}q_a_layernorm.weight", f"{mc}q_layernorm.weight", dims.q_lora),
+        same(f"{hf}q_b_proj.weight", f"{mc}linear_q_up_proj.weight", queries, dims.q_lora),
     ]
 
 
@@ -340,7 +345,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated_mlp(
-    d: Dims,
+    dims: Dims,
     ffn: int,
     hf: str = "mlp",
     mcore: str = "mlp",
@@ -349,48 +354,48 @@ def gated_mlp(
 ) -> Block:
     """A gated MLP: linear_fc1 is the gate above the up projection."""
     gate, up, down = names
-    fc1 = native(f"{mcore}.linear_fc1.weight", 2 * ffn, d.hidden)
+    fc1 = native(f"{mcore}.linear_fc1.weight", 2 * ffn, dims.hidden)
     rules = [
         Rule(f"{hf}.{gate}.weight", fc1[:ffn]),
         Rule(f"{hf}.{up}.weight", fc1[ffn:]),
-        same(f"{hf}.{down}.weight", f"{mcore}.linear_fc2.weight", d.hidden, ffn),
+        same(f"{hf}.{down}.weight", f"{mcore}.linear_fc2.weight", dims.hidden, ffn),
     ]
     if bias:
         fc1 = native(f"{mcore}.linear_fc1.bias", 2 * ffn)
         rules.append(Rule(f"{hf}.{gate}.bias", fc1[:ffn]))
         rules.append(Rule(f"{hf}.{up}.bias", fc1[ffn:]))
-        rules.append(same(f"{hf}.{down}.bias", f"{mcore}.linear_fc2.bias", d.hidden))
+        rules.append(same(f"{hf}.{down}.bias", f"{mcore}.linear_fc2.bias", dims.hidden))
     return rules
 
 
-def mlp(d: Dims) -> Block:
+def mlp(dims: Dims) -> Block:
     """The MLP of a dense layer."""
-    return gated_mlp(d, d.ffn, bias=d.bias)
+    return gated_mlp(dims, dims.ffn, bias=dims.bias)
 
 
-def fused_mlp(d: Dims) -> Block:
+def fused_mlp(dims: Dims) -> Block:
     """The MLP of a dense layer with gate and up fused on the Hub, in the order of linear_fc1."""
     return [
-        same("mlp.gate_up_proj.weight", "mlp.linear_fc1.weight", 2 * d.ffn, d.hidden),
-        same("mlp.down_proj.weight", "mlp.linear_fc2.weight", d.hidden, d.ffn),
+        same("mlp.gate_up_proj.weight", "mlp.linear_fc1.weight", 2 * dims.ffn, dims.hidden),
+        same("mlp.down_proj.weight", "mlp.linear_fc2.weight", dims.hidden, dims.ffn),
     ]
 
 
 def moe(
-    d: Dims, hf: str = "mlp", names: tuple[str, str, str] = GATED, shared: str = "shared_experts"
+    dims: Dims, hf: str = "mlp", names: tuple[str, str, str] = GATED, shared: str = "shared_experts"
 ) -> Block:
     """A mixture of experts: router, experts, and a shared expert if the model has one."""
-    experts = gated_mlp(d, d.expert_ffn, f"{hf}.experts.{{expert}}", "mlp.experts.{expert}", names)
+    experts = gated_mlp(dims, dims.expert_ffn, f"{hf}.experts.{{expert}}", "mlp.experts.{expert}", names)
     rules = [
-        same(f"{hf}.gate.weight", "mlp.router.weight", d.experts, d.hidden),
-        *(replace(rule, experts=d.experts) for rule in experts),
+        same(f"{hf}.gate.weight", "mlp.router.weight", dims.experts, dims.hidden),
+        *(replace(rule, experts=dims.experts) for rule in experts),
     ]
-    if d.router_bias:
-        rules.append(same(f"{hf}.gate.e_score_correction_bias", "mlp.router.expert_bias", d.experts))
-    if d.shared_ffn:
-        rules += gated_mlp(d, d.shared_ffn, f"{hf}.{shared}", "mlp.shared_experts")
-    if d.shared_gate:
-        rules.append(same(f"{hf}.{shared}_gate.weight", "mlp.shared_experts.gate_weight", 1, d.hidden))
+    if dims.router_bias:
+        rules.append(same(f"{hf}.gate.e_score_correction_bias", "mlp.router.expert_bias", dims.experts))
+    if dims.shared_ffn:
+        rules += gated_mlp(dims, dims.shared_ffn, f"{hf}.{shared}", "mlp.shared_experts")
+    if dims.shared_gate:
+        rules.append(same(f"{hf}.{shared}_gate.weight", "mlp.shared_experts.gate_weight", 1, dims.hidden))
     return rules
 
 
@@ -400,15 +405,15 @@ def stacked(hf: str, mcore: str, experts: int, shape: Sequence[int], one: Callab
     return Rule(f"mlp.experts.{hf}", concat([view.reshape(1, *view.shape) for view in each]))
 
 
-def stacked_experts(d: Dims, *, transposed: bool = True) -> Block:
+def stacked_experts(dims: Dims, *, transposed: bool = True) -> Block:
     """Gated experts in two tensors, gate above up: [experts, inputs, outputs], or [experts, outputs, inputs]."""
 
     def one(view: View) -> View:
         return view.permute(1, 0) if transposed else view
 
     return [
-        stacked("gate_up_proj", "linear_fc1.weight", d.experts, (2 * d.expert_ffn, d.hidden), one),
-        stacked("down_proj", "linear_fc2.weight", d.experts, (d.hidden, d.expert_ffn), one),
+        stacked("gate_up_proj", "linear_fc1.weight", dims.experts, (2 * dims.expert_ffn, dims.hidden), one),
+        stacked("down_proj", "linear_fc2.weight", dims.experts, (dims.hidden, dims.expert_ffn), one),
     ]
 
 
@@ -434,26 +439,26 @@ def renamed(rules: Iterable[Rule], names: Mapping[str, str]) -> Iterator[Rule]:
         yield replace(rule, hf=hub)
 
 
-def decoder(d: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
+def decoder(dims: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
     """All decoder layers: `sparse` for layers with experts, `dense` for the others."""
-    if sparse is not None and not d.experts:
+    if sparse is not None and not dims.experts:
         raise ValueError("the family has experts, and the sizes have none")
-    plain = tuple(layer for layer in range(d.layers) if layer not in d.sparse)
-    for block, layers in ((dense, plain), (sparse or [], d.sparse)):
+    plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
+    for block, layers in ((dense, plain), (sparse or [], dims.sparse)):
         if layers:
             yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
 
 
-def multi_token_prediction(d: Dims, block: Block, *, copies: bool = True) -> Iterator[Rule]:
+def multi_token_prediction(dims: Dims, block: Block, *, copies: bool = True) -> Iterator[Rule]:
     """MTP layers: the Hub stores them after the last layer, most families with `copies` of embedding and head."""
-    table = native("embedding.word_embeddings.weight", d.padded_vocab, d.hidden)
-    head = table if d.tied else native("output_layer.weight", d.padded_vocab, d.hidden)
-    for index in range(d.mtp):
-        hf, mcore = f"model.layers.{d.layers + index}", f"mtp.layers.{index}"
+    table = native("embedding.word_embeddings.weight", dims.padded_vocab, dims.hidden)
+    head = table if dims.tied else native("output_layer.weight", dims.padded_vocab, dims.hidden)
+    for index in range(dims.mtp):
+        hf, mcore = f"model.layers.{dims.layers + index}", f"mtp.layers.{index}"
         yield from under(hf, f"{mcore}.transformer_layer", block)
-        yield same(f"{hf}.enorm.weight", f"{mcore}.enorm.weight", d.hidden)
-        yield same(f"{hf}.hnorm.weight", f"{mcore}.hnorm.weight", d.hidden)
-        yield same(f"{hf}.eh_proj.weight", f"{mcore}.eh_proj.weight", d.hidden, 2 * d.hidden)
-        yield same(f"{hf}.shared_head.norm.weight", f"{mcore}.final_layernorm.weight", d.hidden)
-        yield Rule(f"{hf}.embed_tokens.weight", table[: d.vocab], copy=True, written=copies)
-        yield Rule(f"{hf}.shared_head.head.weight", head[: d.vocab], copy=True, written=copies)
+        yield same(f"{hf}.enorm.weight", f"{mcore}.enorm.weight", dims.hidden)
+        yield same(f"{hf}.hnorm.weight", f"{mcore}.hnorm.weight", dims.hidden)
+        yield same(f"{hf}.eh_proj.weight", f"{mcore}.eh_proj.weight", dims.hidden, 2 * dims.hidden)
+        yield same(f"{hf}.shared_head.norm.weight", f"{mcore}.final_layernorm.weight", dims.hidden)
+        yield Rule(f"{hf}.embed_tokens.weight", table[: dims.vocab], copy=True, written=copies)
+        yield Rule(f"{hf}.shared_head.head.weight", head[: dims.vocab], copy=True, written=copies)

@@ -1,4 +1,4 @@
-"""A family at given sizes."""
+"""The model of a checkpoint: its family, with the sizes that its config states."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
 
 
-GATED = ExpertNames()
-W132 = ExpertNames("mlp.experts", "w1", "w3", "w2")
+GATED_EXPERTS = ExpertNames()
+W132_EXPERTS = ExpertNames("mlp.experts", "w1", "w3", "w2")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MemoryNames:
     With a `config`, all of this is told by the rules of transformers for its model instead, or by those of `table`.
     """
 
-    experts: ExpertNames | None = GATED
+    experts: ExpertNames | None = GATED_EXPERTS
     renames: tuple[tuple[str, str], ...] = ()
     begins: tuple[tuple[str, str], ...] = ()
     transposed: str = ""
@@ -102,7 +102,7 @@ class MemoryNames:
         return name
 
 
-BLOCK_SPARSE = MemoryNames(W132, ((".mlp.", ".block_sparse_moe."),))
+BLOCK_SPARSE_NAMES = MemoryNames(W132_EXPERTS, ((".mlp.", ".block_sparse_moe."),))
 """Mixtral, and families that name their experts the same way."""
 
 

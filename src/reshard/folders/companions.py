@@ -29,7 +29,7 @@ CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATES = "additional_chat_templates"
 
-TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
@@ -43,12 +43,12 @@ TOKENIZER = (
     "*.tiktoken",
 )
 OF_MODELOPT = "hf_quant_config.json"
-QUANTIZATION = ("quantize_config.json", "quant_config.json", OF_MODELOPT)
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", OF_MODELOPT)
 """Quantization settings that AutoGPTQ, AutoAWQ and ModelOpt store outside the config; TensorRT-LLM reads the last."""
 
 MODEL_FILES = (
     CONFIG,
-    *QUANTIZATION,
+    *QUANTIZATION_FILES,
     "generation_config.json",
     "chat_template.json",
     "*.jinja",
@@ -287,7 +287,7 @@ def _artifact(name: str) -> str | None:
 def _plain_of(folder: Path) -> Iterator[Path]:
     """Paths of possible companions; they may not exist."""
     yield from (path for path in _matching(folder / "*_*") if _artifact(path.name))
-    for pattern in (*MODEL_FILES, *TOKENIZER):
+    for pattern in (*MODEL_FILES, *TOKENIZER_FILES):
         # Fixed names are not globbed: a glob treats a file that it cannot access as missing.
         yield from _matching(folder / pattern) if "*" in pattern else [folder / pattern]
 

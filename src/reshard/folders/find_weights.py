@@ -46,12 +46,12 @@ def descend(
         found = next((place for place in level if holds(place[0])), None)
         if found:
             return found
-        level = [
-            (child, passed or number == step is not None)
-            for folder, passed in level
-            for child, number in _children(folder)
-            if passed or number is None or step in (None, number)
-        ]
+        below = []
+        for folder, passed in level:
+            for child, number in _children(folder):
+                if passed or number is None or step in (None, number):
+                    below.append((child, passed or number == step is not None))
+        level = below
     return None, False
 
 

@@ -78,7 +78,7 @@ def _file_names() -> checkpoint_names.FileNames:
     return checkpoint_names.FileNames(
         usual=tuple({*companions.USUAL_FILES, *naming, *(file for each in formats for file in each.files)}),
         naming=naming,
-        weights=huggingface.WEIGHTS,
+        weights=huggingface.WEIGHT_SUFFIXES,
         other=huggingface.FOR_OTHER_PROGRAMS,
         twice=huggingface.STORED_AGAIN,
     )
@@ -202,22 +202,11 @@ def open_checkpoint(
     check_open(path)
     path = foreign.in_archive(path)
     refuse_unfinished(path, sources)
-    folder, was_step = find_weights.descend(path, lambda place: detect(place) is not None, iteration)
-    iteration = None if was_step else iteration
-    name = detect(folder) if folder else None
-    if folder is None or name is None:
-        if iteration is not None:
-            raise not_found.no_iteration(path, iteration)
-        raise not_found.no_checkpoint(
-            path,
-            FORMATS,
-            lambda place: detect(place) is not None,
-            lambda place: detect(place) not in (None, gguf.FORMAT.name),
-        )
-    if name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
+    folder, format, iteration = _located(path, iteration)
+    if format.name == huggingface.NAME and (of_tool := foreign.named_by_a_tool(folder)):
         raise ReshardError(of_tool)
     with understood(folder):
-        found = FORMATS[name].open(folder, sources, iteration)
+        found = format.open(folder, sources, iteration)
     root = find_weights.find_root(found.root, path)
     beside, linked = _without_links(found.beside, root, sources)
     told = [] if folder == path else [f"the weights are in {folder.relative_to(path)}"]
@@ -236,6 +225,23 @@ def open_checkpoint(
             notes=[*told, *found.notes, *linked, *_other_weights(found.format, folder)],
         ),
         folder,
+    )
+
+
+def _located(path: Path, iteration: Iteration | None) -> tuple[Path, Format, Iteration | None]:
+    """The folder of the checkpoint at or below `path`, its format, and the iteration that is left to find in it."""
+    folder, was_step = find_weights.descend(path, lambda place: detect(place) is not None, iteration)
+    iteration = None if was_step else iteration
+    name = detect(folder) if folder else None
+    if folder and name:
+        return folder, FORMATS[name], iteration
+    if iteration is not None:
+        raise not_found.no_iteration(path, iteration)
+    raise not_found.no_checkpoint(
+        path,
+        FORMATS,
+        lambda place: detect(place) is not None,
+        lambda place: detect(place) not in (None, gguf.FORMAT.name),
     )
 
 

@@ -25,7 +25,7 @@ from reshard.families.sized_family import Model
 from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint, Optimizer
 from reshard.formats.options import ConversionOptions
-from reshard.transfer.memory_budget import NOTHING, MemoryNeed
+from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
 from reshard.transfer.plan import OutputCommand, OutputFile, Planned
 from reshard.transfer.source_files import Sources
 
@@ -39,7 +39,7 @@ MASTER_STATE = "fp32"
 KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
 """Router biases are fp32 whatever the model's dtype: transformers and Megatron-Core both keep them so."""
 
-ROUTER = re.compile(r"\.(?:gate|router)\.(?:\w+\.)*weight$")
+ROUTER_WEIGHT = re.compile(r"\.(?:gate|router)\.(?:\w+\.)*weight$")
 """The weights of a router, which transformers 5.24 keeps in float32 in most models, whatever the others are in."""
 
 
@@ -157,7 +157,7 @@ def nothing(request: Request) -> list[str]:
 
 def no_memory(request: Request) -> MemoryNeed:
     """Nothing is computed for the format."""
-    return NOTHING
+    return NO_NEED
 
 
 def no_problems(request: Request) -> list[Problem]:

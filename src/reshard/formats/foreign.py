@@ -92,7 +92,7 @@ NEMO_RANK = ForeignKind(
     "then run: reshard inspect {folder}",
 )
 LIGHTNING = ForeignKind("foreign-lightning", "this is a checkpoint of PyTorch Lightning", _LINK)
-TORCH = ForeignKind(
+TORCH_FILE = ForeignKind(
     "foreign-torch-file",
     "the only weights here are in a torch.save file with a name that no format uses",
     "pass the file itself, and the model's Hugging Face folder with --base: reshard inspect {file}",
@@ -103,13 +103,13 @@ OLD_TORCH = ForeignKind(
     "rewrite it: torch.save(torch.load({its_path}, weights_only=True), {new_folder} + '/pytorch_model.bin'), "
     "then run: reshard inspect {folder}",
 )
-SCRIPT = ForeignKind(
+TORCHSCRIPT = ForeignKind(
     "foreign-torchscript",
     "this is a TorchScript program",
     "save its weights: torch.save(torch.jit.load({its_path}).state_dict(), {new_folder} + '/pytorch_model.bin'), "
     "then run: reshard inspect {folder}",
 )
-MODULE = ForeignKind(
+TORCH_MODULE = ForeignKind(
     "foreign-torch-module",
     "this is a pickled model, not its weights",
     "load it where its code is installed, and call model.save_pretrained({new_folder}); loading runs code in the file, "
@@ -152,7 +152,7 @@ def _packed(program: str) -> ForeignKind:
     return ForeignKind("foreign-packed", f"only {program} reads this file", remedy)
 
 
-ARRAYS = ForeignKind(
+NUMPY_ARRAYS = ForeignKind(
     "foreign-numpy",
     "this is an archive of numpy arrays, as older versions of MLX wrote weights",
     "save the arrays as {folder}/model.safetensors under their Hugging Face names",
@@ -201,7 +201,7 @@ SIGNS_OF_NAMES = (
     (re.compile(r"model\.(tp|pp|moe)\d\d\w*\.safetensors"), PADDLE_RANK),
 )
 """Files of safetensors with the names that a tool gives them, beside a model's own (`model*.safetensors`)."""
-ARCHIVE = r"(?s).+\.nemo"
+NEMO_ARCHIVE = r"(?s).+\.nemo"
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"/data.pkl"
 SIGNS = (
@@ -214,17 +214,17 @@ SIGNS = (
     FileSign(_packed("TensorRT"), name=r"(?s).+\.engine", begin=rb"(?s)."),
     FileSign(HDF5, name=r"(?s).+\.(h5|hdf5|keras)", begin=rb"\x89HDF\r\n\x1a\n"),
     FileSign(GGML, begin=rb"tjgg|fmgg|lmgg"),
-    FileSign(ARRAYS, member=b".npy"),
-    FileSign(SCRIPT, directory=b"/code/__torch__"),
+    FileSign(NUMPY_ARRAYS, member=b".npy"),
+    FileSign(TORCHSCRIPT, directory=b"/code/__torch__"),
     FileSign(LIGHTNING, member=_PICKLE, contains=b"pytorch-lightning_version"),
-    FileSign(MODULE, member=_PICKLE, contains=b"torch.nn.modules"),
-    FileSign(TORCH, member=_PICKLE),
+    FileSign(TORCH_MODULE, member=_PICKLE, contains=b"torch.nn.modules"),
+    FileSign(TORCH_FILE, member=_PICKLE),
     # MAGIC_NUMBER of torch/serialization.py
     FileSign(OLD_TORCH, begin=re.escape(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.")),
     FileSign(ONNX, name=r"(?s).+\.onnx", begin=rb"\x08"),
     FileSign(FLAX, name=r"flax_model\.msgpack", begin=rb"(?!PK\x03\x04)"),
-    FileSign(COMPRESSED_NEMO, name=ARCHIVE, begin=rb"\x1f\x8b", tar=True),
-    FileSign(NEMO, name=ARCHIVE, begin=rb"(?!PK\x03\x04)", tar=True),
+    FileSign(COMPRESSED_NEMO, name=NEMO_ARCHIVE, begin=rb"\x1f\x8b", tar=True),
+    FileSign(NEMO, name=NEMO_ARCHIVE, begin=rb"(?!PK\x03\x04)", tar=True),
 )
 """The first that fits counts; `(?s).` fits all but empty files."""
 SIGNS_OF_TENSORS = (
@@ -245,14 +245,8 @@ SIGNS_OF_TENSORS = (
 )
 """Names of tensors that only one tool has, and that are not the Hub's."""
 _ANY_TENSOR = re.compile("|".join(f"(?:{pattern.pattern})" for pattern, _ in SIGNS_OF_TENSORS))
-CODES = {
-    kind.code
-    for kind in (
-        ORBAX,
-        *(sign.kind for sign in SIGNS),
-        *(kind for _, kind in (*SIGNS_OF_NAMES, *SIGNS_OF_TENSORS)),
-    )
-}
+_KINDS_BY_NAME = {kind for _, kind in (*SIGNS_OF_NAMES, *SIGNS_OF_TENSORS)}
+CODES = {kind.code for kind in (ORBAX, *(sign.kind for sign in SIGNS), *_KINDS_BY_NAME)}
 
 
 def recognized(path: Path) -> Problem | None:
@@ -267,13 +261,13 @@ def recognized(path: Path) -> Problem | None:
 
 def in_archive(path: Path) -> Path:
     """The contents of a `.nemo` archive on a disk that is not compressed, as a folder; any other path as it is."""
-    is_archive = not is_remote(path) and re.fullmatch(ARCHIVE, path.name) and path.is_file()
+    is_archive = not is_remote(path) and re.fullmatch(NEMO_ARCHIVE, path.name) and path.is_file()
     return entered(path) if is_archive and is_tar(_begin(path)) else path
 
 
 def is_state_dict(path: Path) -> bool:
     """Whether a file is one that torch.save wrote, whose tensors have names."""
-    return path.is_file() and _kind_of(path) is TORCH
+    return path.is_file() and _kind_of(path) is TORCH_FILE
 
 
 def named_by_a_tool(path: Path) -> Problem | None:

@@ -28,7 +28,7 @@ from reshard.transfer.source_files import Sources
 
 NAME = "huggingface"
 WEIGHT_FILES = (("model", "safetensors"), ("pytorch_model", "bin"))
-SHARD = re.compile(r"(?P<stem>.+[-_.])(?P<number>\d{1,6})-of-(?P<count>\d{1,6})(?P<suffix>\.\w+)")
+SHARD_FILE = re.compile(r"(?P<stem>.+[-_.])(?P<number>\d{1,6})-of-(?P<count>\d{1,6})(?P<suffix>\.\w+)")
 """The name of one of several files: `model-00002-of-00006.safetensors`."""
 
 
@@ -174,7 +174,7 @@ def _incomplete(files: Iterable[Path]) -> Iterator[Problem]:
     """A problem for each set of shards, read without an index, of which not all are there: their names count them."""
     sets: dict[tuple[Path, str, str, str], set[int]] = defaultdict(set)
     for file in files:
-        if match := SHARD.fullmatch(distributed_safetensors.RANK.sub("", file.name)):
+        if match := SHARD_FILE.fullmatch(distributed_safetensors.RANK_PREFIX.sub("", file.name)):
             sets[file.parent, match["stem"], match["count"], match["suffix"]].add(int(match["number"]))
     for (folder, stem, count, suffix), numbers in sets.items():
         first = 0 if 0 in numbers else 1
@@ -302,7 +302,7 @@ def _divided(
 
 QUANTIZED = ("fp8", "fp8-ue8m0", "mxfp4", "nvfp4")
 """The values of `--quantize`: `model/quantizer.py` computes them."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 """Suffixes of files of weights on the Hub."""
 FOR_OTHER_PROGRAMS = (
     "*.bin",

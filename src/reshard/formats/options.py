@@ -16,7 +16,7 @@ from reshard.algebra.layout import Layout
 from reshard.base.argument_checks import StrPath, parse_size
 from reshard.base.options import ADAPTERS, ADVANCED, BYTES, LAYOUT, About, options_of
 from reshard.base.shared_options import DtypeOption, MergeOption, StepOption
-from reshard.families.family import ENGINES
+from reshard.families.family import ENGINE_TITLES
 from reshard.stores import source_path
 
 SHARD_SIZE = "5GB"
@@ -145,7 +145,7 @@ class Output:
         str | None,
         About(
             "Library that will load the Megatron checkpoint. [default: the one that saved SRC]",
-            choices=tuple(ENGINES),
+            choices=tuple(ENGINE_TITLES),
             group=LAYOUT,
         ),
     ] = None

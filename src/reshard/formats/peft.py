@@ -20,7 +20,7 @@ from reshard.transfer.plan import OutputFile
 from reshard.transfer.source_files import Sources
 
 NAME = "peft"
-CONFIG = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 SAVED = ".modules_to_save."
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -69,7 +69,7 @@ def _taken_twice(tensors: dict[str, Tensor]) -> list[Replica]:
 
 def lay_out(request: Request) -> list[OutputFile]:
     """The two files of an adapter; its settings become adapter_config.json."""
-    config = OutputFile.of_bytes(CONFIG, to_json(dict(request.adapter or {})))
+    config = OutputFile.of_bytes(ADAPTER_CONFIG, to_json(dict(request.adapter or {})))
     return [safetensors.output_file(WEIGHTS_FILES[0], request.tensors), config]
 
 

@@ -24,9 +24,9 @@ Shape = tuple[int, ...]
 Wide = Callable[[int], int]
 """The number of elements in this many items."""
 
-FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 BYTE_DTYPES = ("int8", "uint8")
-FP4 = ("float4_e2m1fn_x2", *BYTE_DTYPES)
+FP4_DTYPES = ("float4_e2m1fn_x2", *BYTE_DTYPES)
 PLAIN_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "bool")
 
 
@@ -69,15 +69,15 @@ _NESTED = ("{}.nested_absmax", "{}.nested_quant_map")
 _STATES = ("{}.quant_state.bitsandbytes__nf4", "{}.quant_state.bitsandbytes__fp4")
 SCHEMES = (
     # DeepSeek, which names scales differently in its own code, and transformers; experts may be packed FP4
-    QuantizationScheme("FP8", "{}", ("{}_scale_inv",), FP8, 8),
-    QuantizationScheme("FP4", "{}", ("{}_scale_inv",), FP4, 4),
-    QuantizationScheme("FP8", "{}", ("scale",), FP8, 8),
-    QuantizationScheme("FP4", "{}", ("scale",), FP4, 4),
+    QuantizationScheme("FP8", "{}", ("{}_scale_inv",), FP8_DTYPES, 8),
+    QuantizationScheme("FP4", "{}", ("{}_scale_inv",), FP4_DTYPES, 4),
+    QuantizationScheme("FP8", "{}", ("scale",), FP8_DTYPES, 8),
+    QuantizationScheme("FP4", "{}", ("scale",), FP4_DTYPES, 4),
     # compressed-tensors, FBGEMM, ModelOpt, Quark
-    QuantizationScheme("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4, 4, more=_FOLDED),
-    QuantizationScheme("FP8", "{}", ("{}_scale",), FP8, 8, more=(*_OFFSETS, *_FOLDED)),
+    QuantizationScheme("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4_DTYPES, 4, more=_FOLDED),
+    QuantizationScheme("FP8", "{}", ("{}_scale",), FP8_DTYPES, 8, more=(*_OFFSETS, *_FOLDED)),
     QuantizationScheme("int8", "{}", ("{}_scale",), ("int8",), 8, more=(*_OFFSETS, *_FOLDED)),
-    QuantizationScheme("FP4", "{}", ("{}_scale",), FP4, 4, more=_FOLDED),
+    QuantizationScheme("FP4", "{}", ("{}_scale",), FP4_DTYPES, 4, more=_FOLDED),
     QuantizationScheme(
         "rounded", "{}", ("{}_scale",), PLAIN_DTYPES[:4], 0, more=_OFFSETS
     ),  # but not compressed
@@ -104,7 +104,7 @@ METHODS = (
 )
 """The `quant_method`s that store weights by one of the schemes."""
 
-WEIGHTS = ("weight", "gate_up_proj", "down_proj")
+WEIGHT_NAMES = ("weight", "gate_up_proj", "down_proj")
 """Names of weights that may be quantized: that of a linear layer, and those of stacked experts."""
 
 OF_ACTIVATIONS = (
@@ -132,14 +132,17 @@ class _WeightPart(NamedTuple):
     weight: str
 
 
-_PARTS = {
-    part.local.rpartition(".")[2]: part
-    for scheme in SCHEMES
-    for role in (scheme.values, *scheme.beside, *scheme.more)
-    for weight in WEIGHTS
-    if role != "{}" and (weight == "weight" or ("{}" in role and "." not in role))
-    for part in (_WeightPart(role.format(weight), role, weight),)
-}
+def _weight_parts() -> Iterator[tuple[str, _WeightPart]]:
+    """The parts in all schemes, by the last component of their names."""
+    for scheme in SCHEMES:
+        for role in (scheme.values, *scheme.beside, *scheme.more):
+            for weight in WEIGHT_NAMES:
+                if role != "{}" and (weight == "weight" or ("{}" in role and "." not in role)):
+                    local = role.format(weight)
+                    yield local.rpartition(".")[2], _WeightPart(local, role, weight)
+
+
+_PARTS = dict(_weight_parts())
 """By the last component of the tensor name."""
 
 _VALUES = {scheme.values for scheme in SCHEMES}
@@ -346,7 +349,7 @@ def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, di
         part = _PARTS.get(last)
         if part and name.endswith(f".{part.local}"):
             groups.setdefault(name[: -len(part.local)] + part.weight, {})[part.role] = name
-        elif told and last in WEIGHTS and tensor.dtype.name in (*FP8, *FP4):
+        elif told and last in WEIGHT_NAMES and tensor.dtype.name in (*FP8_DTYPES, *FP4_DTYPES):
             small.add(name)
     groups = {
         name: parts for name, parts in groups.items() if name in small or parts.keys() not in AMBIGUOUS_ROLES

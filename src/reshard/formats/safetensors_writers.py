@@ -1,4 +1,4 @@
-"""The tool that wrote safetensors, as their metadata tell it: each file begins with its `format`."""
+"""Which tool wrote a safetensors file, by the `format` in its metadata."""
 
 from __future__ import annotations
 

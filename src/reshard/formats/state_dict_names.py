@@ -31,7 +31,7 @@ ANCHORS = (
 WEIGHT_PATHS = ("state_dict", "model_state_dict", "model", "module", "state.model")
 """Paths of the weights in what training loops save: Lightning, DeepSpeed, many scripts, and Composer."""
 
-CONFIG = ("state", "integrations", "huggingface", "model", "config", "content")
+COMPOSER_CONFIG_PATH = ("state", "integrations", "huggingface", "model", "config", "content")
 """The path of config.json in a file of Composer, whose HuggingFaceModel puts it there."""
 
 NO_WEIGHTS = re.compile(r"(?i)optim|sched|rng|random_state")
@@ -104,7 +104,7 @@ def _unwrapped(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 def config_in(content: Mapping[Any, Any]) -> dict[str, Any] | None:
     """The config.json that Composer saved with the weights, or None."""
     found: Any = content
-    for key in CONFIG:
+    for key in COMPOSER_CONFIG_PATH:
         found = found.get(key) if isinstance(found, dict) else None
     with suppress(*UNUSABLE):
         if isinstance(found["model_type"], str):
@@ -119,9 +119,8 @@ def prefix_of(names: Iterable[str], anchors: Sequence[str] = ANCHORS) -> str:
     of the model, next to a vision tower. `anchors` are beginnings of a model's own names, the surest first.
     """
     bare = [_bare(name) for name in names]
-    found = next(
-        (prefix for anchor in anchors for name in bare if (prefix := _before(anchor, name)) is not None), ""
-    )
+    prefixes = (_before(anchor, name) for anchor in anchors for name in bare)
+    found = next((prefix for prefix in prefixes if prefix is not None), "")
     rest = [name for name in bare if not name.startswith(found)]
     return found if not rest or any(anchor in name for name in rest for anchor in anchors) else ""
 

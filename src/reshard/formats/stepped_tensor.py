@@ -1,4 +1,4 @@
-"""Tensors that one side stores changed: sources whose elements are those of a tensor after a `Step` of a rule.
+"""Tensors whose elements one side stores changed, such as norms plus one: a rule declares the `Step` between both.
 
 Megatron-Core computes with `1 + weight` if `apply_layernorm_1p` is set; if the Hub's model computes with the weight
 itself, the two differ by one. Sums are float64, which is exact for trained weights; only the stored result is rounded.

@@ -11,7 +11,7 @@ from reshard.commands.weights import Weights
 from reshard.engines.megatron.fill_model import fill, live_tensors, place
 from reshard.engines.megatron.weight_shards import Coordinates, sharded
 from reshard.engines.megatron.weight_shards import ShardedWeights as Shards
-from reshard.families.family import ENGINES, MCORE
+from reshard.families.family import ENGINE_TITLES, MCORE
 from reshard.live.torch_modules import LoadedTensors
 from reshard.model.logical_tensors import logical_tensors
 from reshard.transfer.compare import unequal_replicas
@@ -45,7 +45,7 @@ def load_chunks(chunks: Sequence[torch.nn.Module], weights: Weights, *, verify: 
             "live-megatron-lacks-family",
             f"megatron-core's GPTModel does not compute the family {model.family.name}",
             file=str(weights.checkpoint.path),
-            rule=f"the engine of this family is {ENGINES[model.family.computed_by]}",
+            rule=f"the engine of this family is {ENGINE_TITLES[model.family.computed_by]}",
             remedy="convert the weights for that engine: reshard convert --to megatron",
         )
     names = {name for chunk in inner for name in live_tensors(chunk)}

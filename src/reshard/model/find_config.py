@@ -38,16 +38,15 @@ def read_base(base: Path, sources: Sources) -> dict[str, Any]:
     """The config of the folder that `--base` names. Raises ReshardError if it has none."""
     config = read_config(base, sources)
     if config is None:
-        kind, wrong = (
-            ("base-without-config", "the base folder has no config.json")
-            if base.is_dir()
-            else ("base-not-a-folder", "the base is a file, not a folder")
-            if base.exists()
-            else ("base-not-found", "the base folder does not exist")
-        )
+        if base.is_dir():
+            code, message = "base-without-config", "the base folder has no config.json"
+        elif base.exists():
+            code, message = "base-not-a-folder", "the base is a file, not a folder"
+        else:
+            code, message = "base-not-found", "the base folder does not exist"
         raise ReshardError(
-            kind,
-            wrong,
+            code,
+            message,
             file=str(base),
             expected="the Hugging Face folder that training started from",
             remedy=download(base, f"--base {base.name}") or "pass another folder with --base",

@@ -1,4 +1,4 @@
-"""Shapes for the parameters that FSDP1 saved flat: those that the family declares for the config."""
+"""Shapes of the parameters that FSDP1 saved flat, from the family and the config."""
 
 from __future__ import annotations
 

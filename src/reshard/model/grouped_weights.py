@@ -62,7 +62,9 @@ def packing_of(settings: Mapping[str, Any]) -> Packing | None:
     key, default = _VERSIONS.get(method, ("", ""))
     packing = _PACKINGS.get((method, str(settings.get(key, default)).lower()))
     bits = settings.get("bits") or settings.get("w_bit")
-    return packing if bits in ((4,) if packing and packing.interleaved else _BITS) else None
+    if packing is None or (packing.interleaved and bits != 4) or bits not in _BITS:
+        return None
+    return packing
 
 
 class BitPacking(NamedTuple):

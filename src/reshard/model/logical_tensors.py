@@ -122,11 +122,8 @@ def logical_tensors(source: ResolvedCheckpoint) -> LogicalTensors:
             for name, bound in binding.written()
             if name in checkpoint.tensors  # copies are optional
         }
-        return LogicalTensors(
-            checkpoint,
-            found,
-            [*_copies(checkpoint, binding), *_spare(checkpoint, {*binding.hf, *binding.copies})],
-        )
+        spare = _spare(checkpoint, {*binding.hf, *binding.copies})
+        return LogicalTensors(checkpoint, found, [*_copies(checkpoint, binding), *spare])
     _check(checkpoint, binding.native, {})
     found = {}
     for name, bound in binding.written():

@@ -18,7 +18,7 @@ from reshard.model.unusual_configs import why
 
 _ROUTER_BIASES = (".moe_statics.e_score_correction_bias", ".router.expert_bias")
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def sizes(
@@ -29,7 +29,7 @@ def sizes(
     folder: Path,
 ) -> tuple[Mapping[str, Any], Dims]:
     """Megatron-LM's arguments (`args`, or from the config) and sizes. Raises ReshardError naming unusable keys."""
-    needed = [key for key in SIZES if key != "intermediate_size" or "moe_intermediate_size" not in config]
+    needed = [key for key in SIZE_KEYS if key != "intermediate_size" or "moe_intermediate_size" not in config]
     missing = [key for key in needed if not isinstance(config.get(key), int) or config[key] < 1]
     try:
         if missing:
@@ -46,7 +46,7 @@ def sizes(
             f"config.json does not describe a model of family {family.name}",
             file=str(folder / "config.json"),
             rule="the config must contain every size of the model",
-            expected=f"numbers for {', '.join(SIZES)}",
+            expected=f"numbers for {', '.join(SIZE_KEYS)}",
             found=f"no usable {', '.join(missing)}" if missing else why(error, config),
             remedy="pass the config that belongs to these weights: --base DIR",
             values={"family": family.name},

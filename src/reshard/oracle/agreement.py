@@ -11,7 +11,7 @@ import numpy.typing as npt
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.missing_packages import remedy
 from reshard.commands.verification import Side
-from reshard.families.family import ENGINES, MCORE
+from reshard.families.family import ENGINE_TITLES, MCORE
 from reshard.model.vocabulary import embedding_rows
 
 THRESHOLD = 1e-5
@@ -80,7 +80,7 @@ def _require_family(side: Side) -> None:
         raise ReshardError(
             "logits-megatron-lacks-family",
             f"megatron-core's GPTModel does not compute these weights of family {side.model.family.name}",
-            rule=f"the engine of this family is {ENGINES[engine]}",
+            rule=f"the engine of this family is {ENGINE_TITLES[engine]}",
             remedy="leave out --logits: the weights are compared all the same",
         )
 

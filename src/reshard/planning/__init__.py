@@ -41,7 +41,7 @@ from reshard.planning import (
 )
 from reshard.planning.hub_tensors import HubTensors
 from reshard.planning.target_tensors import OutputTypes, elements, names_of, recast
-from reshard.transfer.memory_budget import NOTHING, MemoryMeter, MemoryNeed, uncollected
+from reshard.transfer.memory_budget import NO_NEED, MemoryMeter, MemoryNeed, uncollected
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.source_files import OnStep, Sources
 
@@ -435,7 +435,7 @@ def _adapter(source: ResolvedCheckpoint, request: Request) -> _RequestContent:
     request, base, notes = name(source.checkpoint, request)
     dropped = +(Counter(source.checkpoint.dropped) + Counter(base))
     return _RequestContent(
-        request, elements(request.tensors), dropped, source.checkpoint.replicas, notes, NOTHING
+        request, elements(request.tensors), dropped, source.checkpoint.replicas, notes, NO_NEED
     )
 
 

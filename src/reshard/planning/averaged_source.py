@@ -28,8 +28,10 @@ from reshard.stores import realpath
 from reshard.transfer.elements import castable
 from reshard.transfer.plan import Planned
 
-RULE = "an average is of checkpoints of one model: the same tensors with the same shapes, and the same config"
-FAMILY = "model_type"
+AVERAGE_RULE = (
+    "an average is of checkpoints of one model: the same tensors with the same shapes, and the same config"
+)
+FAMILY_KEY = "model_type"
 OF_RUNS = {
     *("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
     *("attention_dropout", "initializer_range", "vocab_size"),
@@ -178,7 +180,7 @@ def _other_tensors(
             groups.setdefault(how, []).append(name)
     for (code, told), names in groups.items():
         message, remedy = DIFFERENCES[code]
-        yield Problem(code, message, tensor=listed(names, 3), rule=RULE, found=told, remedy=remedy)
+        yield Problem(code, message, tensor=listed(names, 3), rule=AVERAGE_RULE, found=told, remedy=remedy)
 
 
 def _difference(
@@ -220,14 +222,14 @@ DIFFERENCES = {
 
 def _other_configs(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterator[Problem]:
     """A problem for each setting that weights depend on, if a checkpoint has another value than the last one."""
-    fixed = {FAMILY, *chain.from_iterable(map(_declared, sides))} - COMPUTED - RUN_CHOICES
+    fixed = {FAMILY_KEY, *chain.from_iterable(map(_declared, sides))} - COMPUTED - RUN_CHOICES
     for path, key, value, wanted in _settings(sides, paths):
         if key in fixed:
             yield Problem(
                 "average-configs-differ",
                 "the checkpoints are of different models",
                 file=str(path),
-                rule=RULE,
+                rule=AVERAGE_RULE,
                 expected=f"{key}={wanted}, as in {paths[-1]}",
                 found=f"{key}={value}",
                 remedy="leave out this checkpoint; if only its config is wrong, pass the right one: --base DIR",
@@ -239,7 +241,7 @@ def _settings(sides: Sequence[HubTensors], paths: Sequence[Path]) -> Iterator[tu
     *others, last = [_facts(side) for side in sides]
     for path, facts in zip(paths[:-1], others, strict=True):
         other = [key for key in sorted(facts.keys() & last.keys() - OF_RUNS) if facts[key] != last[key]]
-        for key in [FAMILY] if FAMILY in other else other:
+        for key in [FAMILY_KEY] if FAMILY_KEY in other else other:
             yield path, key, facts[key], last[key]
 
 
@@ -249,7 +251,7 @@ def _facts(side: HubTensors) -> Mapping[str, Any]:
     if model is None:
         return side.config
     plain = {key: value for key, value in model.text.items() if isinstance(value, str | int | float)}
-    return {**model.text, **_declared(side), **plain, FAMILY: model.family.name}
+    return {**model.text, **_declared(side), **plain, FAMILY_KEY: model.family.name}
 
 
 def _declared(side: HubTensors) -> Mapping[str, Any]:

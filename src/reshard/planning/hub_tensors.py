@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as a Hugging Face folder has them, whatever becomes of them."""
+"""A checkpoint's tensors under the Hub's names: converted to a Hugging Face folder, or read one by one."""
 
 from __future__ import annotations
 

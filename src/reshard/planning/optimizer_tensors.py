@@ -17,7 +17,7 @@ from reshard.model.logical_tensors import LogicalTensor, LogicalTensors
 from reshard.planning.target_tensors import OutputTypes, sources_of
 
 FLOAT32 = BY_NAME["float32"]
-DROPPED = "optimizer states"
+OPTIMIZER_STATES = "optimizer states"
 REPLACED = "weights replaced by their masters"
 
 
@@ -40,8 +40,10 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
             "the checkpoint contains no optimizer states that can be converted",
             file=str(checkpoint.path),
             rule="--with-optimizer converts states that have the shape of their tensor",
-            found="states that are bound to a layout" if checkpoint.dropped[DROPPED] else "no optimizer",
-            remedy="; ".join([leave_out, *(note for note in checkpoint.notes if DROPPED in note)]),
+            found="states that are bound to a layout"
+            if checkpoint.dropped[OPTIMIZER_STATES]
+            else "no optimizer",
+            remedy="; ".join([leave_out, *(note for note in checkpoint.notes if OPTIMIZER_STATES in note)]),
         )
 
 
@@ -121,4 +123,4 @@ def carried(checkpoint: Checkpoint, states: Collection[str]) -> Counter[str]:
     """The bytes of states that are not dropped, because they are converted."""
     held = _carried(checkpoint)
     found = (held[state] for state in held.keys() & set(states))
-    return Counter({DROPPED: sum(tensor.nbytes for tensors in found for tensor in tensors.values())})
+    return Counter({OPTIMIZER_STATES: sum(tensor.nbytes for tensors in found for tensor in tensors.values())})

@@ -104,7 +104,7 @@ def companion_files(
 
     An adapter gets the tokenizer and template if they are there; it needs none.
     """
-    of_base = () if checkpoint.quantization else companions.QUANTIZATION
+    of_base = () if checkpoint.quantization else companions.QUANTIZATION_FILES
     left = {companions.CONFIG, *of_base}
     if request.adapter is not None:
         left = {companions.CONFIG, GENERATION}

@@ -18,7 +18,7 @@ from reshard.formats.contract import (
     HUB,
     KEEPS_ITS_DTYPE,
     MASTER_STATE,
-    ROUTER,
+    ROUTER_WEIGHT,
     PlannedStates,
     Request,
     Target,
@@ -83,7 +83,7 @@ class OutputTypes:
     def _stays(self, name: str, stored: DType) -> bool:
         if name.endswith(KEEPS_ITS_DTYPE):
             return True
-        if stored.name != "float32" or self._widened or not ROUTER.search(name):
+        if stored.name != "float32" or self._widened or not ROUTER_WEIGHT.search(name):
             return False
         return self._stored is not None and self._stored.itemsize == 2
 
@@ -96,7 +96,9 @@ def recast(format: str, logical: LogicalTensors, types: OutputTypes) -> list[str
         item.dtype == types.wanted and not name.endswith(KEEPS_ITS_DTYPE)
         for name, item in logical.tensors.items()
     )
-    back = "" if len(counted) > 1 else _BACK_ROUNDED if wide else _EXACT_WAY_BACK
+    back = _BACK_ROUNDED if wide else _EXACT_WAY_BACK
+    if len(counted) > 1:
+        back = ""
     return [_recast(format, *pair, number, back, wide) for pair, number in sorted(counted.items(), key=str)]
 
 
@@ -156,12 +158,12 @@ class TargetNames:
     def states(self, states: Mapping[str, LogicalTensors]) -> PlannedStates:
         """The states of its tensors. Raises ReshardError if only a part of a fused tensor has one."""
         held = {state: self._held(logical) for state, logical in states.items()}
-        problems = [
-            _partly_frozen(state, name, sources_of(bound) - logical.tensors.keys())
-            for state, logical in states.items()
-            for name, bound in (self.natives or {}).items()
-            if name not in (held[state] or {}) and not sources_of(bound).isdisjoint(logical.tensors)
-        ]
+        problems = []
+        for state, logical in states.items():
+            for name, bound in (self.natives or {}).items():
+                sources = sources_of(bound)
+                if name not in (held[state] or {}) and not sources.isdisjoint(logical.tensors):
+                    problems.append(_partly_frozen(state, name, sources - logical.tensors.keys()))
         if problems:
             raise ReshardError(problems)
         return {

@@ -16,7 +16,7 @@ class FileInfo(NamedTuple):
     is_folder: bool = False
 
 
-FOLDER = FileInfo(is_folder=True)
+ANY_FOLDER = FileInfo(is_folder=True)
 
 
 class Stamp(NamedTuple):

@@ -18,7 +18,7 @@ from reshard.stores.range_responses import TIMEOUT_SECONDS, RangeRequest, Respon
 from reshard.stores.store import Store
 from reshard.stores.store_errors import retried
 
-ID = re.compile(r"[\w.-]+/[\w.-]+")
+REPOSITORY_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PAGE = re.compile(r"/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?")
 _PASSWORD = re.compile(r"[^@]*:.*@|[^/@]*@")
 _SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
@@ -211,7 +211,7 @@ def url_of_page(url: str) -> str | None:
 
 def may_have(typed: str) -> bool:
     """Whether what was typed, if it is not a local path, should be looked up on the Hub or in its local cache."""
-    if not ID.fullmatch(typed) or Path(typed).parent.exists() or Path(typed).is_symlink():
+    if not REPOSITORY_ID.fullmatch(typed) or Path(typed).parent.exists() or Path(typed).is_symlink():
         return False
     try:
         from huggingface_hub import constants

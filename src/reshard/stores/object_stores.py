@@ -8,23 +8,25 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from reshard.stores.address import Address, StoreKind, shown, with_password
-from reshard.stores.file_info import FOLDER, FileInfo
+from reshard.stores.file_info import ANY_FOLDER, FileInfo
 from reshard.stores.range_responses import RangeRequest
 from reshard.stores.store import Store
 from reshard.stores.store_errors import retried
 
-PASSWORD = r"(?!arn:)[^/@:]*:.*@"
+PASSWORD_PATTERN = r"(?!arn:)[^/@:]*:.*@"
 
-IDENTITIES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "VersionId")
+IDENTITY_KEYS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "VersionId")
 """Keys of the packages for values that change with the bytes of a file, the most reliable first."""
-TIMES = ("LastModified", "last_modified", "updated", "mtime")
+TIME_KEYS = ("LastModified", "last_modified", "updated", "mtime")
 """Keys of the packages for the time of the last change. Without one of either kind, only the size shows a change."""
 
 
 class ObjectStore(Store):
     """A bucket, read through its package for fsspec. Its packages take no user from a URL."""
 
-    user: ClassVar[re.Pattern[str]] = re.compile(rf"{PASSWORD}|[^/]*@|(?!arn:)[^/:]*:(?!\d{{1,5}}(?:/|$))")
+    user: ClassVar[re.Pattern[str]] = re.compile(
+        rf"{PASSWORD_PATTERN}|[^/]*@|(?!arn:)[^/:]*:(?!\d{{1,5}}(?:/|$))"
+    )
     """A user, perhaps with a password, before the name of the bucket; the @ between them may be missing."""
 
     @classmethod
@@ -98,15 +100,15 @@ class AzureBlobs(ObjectStore):
         "adlfs",
         "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or sign in with `az login`",
     )
-    user = re.compile(PASSWORD)
+    user = re.compile(PASSWORD_PATTERN)
 
 
 def entry_of(info: dict[str, Any]) -> FileInfo:
     """The entry of a file, from what the store's package reports."""
     if info.get("type") == "directory":
-        return FOLDER
-    identity = next((str(info[key]).strip('"') for key in IDENTITIES if info.get(key)), "")
-    time = next((info[key] for key in TIMES if info.get(key)), None)
+        return ANY_FOLDER
+    identity = next((str(info[key]).strip('"') for key in IDENTITY_KEYS if info.get(key)), "")
+    time = next((info[key] for key in TIME_KEYS if info.get(key)), None)
     if isinstance(time, str):
         time = datetime.fromisoformat(time.replace("Z", "+00:00"))
     modified = int(time.timestamp() * 10**9) if isinstance(time, datetime) else int((time or 0) * 10**9)

@@ -1,4 +1,4 @@
-"""Arrays in an Orbax container, decoded by tensorstore, as files: one for each chunk, with its elements in their order.
+"""Chunks of the arrays in an Orbax container, decoded by tensorstore, as files with their elements in order.
 
 `orbax://tmp/run/0/items/params.step/0.0` is the chunk 0, 0 of the array `params.step` in the folder `/tmp/run/0/items`.
 A container stores arrays in zarr 2 or zarr 3, compressed, as files of its own or in a database of tensorstore (OCDBT).
@@ -145,7 +145,8 @@ class ArrayFolder:
 
     def modified(self, name: str) -> int:
         """When the container last changed, or the array in it, in nanoseconds."""
-        mark = DATABASE if self.is_database else f"{name}/{'zarr.json' if self.is_zarr3 else '.zarray'}"
+        metadata = "zarr.json" if self.is_zarr3 else ".zarray"
+        mark = DATABASE if self.is_database else f"{name}/{metadata}"
         return (self.folder / mark).stat().st_mtime_ns
 
     def decoded(self, name: str, at: tuple[int, ...]) -> Path:

@@ -1,4 +1,4 @@
-"""Bytes of files in stores, fetched before they are read: many requests take hardly longer than one."""
+"""Fetch bytes of files in stores before they are read: many requests take hardly longer than one."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ MAX_HEADS_BYTES = 64 << 20
 
 T = TypeVar("T")
 
-Part = tuple[int, memoryview]
+FilePart = tuple[int, memoryview]
 """An offset in a file, and the memory to fill from there."""
 
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -92,14 +92,14 @@ class RemoteFile:
             self._store.heads[self._url] = [(0, more)]
         return content + more[: end - begin]
 
-    def fill(self, parts: Iterable[Part]) -> int | None:
+    def fill(self, parts: Iterable[FilePart]) -> int | None:
         parts = list(parts)
         if (end := max((offset + len(out) for offset, out in parts), default=0)) > self.size:
             return end
         side_by_side(self.filling(parts))
         return None
 
-    def filling(self, parts: Iterable[Part]) -> list[Callable[[], object]]:
+    def filling(self, parts: Iterable[FilePart]) -> list[Callable[[], object]]:
         """Functions that fill the memory of `parts`, all of which are inside the file: one for each request."""
         return [partial(self._fill, group) for group in _grouped(sorted(parts, key=itemgetter(0)))]
 
@@ -135,12 +135,12 @@ class _MergedRange(NamedTuple):
 
     begin: int
     end: int
-    parts: list[Part]
+    parts: list[FilePart]
 
 
-def _grouped(parts: Iterable[Part]) -> Iterator[_MergedRange]:
+def _grouped(parts: Iterable[FilePart]) -> Iterator[_MergedRange]:
     """Parts grouped by request, each group with its begin and end. Longer parts are cut."""
-    begin, end, members = 0, 0, list[Part]()
+    begin, end, members = 0, 0, list[FilePart]()
     for offset, out in _cut(parts):
         reach = max(end, offset + len(out))
         if members and (offset - end > MAX_GAP_BYTES or reach - begin > MAX_REQUEST_BYTES):
@@ -154,7 +154,7 @@ def _grouped(parts: Iterable[Part]) -> Iterator[_MergedRange]:
         yield _MergedRange(begin, end, members)
 
 
-def _cut(parts: Iterable[Part]) -> Iterator[Part]:
+def _cut(parts: Iterable[FilePart]) -> Iterator[FilePart]:
     for offset, out in parts:
         for at in range(0, len(out), MAX_REQUEST_BYTES):
             yield offset + at, out[at : at + MAX_REQUEST_BYTES]

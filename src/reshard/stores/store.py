@@ -12,7 +12,7 @@ from threading import RLock
 from typing import ClassVar
 
 from reshard.stores.address import Address, StoreKind
-from reshard.stores.file_info import FOLDER, FileInfo
+from reshard.stores.file_info import ANY_FOLDER, FileInfo
 from reshard.stores.open_file import OpenFile
 from reshard.stores.range_responses import RangeRequest
 from reshard.stores.store_errors import translated
@@ -82,7 +82,7 @@ class Store(ABC):
                 return listing.entries.get(url)
             above = (root for root in self._listed if root.startswith(url + "/"))
             if any((found := self._listed[root]) and found.entries for root in above):
-                return FOLDER
+                return ANY_FOLDER
             if url not in self._outside:
                 self._outside[url] = self._look(url)
             return self._outside[url]
@@ -131,5 +131,5 @@ class Listing:
             while url != root:
                 folder, _, name = url.rpartition("/")
                 self.children.setdefault(folder, set()).add(name)
-                self.entries.setdefault(folder, FOLDER)
+                self.entries.setdefault(folder, ANY_FOLDER)
                 url = folder

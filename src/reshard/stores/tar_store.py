@@ -13,7 +13,7 @@ from types import TracebackType
 
 from reshard.stores import tar_members
 from reshard.stores.address import Address, StoreKind, shown
-from reshard.stores.file_info import FOLDER, FileInfo, Stamp
+from reshard.stores.file_info import ANY_FOLDER, FileInfo, Stamp
 from reshard.stores.open_file import LocalFile, OpenFile
 from reshard.stores.range_responses import RangeRequest
 from reshard.stores.store import Store
@@ -46,7 +46,7 @@ class ArchiveStore(Store):
 
     def entry(self, url: str) -> FileInfo | None:
         """The same; an archive without files is an empty folder."""
-        return super().entry(url) or (FOLDER if url == self.url else None)
+        return super().entry(url) or (ANY_FOLDER if url == self.url else None)
 
     def _find(self, root: str, *, deep: bool) -> dict[str, FileInfo]:
         with LocalFile(self._archive) as file:
@@ -60,7 +60,7 @@ class ArchiveStore(Store):
 
     def _look(self, url: str) -> FileInfo | None:
         found = self._find(url, deep=True)
-        return found.get(url) or (FOLDER if found else None)
+        return found.get(url) or (ANY_FOLDER if found else None)
 
     def opened(self, url: str, entry: FileInfo) -> OpenFile:
         return _OpenMember(self._archive, self._offsets[url], entry)

@@ -61,12 +61,12 @@ class Distance:
     def __init__(self) -> None:
         self.moved = self.norm = 0.0
 
-    def add(self, a: Elements, b: Elements, dtype: DType) -> None:
+    def add(self, first: Elements, second: Elements, dtype: DType) -> None:
         """Add a window. Elements that are not floats add nothing."""
         if castable(dtype):
-            before = as_float(a, dtype).astype(np.float64)
+            before = as_float(first, dtype).astype(np.float64)
             with np.errstate(invalid="ignore", over="ignore"):
-                gap = before - as_float(b, dtype)
+                gap = before - as_float(second, dtype)
                 self.moved += float(np.dot(gap, gap))
                 self.norm += float(np.dot(before, before))
 
@@ -130,8 +130,12 @@ class Comparer:
                 largest = max(largest, _gap(left[unequal], right[unequal], common), key=_nan_last)
                 fits_second = fits_second and _rounds(a, b, *kinds)
                 fits_first = fits_first and _rounds(b, a, *reversed(kinds))
-        rounded_to = second.dtype if fits_second else first.dtype if fits_first else None
-        return RoundingDifference(elements, largest, rounded_to) if elements else None
+        if not elements:
+            return None
+        rounded_to = first.dtype if fits_first else None
+        if fits_second:
+            rounded_to = second.dtype
+        return RoundingDifference(elements, largest, rounded_to)
 
     def _windows(self, first: Tensor, second: Tensor) -> Iterator[tuple[int, Elements, Elements]]:
         """Windows of both tensors to compare, each with the index of its first element.
@@ -153,30 +157,31 @@ class Comparer:
                 yield begin + low, a[low : low + compared], b[low : low + compared]
 
 
-def _unequal(a: Elements, b: Elements, dtype: DType) -> Elements:
+def _unequal(first: Elements, second: Elements, dtype: DType) -> Elements:
     """Which elements differ, where all NaNs are equal."""
-    unequal: Elements = a != b
+    unequal: Elements = first != second
     if castable(dtype):
-        unequal &= ~(np.isnan(as_float(a, dtype)) & np.isnan(as_float(b, dtype)))
+        unequal &= ~(np.isnan(as_float(first, dtype)) & np.isnan(as_float(second, dtype)))
     return unequal
 
 
-def _rounds(a: Elements, b: Elements, dtype: DType, target: DType) -> bool:
-    """Whether rounding `a` from `dtype` to `target` gives `b`. A finite value is never rounded to Inf."""
+def _rounds(given: Elements, wanted: Elements, dtype: DType, target: DType) -> bool:
+    """Whether rounding what is `given` from `dtype` to `target` gives what is `wanted`, and no finite value Inf."""
     lost = Overflows()
-    rounded = cast(a, dtype, target, lost)
-    return lost.found is None and not _unequal(rounded, b, target).any()
+    rounded = cast(given, dtype, target, lost)
+    return lost.found is None and not _unequal(rounded, wanted, target).any()
 
 
 def _nan_last(value: float) -> tuple[bool, float]:
     return value != value, value
 
 
-def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: DType) -> float:
+def _gap(first: Elements, second: Elements, dtype: DType) -> float:
+    """The largest difference of two elements; NaN if they are not floats."""
     if not castable(dtype):
         return float("nan")
     with np.errstate(invalid="ignore"):
-        gap = np.abs(as_float(a, dtype).astype(np.float64) - as_float(b, dtype).astype(np.float64))
+        gap = np.abs(as_float(first, dtype).astype(np.float64) - as_float(second, dtype).astype(np.float64))
     return float(gap.max())
 
 

@@ -44,7 +44,9 @@ def target_problems(
             )
         ]
     if single and there.is_file():
-        return [_exists(target)] if foreign is None else [_holds_more(target, foreign)] if foreign else []
+        if foreign is None:
+            return [_exists(target)]
+        return [_holds_more(target, foreign)] if foreign else []
     if there.exists() and not there.is_dir():
         return [
             Problem(

@@ -225,8 +225,9 @@ def _halves(piece: Piece) -> tuple[Piece, Piece]:
     count, source, target = piece.axes[axis]
     half = count // 2
 
-    def part(n: int, first: int) -> Piece:
-        axes = (*piece.axes[:axis], *([(n, source, target)] if n > 1 else []), *piece.axes[axis + 1 :])
+    def part(size: int, first: int) -> Piece:
+        kept = [(size, source, target)] if size > 1 else []
+        axes = (*piece.axes[:axis], *kept, *piece.axes[axis + 1 :])
         return Piece(piece.source, piece.start + first * source, piece.at + first * target, axes)
 
     return part(half, 0), part(count - half, half)

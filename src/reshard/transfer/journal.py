@@ -41,7 +41,7 @@ SOURCE_CHANGED = "the source has changed since"
 READ_BYTES = 1 << 20
 """Bytes of a journal read at a time."""
 
-SUMS = '{"sums":'
+SUMS_PREFIX = '{"sums":'
 """How a line with digests begins."""
 
 
@@ -230,7 +230,7 @@ class Journal:
         if not self.is_open:
             return ""
         lines = self._path.read_bytes()[: self._end].decode().splitlines(keepends=True)
-        return "".join(line for line in lines if line[9 : 9 + len(SUMS)] != SUMS)
+        return "".join(line for line in lines if line[9 : 9 + len(SUMS_PREFIX)] != SUMS_PREFIX)
 
     @property
     def is_open(self) -> bool:

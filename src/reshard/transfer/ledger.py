@@ -186,12 +186,11 @@ class Ledger:
                 self._touched.add(storage)
             ranges = self.passed.setdefault(storage.path, ByteRanges())
             gaps = [] if ranges.lost else [[*ranges.missing(at, at + len(data))] for at, data in places]
-        found = [
-            (first, last, crc32(data[first - at : last - at]))
-            for (at, data), missing in zip(places, gaps, strict=False)
-            for gap in missing
-            for first, last in (_cells(*gap, self._apart) if self._apart < NEVER else (gap,))
-        ]
+        found = []
+        for (at, data), missing in zip(places, gaps, strict=False):
+            for gap in missing:
+                cells = _cells(*gap, self._apart) if self._apart < NEVER else [gap]
+                found += [(first, last, crc32(data[first - at : last - at])) for first, last in cells]
         with self._lock:  # another thread may have noted the same ranges meanwhile
             return self._add(storage.path, found)
 

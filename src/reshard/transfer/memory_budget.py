@@ -79,7 +79,7 @@ def most(needs: Iterable[MemoryNeed]) -> MemoryNeed:
     return max((need for need in needs if need.nbytes), default=MemoryNeed())
 
 
-NOTHING = MemoryNeed()
+NO_NEED = MemoryNeed()
 
 
 class ThreadShare(NamedTuple):
@@ -110,7 +110,7 @@ class ThreadShare(NamedTuple):
 
 
 def shared(
-    workers: int | None, memory: int, need: MemoryNeed = NOTHING, paths: Iterable[Path | str] = ()
+    workers: int | None, memory: int, need: MemoryNeed = NO_NEED, paths: Iterable[Path | str] = ()
 ) -> ThreadShare:
     """Divide `memory` bytes among `workers` threads.
 

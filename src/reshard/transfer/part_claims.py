@@ -18,7 +18,7 @@ from pathlib import Path
 
 from reshard.base.errors import ReshardError
 
-FOLDER = "claims"
+CLAIMS_FOLDER = "claims"
 """The folder of claims, next to the output in the folder of the run."""
 
 CLAIM_TIMEOUT_SECONDS = 120.0

@@ -21,7 +21,7 @@ from reshard.transfer.memory_budget import ThreadShare
 from reshard.transfer.overflow import Overflow, overflow_problem
 from reshard.transfer.thread_files import OpenFiles
 
-PART = 16 << 20
+PART_BYTES = 16 << 20
 """Bytes of a tensor that one thread reads at a time."""
 
 Array = np.ndarray[Any, Any]
@@ -99,7 +99,7 @@ class _ReaderThreads:
         count, itemsize = tensor.view.numel, tensor.dtype.itemsize
         out = np.empty(count, RAW_DTYPES[itemsize]) if out is None else out
         row = max(1, count // max(1, tensor.shape[0])) if tensor.shape else 1
-        step = max(1, PART // itemsize // row) * row
+        step = max(1, PART_BYTES // itemsize // row) * row
         starts = range(0, count, step)
         parts = [self._pool.submit(self._read, tensor, at, min(at + step, count), out) for at in starts]
         return _PendingTensor(name, tensor, out, parts)

@@ -165,8 +165,11 @@ class _FileCheck:
 def _claimed(file: OutputFile, written: WrittenFile) -> Iterator[tuple[int, int, int]]:
     """The ranges of a file that were written: those of finished batches, and the beginnings of large blocks."""
     for batch in batches(file):
-        begun = written.begun.get(batch.number)
-        end = batch.end if batch.number in written.batches else begun.end if begun else batch.begin
+        end = batch.begin
+        if batch.number in written.batches:
+            end = batch.end
+        elif begun := written.begun.get(batch.number):
+            end = begun.end
         if end > batch.begin:
             yield batch.begin, end, batch.number
 

@@ -155,7 +155,7 @@ def _open(
     if not has_locks:
         on_resume("this file system has no locks, so a run that is interrupted starts from the beginning", 0)
         return
-    part_claims.withdraw(staging / part_claims.FOLDER)
+    part_claims.withdraw(staging / part_claims.CLAIMS_FOLDER)
     if lost := journal.open(staging / JOURNAL, staging / OUTPUT, sizes, elsewhere):
         on_resume(
             f"starting over: {size(lost)} of an unfinished run are useless, because {SOURCE_CHANGED}", 0

@@ -24,9 +24,9 @@ from reshard.transfer.source_files import Sources
 NAME = "toy"
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """The names of torchtitan, in capitals, with another name for layers."""
-    for rule in torchtitan.llama(d):
+    for rule in torchtitan.llama(dims):
         yield replace(rule, view=rule.view.renamed(_called))
 
 

@@ -84,9 +84,10 @@ def number_of(content: Any, most: int) -> int:
     waiting, count = [content], 0
     while waiting and count <= most:
         each, count = waiting.pop(), count + 1
-        waiting += (
-            each.values() if isinstance(each, Mapping) else each if isinstance(each, list | tuple) else ()
-        )
+        if isinstance(each, Mapping):
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
     return count
 
 

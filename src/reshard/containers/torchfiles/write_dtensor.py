@@ -16,7 +16,7 @@ from reshard.containers.torchfiles.dtensor import Mesh, MeshPickling
 from reshard.containers.torchfiles.pickles import Global, Reduce, SharedObject
 from reshard.containers.torchfiles.write import NewTensor
 
-RANKS = "the ranks of the mesh"
+MESH_RANKS = "the ranks of the mesh"
 """The key of the tensor with the ranks of a mesh."""
 
 _TENSOR = "torch.distributed.tensor"
@@ -40,7 +40,7 @@ class RankWriter:
 
     @property
     def ranks(self) -> bytes:
-        """The content of the tensor `RANKS`."""
+        """The content of the tensor `MESH_RANKS`."""
         return struct.pack(f"<{self.world}i", *range(self.world))
 
     def rows(self, shape: tuple[int, ...]) -> range:
@@ -76,7 +76,7 @@ class RankWriter:
     def _state(self) -> dict[str, Any]:
         """The attributes of the mesh, as the release of torch has them."""
         every = tuple(range(self.world))
-        ranks, names = NewTensor(RANKS, BY_NAME["int32"], (self.world,)), self.like.names
+        ranks, names = NewTensor(MESH_RANKS, BY_NAME["int32"], (self.world,)), self.like.names
         common = {"_thread_id": None, "_dim_group_names": [_GROUP], "_coordinate_on_dim": [self.rank]}
         if self.like.pickled is MeshPickling.AS_TENSOR:
             return {

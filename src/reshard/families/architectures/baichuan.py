@@ -26,10 +26,10 @@ class Variants(Remark):
             yield "z_loss_weight", f"{found}; Megatron-Core computes with the head as it is stored"
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """W_pack is all queries, then all keys, then all values, stacked by rows."""
-    yield from ends(d)
-    yield from decoder(d, [*norms(d), *attention(d, fused="W_pack"), *mlp(d)])
+    yield from ends(dims)
+    yield from decoder(dims, [*norms(dims), *attention(dims, fused="W_pack"), *mlp(dims)])
 
 
 BAICHUAN = Family(

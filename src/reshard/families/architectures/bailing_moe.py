@@ -32,9 +32,9 @@ HUB = {
 }
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """Queries, keys and values are fused into one projection, and MTP layers have no copy of embedding and head."""
-    return renamed(layers(d, attention(d, fused="query_key_value"), copies=False), HUB)
+    return renamed(layers(dims, attention(dims, fused="query_key_value"), copies=False), HUB)
 
 
 class Router(ConfigEntry):

@@ -23,18 +23,18 @@ from reshard.families.rules import (
 from reshard.families.transformers_5 import MemoryNames
 
 
-def layers(d: Dims, attention: Block, *, copies: bool = True) -> Iterator[Rule]:
+def layers(dims: Dims, attention: Block, *, copies: bool = True) -> Iterator[Rule]:
     """Dense and sparse layers with the same attention; MTP layers are built like the sparse ones."""
-    yield from ends(d)
-    block = [*norms(d), *attention]
-    sparse = [*block, *moe(d)]
-    yield from decoder(d, [*block, *mlp(d)], sparse)
-    yield from multi_token_prediction(d, sparse, copies=copies)
+    yield from ends(dims)
+    block = [*norms(dims), *attention]
+    sparse = [*block, *moe(dims)]
+    yield from decoder(dims, [*block, *mlp(dims)], sparse)
+    yield from multi_token_prediction(dims, sparse, copies=copies)
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """DeepSeek's latent attention."""
-    return layers(d, latent_attention(d))
+    return layers(dims, latent_attention(dims))
 
 
 DEEPSEEK_V3 = Family(

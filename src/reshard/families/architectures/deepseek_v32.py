@@ -12,33 +12,37 @@ from reshard.families.rules import Block, Dims, Rule, indexed_layers, latent_att
 from reshard.families.transformers_5 import MemoryNames
 
 
-def indexer(d: Dims) -> Block:
+def indexer(dims: Dims) -> Block:
     """The heads that score tokens; their input is the low-rank query."""
-    if not d.index_heads:
+    if not dims.index_heads:
         raise ValueError("the family has an indexer, and the sizes have none")
     hf, mcore = "self_attn.indexer", "self_attention.core_attention.indexer"
     return [
-        same(f"{hf}.wq_b.weight", f"{mcore}.linear_wq_b.weight", d.index_heads * d.index_dim, d.q_lora),
-        same(f"{hf}.wk.weight", f"{mcore}.linear_wk.weight", d.index_dim, d.hidden),
-        same(f"{hf}.k_norm.weight", f"{mcore}.k_norm.weight", d.index_dim),
-        same(f"{hf}.k_norm.bias", f"{mcore}.k_norm.bias", d.index_dim),
-        same(f"{hf}.weights_proj.weight", f"{mcore}.linear_weights_proj.weight", d.index_heads, d.hidden),
+        same(
+            f"{hf}.wq_b.weight", f"{mcore}.linear_wq_b.weight", dims.index_heads * dims.index_dim, dims.q_lora
+        ),
+        same(f"{hf}.wk.weight", f"{mcore}.linear_wk.weight", dims.index_dim, dims.hidden),
+        same(f"{hf}.k_norm.weight", f"{mcore}.k_norm.weight", dims.index_dim),
+        same(f"{hf}.k_norm.bias", f"{mcore}.k_norm.bias", dims.index_dim),
+        same(
+            f"{hf}.weights_proj.weight", f"{mcore}.linear_weights_proj.weight", dims.index_heads, dims.hidden
+        ),
     ]
 
 
-def sparse_attention(d: Dims, *, copies: bool = True) -> Iterator[Rule]:
+def sparse_attention(dims: Dims, *, copies: bool = True) -> Iterator[Rule]:
     """DeepSeek-V3, with an indexer in some or all layers and in every MTP layer."""
-    yield from layers(d, latent_attention(d), copies=copies)
-    yield from under("model.layers.{layer}", "decoder.layers.{layer}", indexer(d), d.indexed)
-    for index in range(d.mtp):
+    yield from layers(dims, latent_attention(dims), copies=copies)
+    yield from under("model.layers.{layer}", "decoder.layers.{layer}", indexer(dims), dims.indexed)
+    for index in range(dims.mtp):
         yield from under(
-            f"model.layers.{d.layers + index}", f"mtp.layers.{index}.transformer_layer", indexer(d)
+            f"model.layers.{dims.layers + index}", f"mtp.layers.{index}.transformer_layer", indexer(dims)
         )
 
 
-def glm(d: Dims) -> Iterator[Rule]:
+def glm(dims: Dims) -> Iterator[Rule]:
     """The MTP layer has no copy of embedding and head."""
-    return sparse_attention(d, copies=False)
+    return sparse_attention(dims, copies=False)
 
 
 class SharedIndexers(ConfigEntry):

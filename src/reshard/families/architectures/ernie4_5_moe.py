@@ -34,15 +34,15 @@ from reshard.families.rules import (
 from reshard.families.transformers_5 import MemoryNames
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """The router bias uses the name that Megatron-Core has for the bias of sigmoid scores."""
-    yield from ends(d)
-    block = [*norms(d), *attention(d)]
-    experts = moe(replace(d, router_bias=False))
-    if d.router_bias:
-        bias = native("mlp.router.expert_bias", d.experts).reshape(1, d.experts)
+    yield from ends(dims)
+    block = [*norms(dims), *attention(dims)]
+    experts = moe(replace(dims, router_bias=False))
+    if dims.router_bias:
+        bias = native("mlp.router.expert_bias", dims.experts).reshape(1, dims.experts)
         experts.append(Rule("mlp.moe_statics.e_score_correction_bias", bias))
-    yield from decoder(d, [*block, *mlp(d)], [*block, *experts])
+    yield from decoder(dims, [*block, *mlp(dims)], [*block, *experts])
 
 
 class SparseBetween(ConfigEntry):

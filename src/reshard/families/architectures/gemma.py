@@ -31,16 +31,18 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, sa
 from reshard.families.transformers_5 import by_transformers
 
 
-def sandwich(d: Dims) -> Iterator[Rule]:
+def sandwich(dims: Dims) -> Iterator[Rule]:
     """Both the inputs and the outputs of attention and MLP are normalised."""
-    yield from ends(d)
+    yield from ends(dims)
     norms = [
-        same("input_layernorm.weight", "input_layernorm.weight", d.hidden),
-        same("post_attention_layernorm.weight", "self_attention.linear_proj.post_layernorm.weight", d.hidden),
-        same("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", d.hidden),
-        same("post_feedforward_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight", d.hidden),
+        same("input_layernorm.weight", "input_layernorm.weight", dims.hidden),
+        same(
+            "post_attention_layernorm.weight", "self_attention.linear_proj.post_layernorm.weight", dims.hidden
+        ),
+        same("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", dims.hidden),
+        same("post_feedforward_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight", dims.hidden),
     ]
-    yield from decoder(d, [*norms, *attention(d), *mlp(d)])
+    yield from decoder(dims, [*norms, *attention(dims), *mlp(dims)])
 
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"

@@ -11,14 +11,16 @@ from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, fused_mlp, norms, same
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """The two additional norms have the names of mcore-bridge's modules."""
-    yield from ends(d)
+    yield from ends(dims)
     after = [
-        same("post_self_attn_layernorm.weight", "self_attention.post_self_attn_layernorm.weight", d.hidden),
-        same("post_mlp_layernorm.weight", "mlp.post_mlp_layernorm.weight", d.hidden),
+        same(
+            "post_self_attn_layernorm.weight", "self_attention.post_self_attn_layernorm.weight", dims.hidden
+        ),
+        same("post_mlp_layernorm.weight", "mlp.post_mlp_layernorm.weight", dims.hidden),
     ]
-    yield from decoder(d, [*norms(d), *attention(d), *fused_mlp(d), *after])
+    yield from decoder(dims, [*norms(dims), *attention(dims), *fused_mlp(dims), *after])
 
 
 # Interleaved rope: neighbouring elements of a head are rotated.

@@ -13,9 +13,9 @@ from reshard.families.rules import Dims, Rule, attention
 from reshard.families.transformers_5 import MemoryNames
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """Query and key norms depend on the sizes."""
-    return layers(d, attention(d))
+    return layers(dims, attention(dims))
 
 
 GLM4_MOE = Family(

@@ -24,39 +24,39 @@ from reshard.families.rope import RotaryEmbedding, rope_contradictions, rope_par
 from reshard.families.rules import Block, Dims, Rule, attention, decoder, ends, norms, same, stacked
 
 
-def experts(d: Dims) -> Block:
+def experts(dims: Dims) -> Block:
     """All experts of a layer in one tensor, each [inputs, outputs], with gate and up features interleaved."""
-    if not d.experts:
+    if not dims.experts:
         raise ValueError("the family has experts, and the sizes have none")
 
     def in_turn(fc1: View) -> View:
-        halves = fc1.split(0, 2, d.expert_ffn)
+        halves = fc1.split(0, 2, dims.expert_ffn)
         return halves.permute(*reversed(range(len(halves.shape)))).merge(-2)
 
-    wide = 2 * d.expert_ffn
+    wide = 2 * dims.expert_ffn
     return [
-        stacked("gate_up_proj", "linear_fc1.weight", d.experts, (wide, d.hidden), in_turn),
-        stacked("gate_up_proj_bias", "linear_fc1.bias", d.experts, (wide,), in_turn),
+        stacked("gate_up_proj", "linear_fc1.weight", dims.experts, (wide, dims.hidden), in_turn),
+        stacked("gate_up_proj_bias", "linear_fc1.bias", dims.experts, (wide,), in_turn),
         stacked(
             "down_proj",
             "linear_fc2.weight",
-            d.experts,
-            (d.hidden, d.expert_ffn),
+            dims.experts,
+            (dims.hidden, dims.expert_ffn),
             lambda fc2: fc2.permute(1, 0),
         ),
-        stacked("down_proj_bias", "linear_fc2.bias", d.experts, (d.hidden,), lambda bias: bias),
+        stacked("down_proj_bias", "linear_fc2.bias", dims.experts, (dims.hidden,), lambda bias: bias),
     ]
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """Every layer has experts, and a sink for each query head."""
-    yield from ends(d)
+    yield from ends(dims)
     own = [
-        same("self_attn.sinks", "self_attention.core_attention.softmax_offset", d.heads),
-        same("mlp.router.weight", "mlp.router.weight", d.experts, d.hidden),
-        same("mlp.router.bias", "mlp.router.bias", d.experts),
+        same("self_attn.sinks", "self_attention.core_attention.softmax_offset", dims.heads),
+        same("mlp.router.weight", "mlp.router.weight", dims.experts, dims.hidden),
+        same("mlp.router.bias", "mlp.router.bias", dims.experts),
     ]
-    yield from decoder(d, [], [*norms(d), *attention(d), *own, *experts(d)])
+    yield from decoder(dims, [], [*norms(dims), *attention(dims), *own, *experts(dims)])
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ HUB = {
 }
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """The MTP layer has no copy of embedding and head. Source of its names: hy_v3_mtp.py of vLLM."""
-    return renamed(layers(d, attention(d), copies=False), HUB)
+    return renamed(layers(dims, attention(dims), copies=False), HUB)
 
 
 HY_V3 = Family(

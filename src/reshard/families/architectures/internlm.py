@@ -20,7 +20,7 @@ from reshard.families.config_map import DERIVED_HEADS, EXPERTS_EVERYWHERE, GROUP
 from reshard.families.dialects.internevo import HUB_ENDS, W123, dialects, evo_internlm, evo_internlm2
 from reshard.families.family import MCORE, MCORE_BRIDGE, Family
 from reshard.families.rope import (
-    DYNAMIC,
+    DYNAMIC_ROPE_NOTE,
     Rope,
     RotaryEmbedding,
     rope_contradictions,
@@ -64,52 +64,52 @@ class Rotary(RotaryEmbedding):
 
     def notices(self, config: Config) -> Iterator[str]:
         if (config.get("rotary") or {}).get("type") == "dynamic":
-            yield DYNAMIC
+            yield DYNAMIC_ROPE_NOTE
 
 
-def internlm(d: Dims) -> Iterator[Rule]:
+def internlm(dims: Dims) -> Iterator[Rule]:
     """Llama with biases in attention only."""
-    yield from ends(d)
-    yield from decoder(d, [*norms(d), *attention(d), *gated_mlp(d, d.ffn)])
-    yield from zero_biases(d, "mlp", d.ffn)
+    yield from ends(dims)
+    yield from decoder(dims, [*norms(dims), *attention(dims), *gated_mlp(dims, dims.ffn)])
+    yield from zero_biases(dims, "mlp", dims.ffn)
 
 
-def internlm_moe(d: Dims) -> Iterator[Rule]:
+def internlm_moe(dims: Dims) -> Iterator[Rule]:
     """The same with experts in every layer."""
-    yield from ends(d)
-    yield from decoder(d, [], [*norms(d), *attention(d), *moe(d, names=W123)])
-    yield from zero_biases(d, "mlp.experts.{expert}", d.expert_ffn)
+    yield from ends(dims)
+    yield from decoder(dims, [], [*norms(dims), *attention(dims), *moe(dims, names=W123)])
+    yield from zero_biases(dims, "mlp.experts.{expert}", dims.expert_ffn)
 
 
-def internlm2(d: Dims) -> Iterator[Rule]:
+def internlm2(dims: Dims) -> Iterator[Rule]:
     """Query, key and value are also fused on the Hub, in Megatron-Core's order."""
-    fused = (d.heads + 2 * d.groups) * d.head_dim
-    wide = d.heads * d.head_dim
+    fused = (dims.heads + 2 * dims.groups) * dims.head_dim
+    wide = dims.heads * dims.head_dim
     block = [
-        same("attention_norm.weight", "input_layernorm.weight", d.hidden),
-        same("ffn_norm.weight", "pre_mlp_layernorm.weight", d.hidden),
-        same("attention.wqkv.weight", "self_attention.linear_qkv.weight", fused, d.hidden),
-        same("attention.wo.weight", "self_attention.linear_proj.weight", d.hidden, wide),
-        *gated_mlp(d, d.ffn, "feed_forward", names=W123),
+        same("attention_norm.weight", "input_layernorm.weight", dims.hidden),
+        same("ffn_norm.weight", "pre_mlp_layernorm.weight", dims.hidden),
+        same("attention.wqkv.weight", "self_attention.linear_qkv.weight", fused, dims.hidden),
+        same("attention.wo.weight", "self_attention.linear_proj.weight", dims.hidden, wide),
+        *gated_mlp(dims, dims.ffn, "feed_forward", names=W123),
     ]
-    if d.bias:
+    if dims.bias:
         block.append(same("attention.wqkv.bias", "self_attention.linear_qkv.bias", fused))
-        block.append(same("attention.wo.bias", "self_attention.linear_proj.bias", d.hidden))
-    yield from (replace(rule, hf=HUB_ENDS.get(rule.hf, rule.hf)) for rule in ends(d))
-    yield from decoder(d, block)
-    yield from zero_biases(d, "mlp", d.ffn)
+        block.append(same("attention.wo.bias", "self_attention.linear_proj.bias", dims.hidden))
+    yield from (replace(rule, hf=HUB_ENDS.get(rule.hf, rule.hf)) for rule in ends(dims))
+    yield from decoder(dims, block)
+    yield from zero_biases(dims, "mlp", dims.ffn)
 
 
-def zero_biases(d: Dims, mcore: str, ffn: int) -> Iterator[Rule]:
+def zero_biases(dims: Dims, mcore: str, ffn: int) -> Iterator[Rule]:
     """Megatron-LM's `add_bias_linear` also gives the MLP (and a router) biases. InternLM has none: store zeros."""
-    if not d.bias:
+    if not dims.bias:
         return
-    if d.experts:
-        router = native("decoder.layers.{layer}.mlp.router.bias", d.experts)
-        yield Rule("", router, tuple(range(d.layers)), reason=ZERO_BIAS)
-    for module, rows in (("linear_fc1", 2 * ffn), ("linear_fc2", d.hidden)):
+    if dims.experts:
+        router = native("decoder.layers.{layer}.mlp.router.bias", dims.experts)
+        yield Rule("", router, tuple(range(dims.layers)), reason=ZERO_BIAS)
+    for module, rows in (("linear_fc1", 2 * ffn), ("linear_fc2", dims.hidden)):
         bias = native(f"decoder.layers.{{layer}}.{mcore}.{module}.bias", rows)
-        yield Rule("", bias, tuple(range(d.layers)), d.experts, reason=ZERO_BIAS)
+        yield Rule("", bias, tuple(range(dims.layers)), dims.experts, reason=ZERO_BIAS)
 
 
 ATTENTION: tuple[ConfigEntry, ...] = (

@@ -13,10 +13,10 @@ from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
 
 
-def dense(d: Dims) -> Iterator[Rule]:
+def dense(dims: Dims) -> Iterator[Rule]:
     """Pre-norm layers of grouped-query attention and a gated MLP; biases and query/key norms depend on the sizes."""
-    yield from ends(d)
-    yield from decoder(d, [*norms(d), *attention(d), *mlp(d)])
+    yield from ends(dims)
+    yield from decoder(dims, [*norms(dims), *attention(dims), *mlp(dims)])
 
 
 LLAMA = Family(

@@ -37,14 +37,14 @@ from reshard.families.rules import (
 from reshard.families.transformers_5 import by_transformers
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """Queries and keys are normalised by norms without weights."""
-    yield from ends(d)
-    before = [*norms(d), *attention(d)]
-    shared = gated_mlp(d, d.shared_ffn, "mlp.shared_expert", "mlp.shared_experts")
-    router = same("mlp.router.weight", "mlp.router.weight", d.experts, d.hidden)
-    sparse = [*before, router, *shared, *stacked_experts(d)]
-    yield from renamed(decoder(d, [*before, *mlp(d)], sparse), {".mlp.": ".feed_forward."})
+    yield from ends(dims)
+    before = [*norms(dims), *attention(dims)]
+    shared = gated_mlp(dims, dims.shared_ffn, "mlp.shared_expert", "mlp.shared_experts")
+    router = same("mlp.router.weight", "mlp.router.weight", dims.experts, dims.hidden)
+    sparse = [*before, router, *shared, *stacked_experts(dims)]
+    yield from renamed(decoder(dims, [*before, *mlp(dims)], sparse), {".mlp.": ".feed_forward."})
 
 
 class MoeLayers(ConfigEntry):

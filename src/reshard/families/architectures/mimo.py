@@ -13,21 +13,21 @@ from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, mlp, native, norms, same, under
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """`input_proj` takes [hidden state, embedding], `eh_proj` takes [embedding, hidden state].
 
     Source: modeling_mimo.py of XiaomiMiMo/MiMo-7B-Base, and mimo_mtp.py of vLLM.
     """
-    yield from dense(d)
-    for index in range(d.mtp):
+    yield from dense(dims)
+    for index in range(dims.mtp):
         hf, mcore = f"model.mtp_layers.{index}", f"mtp.layers.{index}"
-        yield from under(hf, f"{mcore}.transformer_layer", [*norms(d), *attention(d), *mlp(d)])
-        yield same(f"{hf}.token_layernorm.weight", f"{mcore}.enorm.weight", d.hidden)
-        yield same(f"{hf}.hidden_layernorm.weight", f"{mcore}.hnorm.weight", d.hidden)
-        projection = native(f"{mcore}.eh_proj.weight", d.hidden, 2 * d.hidden)
-        halves = [projection[:, d.hidden :], projection[:, : d.hidden]]
+        yield from under(hf, f"{mcore}.transformer_layer", [*norms(dims), *attention(dims), *mlp(dims)])
+        yield same(f"{hf}.token_layernorm.weight", f"{mcore}.enorm.weight", dims.hidden)
+        yield same(f"{hf}.hidden_layernorm.weight", f"{mcore}.hnorm.weight", dims.hidden)
+        projection = native(f"{mcore}.eh_proj.weight", dims.hidden, 2 * dims.hidden)
+        halves = [projection[:, dims.hidden :], projection[:, : dims.hidden]]
         yield Rule(f"{hf}.input_proj.weight", concat(halves, axis=1))
-        yield same(f"{hf}.final_layernorm.weight", f"{mcore}.final_layernorm.weight", d.hidden)
+        yield same(f"{hf}.final_layernorm.weight", f"{mcore}.final_layernorm.weight", dims.hidden)
 
 
 # MiMo's own code is Qwen2's, whose biases do not depend on the config.

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from reshard.families.config_entries import Args, Config, Const, Key, SigmoidNorm, Values
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, QK_NORM
 from reshard.families.family import MCORE_BRIDGE, Family
-from reshard.families.rope import PARTIAL, Rope, rope_parameters
+from reshard.families.rope import PARTIAL_ROTARY_KEY, Rope, rope_parameters
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms, renamed
-from reshard.families.transformers_5 import BLOCK_SPARSE
+from reshard.families.transformers_5 import BLOCK_SPARSE_NAMES
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """Norms over all heads are modules of mcore-bridge."""
-    yield from ends(d)
-    experts = moe(d, hf="block_sparse_moe", names=("w1", "w3", "w2"))
-    block = [*norms(d), *attention(d, norm_all_heads=True), *experts]
-    yield from renamed(decoder(d, [], block), {"gate.e_score_correction_bias": "e_score_correction_bias"})
+    yield from ends(dims)
+    experts = moe(dims, hf="block_sparse_moe", names=("w1", "w3", "w2"))
+    block = [*norms(dims), *attention(dims, norm_all_heads=True), *experts]
+    yield from renamed(decoder(dims, [], block), {"gate.e_score_correction_bias": "e_score_correction_bias"})
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,15 @@ class RotaryDim(Rope):
 
     def to_args(self, config: Config) -> Values:
         size, turned = config.get("head_dim"), config.get("rotary_dim")
-        if size and turned and rope_parameters(config).get(PARTIAL) is None:
-            config = {**config, PARTIAL: turned / size}
+        if size and turned and rope_parameters(config).get(PARTIAL_ROTARY_KEY) is None:
+            config = {**config, PARTIAL_ROTARY_KEY: turned / size}
         return super().to_args(config)
 
     def to_config(self, args: Args) -> Values:
         size, said = args.get("kv_channels"), super().to_config(args)
-        return said | ({"rotary_dim": round(size * said["rope_parameters"][PARTIAL])} if size else {})
+        return said | (
+            {"rotary_dim": round(size * said["rope_parameters"][PARTIAL_ROTARY_KEY])} if size else {}
+        )
 
 
 MINIMAX_M2 = Family(
@@ -62,7 +64,7 @@ MINIMAX_M2 = Family(
         ),
         SigmoidNorm(),
     ),
-    live=BLOCK_SPARSE,
+    live=BLOCK_SPARSE_NAMES,
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
 )

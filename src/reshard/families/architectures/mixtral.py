@@ -10,14 +10,14 @@ from reshard.families.dialects import gguf, maxtext
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms
-from reshard.families.transformers_5 import BLOCK_SPARSE
+from reshard.families.transformers_5 import BLOCK_SPARSE_NAMES
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """The Hub names gate, up and down w1, w3 and w2."""
-    yield from ends(d)
-    experts = moe(d, hf="block_sparse_moe", names=("w1", "w3", "w2"))
-    yield from decoder(d, [], [*norms(d), *attention(d), *experts])
+    yield from ends(dims)
+    experts = moe(dims, hf="block_sparse_moe", names=("w1", "w3", "w2"))
+    yield from decoder(dims, [], [*norms(dims), *attention(dims), *experts])
 
 
 MIXTRAL = Family(
@@ -35,7 +35,7 @@ MIXTRAL = Family(
         *EXPERTS_EVERYWHERE,
     ),
     dialects={**gguf.MIXTRAL, **maxtext.MIXTRAL},
-    live=BLOCK_SPARSE,
+    live=BLOCK_SPARSE_NAMES,
     precedence=1,
     judged=(MCORE,),
 )

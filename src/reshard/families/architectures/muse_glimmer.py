@@ -12,11 +12,11 @@ from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, same
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """The gate is a separate projection; queries and keys are normalised by norms without weights."""
-    yield from ends(d)
+    yield from ends(dims)
     norms = [
-        same(f"{hf}.weight", f"{mcore}.weight", d.hidden)
+        same(f"{hf}.weight", f"{mcore}.weight", dims.hidden)
         for hf, mcore in (
             ("input_layernorm", "input_layernorm"),
             ("post_attention_layernorm", "post_attention_layernorm"),
@@ -24,9 +24,9 @@ def rules(d: Dims) -> Iterator[Rule]:
             ("post_feedforward_layernorm", "post_feedforward_layernorm"),
         )
     ]
-    width = d.heads * d.head_dim
-    gate = same("self_attn.gate_proj.weight", "self_attention.gate_proj.weight", width, d.hidden)
-    yield from decoder(d, [*norms, *attention(d), gate, *mlp(d)])
+    width = dims.heads * dims.head_dim
+    gate = same("self_attn.gate_proj.weight", "self_attention.gate_proj.weight", width, dims.hidden)
+    yield from decoder(dims, [*norms, *attention(dims), gate, *mlp(dims)])
 
 
 PARTS = ("vision_tower.", "vision_adapter.", "vision_projection.")

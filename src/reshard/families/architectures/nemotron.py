@@ -11,19 +11,19 @@ from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, norms, same
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """Norms have biases. Both sides store zero-centred weights."""
-    yield from ends(d)
-    yield same("model.norm.bias", "decoder.final_layernorm.bias", d.hidden)
+    yield from ends(dims)
+    yield same("model.norm.bias", "decoder.final_layernorm.bias", dims.hidden)
     block = [
-        *norms(d),
-        same("input_layernorm.bias", "input_layernorm.bias", d.hidden),
-        same("post_attention_layernorm.bias", "pre_mlp_layernorm.bias", d.hidden),
-        *attention(d),
-        same("mlp.up_proj.weight", "mlp.linear_fc1.weight", d.ffn, d.hidden),
-        same("mlp.down_proj.weight", "mlp.linear_fc2.weight", d.hidden, d.ffn),
+        *norms(dims),
+        same("input_layernorm.bias", "input_layernorm.bias", dims.hidden),
+        same("post_attention_layernorm.bias", "pre_mlp_layernorm.bias", dims.hidden),
+        *attention(dims),
+        same("mlp.up_proj.weight", "mlp.linear_fc1.weight", dims.ffn, dims.hidden),
+        same("mlp.down_proj.weight", "mlp.linear_fc2.weight", dims.hidden, dims.ffn),
     ]
-    yield from decoder(d, block)
+    yield from decoder(dims, block)
 
 
 NEMOTRON = Family(

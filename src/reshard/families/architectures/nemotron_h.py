@@ -9,8 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.algebra.views import concat
-from reshard.families.config_entries import Activation, Args, Config, ConfigEntry, Const, Key, Values, first
-from reshard.families.config_entries import same as alike
+from reshard.families.config_entries import (
+    Activation,
+    Args,
+    Config,
+    ConfigEntry,
+    Const,
+    Key,
+    Values,
+    first,
+    same_key,
+)
 from reshard.families.config_map import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, ROUTER, SIGMOID_ROUTER
 from reshard.families.family import MEGATRON_BRIDGE, Family
 from reshard.families.outer_model import OuterModel
@@ -24,9 +33,9 @@ KINDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", EXP
 """Their names in `layers_block_type` of transformers 5."""
 
 
-def mamba(d: Dims) -> Block:
+def mamba(dims: Dims) -> Block:
     """torch_dist stores the parts of `in_proj` and of the convolution separately, because each is sharded by itself."""
-    heads, size, groups, state = d.mamba
+    heads, size, groups, state = dims.mamba
     parts = {"z": heads * size, "x": heads * size, "B": groups * state, "C": groups * state, "dt": heads}
 
     def joined(name: str, names: str, *inner: int) -> Rule:
@@ -36,49 +45,56 @@ def mamba(d: Dims) -> Block:
         )
 
     return [
-        same("norm.weight", "mixer.in_proj.layer_norm_weight", d.hidden),
-        joined("in_proj.weight", "z x B C dt", d.hidden),
+        same("norm.weight", "mixer.in_proj.layer_norm_weight", dims.hidden),
+        joined("in_proj.weight", "z x B C dt", dims.hidden),
         joined("conv1d.weight", "x B C", 1, 4),
         joined("conv1d.bias", "x B C"),
         *(same(f"mixer.{name}", f"mixer.{name}", heads) for name in ("A_log", "D", "dt_bias")),
         same("mixer.norm.weight", "mixer.norm.weight", heads * size),
-        same("mixer.out_proj.weight", "mixer.out_proj.weight", d.hidden, heads * size),
+        same("mixer.out_proj.weight", "mixer.out_proj.weight", dims.hidden, heads * size),
     ]
 
 
-def mlp(d: Dims, ffn: int, hf: str, mcore: str) -> Block:
+def mlp(dims: Dims, ffn: int, hf: str, mcore: str) -> Block:
     """An MLP without a gate."""
     return [
-        same(f"{hf}.up_proj.weight", f"{mcore}.linear_fc1.weight", ffn, d.hidden),
-        same(f"{hf}.down_proj.weight", f"{mcore}.linear_fc2.weight", d.hidden, ffn),
+        same(f"{hf}.up_proj.weight", f"{mcore}.linear_fc1.weight", ffn, dims.hidden),
+        same(f"{hf}.down_proj.weight", f"{mcore}.linear_fc2.weight", dims.hidden, ffn),
     ]
 
 
-def experts(d: Dims) -> Block:
+def experts(dims: Dims) -> Block:
     """Router, experts and a shared expert, without gates."""
-    one = mlp(d, d.expert_ffn, "mixer.experts.{expert}", "mlp.experts.{expert}")
+    one = mlp(dims, dims.expert_ffn, "mixer.experts.{expert}", "mlp.experts.{expert}")
     return [
-        same("norm.weight", "pre_mlp_layernorm.weight", d.hidden),
-        same("mixer.gate.weight", "mlp.router.weight", d.experts, d.hidden),
-        same("mixer.gate.e_score_correction_bias", "mlp.router.expert_bias", d.experts),
-        *(Rule(rule.hf, rule.view, experts=d.experts) for rule in one),
-        *(mlp(d, d.shared_ffn, "mixer.shared_experts", "mlp.shared_experts") if d.shared_ffn else []),
+        same("norm.weight", "pre_mlp_layernorm.weight", dims.hidden),
+        same("mixer.gate.weight", "mlp.router.weight", dims.experts, dims.hidden),
+        same("mixer.gate.e_score_correction_bias", "mlp.router.expert_bias", dims.experts),
+        *(Rule(rule.hf, rule.view, experts=dims.experts) for rule in one),
+        *(
+            mlp(dims, dims.shared_ffn, "mixer.shared_experts", "mlp.shared_experts")
+            if dims.shared_ffn
+            else []
+        ),
     ]
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """Every layer has one norm, before its only block."""
-    final = same("model.norm.weight", "decoder.final_norm.weight", d.hidden)
-    yield from (final if rule.hf == final.hf else rule for rule in ends(d))
-    heads = renamed(attention(d), {"self_attn.": "mixer."})
+    final = same("model.norm.weight", "decoder.final_norm.weight", dims.hidden)
+    yield from (final if rule.hf == final.hf else rule for rule in ends(dims))
+    heads = renamed(attention(dims), {"self_attn.": "mixer."})
     blocks: dict[str, Block] = {
-        MAMBA: mamba(d),
-        ATTENTION: [same("norm.weight", "input_layernorm.weight", d.hidden), *heads],
-        MLP: [same("norm.weight", "pre_mlp_layernorm.weight", d.hidden), *mlp(d, d.ffn, "mixer", "mlp")],
-        EXPERTS: experts(d),
+        MAMBA: mamba(dims),
+        ATTENTION: [same("norm.weight", "input_layernorm.weight", dims.hidden), *heads],
+        MLP: [
+            same("norm.weight", "pre_mlp_layernorm.weight", dims.hidden),
+            *mlp(dims, dims.ffn, "mixer", "mlp"),
+        ],
+        EXPERTS: experts(dims),
     }
     for kind, block in blocks.items():
-        layers = tuple(layer for layer, symbol in enumerate(d.pattern) if symbol == ord(kind))
+        layers = tuple(layer for layer, symbol in enumerate(dims.pattern) if symbol == ord(kind))
         if layers:
             yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
 
@@ -112,8 +128,8 @@ NEMOTRON_H = Family(
         *GROUPED_HEADS,
         Pattern(),
         Key("layer_norm_epsilon", "norm_epsilon", also=("layernorm_epsilon",), default=1e-5),
-        alike("mamba_num_heads"),
-        alike("mamba_head_dim"),
+        same_key("mamba_num_heads"),
+        same_key("mamba_head_dim"),
         Key("n_groups", "mamba_num_groups"),
         Key("ssm_state_size", "mamba_state_dim"),
         Const(
@@ -126,7 +142,7 @@ NEMOTRON_H = Family(
         NO_QK_NORM,
         *ROUTER,
         Key("n_routed_experts", "num_experts"),
-        alike("moe_shared_expert_intermediate_size"),
+        same_key("moe_shared_expert_intermediate_size"),
         Key("routed_scaling_factor", "moe_router_topk_scaling_factor", none=1.0),
         Const(args={"moe_router_dtype": "fp32"}),
         *SIGMOID_ROUTER,

@@ -14,14 +14,14 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, no
 from reshard.families.transformers_5 import MemoryNames
 
 
-def rules(d: Dims, module: str = "norm") -> Iterator[Rule]:
+def rules(dims: Dims, module: str = "norm") -> Iterator[Rule]:
     """The norms over all heads are modules of the engines that compute them, each with its own name."""
-    yield from ends(d)
+    yield from ends(dims)
     wide = [
-        same(f"self_attn.{name}_norm.weight", f"self_attention.{name}_{module}.weight", heads * d.head_dim)
-        for name, heads in (("q", d.heads), ("k", d.groups))
+        same(f"self_attn.{name}_norm.weight", f"self_attention.{name}_{module}.weight", heads * dims.head_dim)
+        for name, heads in (("q", dims.heads), ("k", dims.groups))
     ]
-    yield from decoder(d, [], [*norms(d), *attention(replace(d, qk_norm=False)), *wide, *moe(d)])
+    yield from decoder(dims, [], [*norms(dims), *attention(replace(dims, qk_norm=False)), *wide, *moe(dims)])
 
 
 OLMOE = Family(

@@ -11,10 +11,10 @@ from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, fused_mlp, norms
 
 
-def rules(d: Dims) -> Iterator[Rule]:
+def rules(dims: Dims) -> Iterator[Rule]:
     """Queries, keys and values are fused into one projection, gate and up into another."""
-    yield from ends(d)
-    yield from decoder(d, [*norms(d), *attention(d, fused="qkv_proj"), *fused_mlp(d)])
+    yield from ends(dims)
+    yield from decoder(dims, [*norms(dims), *attention(dims, fused="qkv_proj"), *fused_mlp(dims)])
 
 
 PHI3 = Family(

@@ -14,11 +14,11 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, mo
 from reshard.families.transformers_5 import MemoryNames
 
 
-def sparse(d: Dims) -> Iterator[Rule]:
+def sparse(dims: Dims) -> Iterator[Rule]:
     """Experts in some or all layers, with a gated shared expert in Qwen2-MoE."""
-    yield from ends(d)
-    block = [*norms(d), *attention(d)]
-    yield from decoder(d, [*block, *mlp(d)], [*block, *moe(d, shared="shared_expert")])
+    yield from ends(dims)
+    block = [*norms(dims), *attention(dims)]
+    yield from decoder(dims, [*block, *mlp(dims)], [*block, *moe(dims, shared="shared_expert")])
 
 
 QWEN2 = Family(

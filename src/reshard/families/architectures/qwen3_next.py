@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import accumulate
 
 from reshard.algebra.views import View, concat
 from reshard.families.config_entries import (
@@ -23,8 +24,8 @@ from reshard.families.config_entries import (
     SparseStep,
     Values,
     first,
+    same_key,
 )
-from reshard.families.config_entries import same as one
 from reshard.families.config_map import GROUPED_HEADS, MTP, NO_BIAS, QK_NORM, ROUTER, SOFTMAX_ROUTER
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
@@ -56,29 +57,32 @@ def _parts(name: str, heads: int, rows: Mapping[str, int], inner: tuple[int, ...
         return {
             part: native(f"{name}.{part}", heads * n, *inner).split(0, heads, n) for part, n in rows.items()
         }
-    whole = native(name, heads * sum(rows.values()), *inner).split(0, heads, sum(rows.values()))
-    ends = {part: sum(list(rows.values())[: i + 1]) for i, part in enumerate(rows)}
-    return {part: whole[:, end - rows[part] : end] for part, end in ends.items()}
+    per_head = sum(rows.values())
+    whole = native(name, heads * per_head, *inner).split(0, heads, per_head)
+    last = accumulate(rows.values())
+    return {part: whole[:, end - count : end] for (part, count), end in zip(rows.items(), last, strict=True)}
 
 
-def delta_net(d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> Block:
+def delta_net(dims: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> Block:
     """A gated delta net; `on_the_hub` packs its input projections as the Hub does."""
-    if not d.delta:
+    if not dims.delta:
         raise ValueError("the family has gated delta nets, and the sizes have none")
-    each = d.value_heads // d.key_heads
-    rows = {"query": d.key_dim, "key": d.key_dim, "value": each * d.value_dim}
-    more = {"z": each * d.value_dim, "beta": each, "alpha": each}
-    inputs = _parts("self_attention.in_proj.weight", d.key_heads, {**rows, **more}, (d.hidden,), by_head)
-    kernels = _parts("self_attention.conv1d.weight", d.key_heads, rows, (1, d.kernel), by_head)
-    width = d.value_heads * d.value_dim
-    norm = native("self_attention.out_norm.weight", d.value_dim)
+    each = dims.value_heads // dims.key_heads
+    rows = {"query": dims.key_dim, "key": dims.key_dim, "value": each * dims.value_dim}
+    more = {"z": each * dims.value_dim, "beta": each, "alpha": each}
+    inputs = _parts(
+        "self_attention.in_proj.weight", dims.key_heads, {**rows, **more}, (dims.hidden,), by_head
+    )
+    kernels = _parts("self_attention.conv1d.weight", dims.key_heads, rows, (1, dims.kernel), by_head)
+    width = dims.value_heads * dims.value_dim
+    norm = native("self_attention.out_norm.weight", dims.value_dim)
     return [
         *on_the_hub(inputs),
         Rule("linear_attn.conv1d.weight", concat([kernel.merge(0) for kernel in kernels.values()])),
-        same("linear_attn.A_log", "self_attention.A_log", d.value_heads),
-        same("linear_attn.dt_bias", "self_attention.dt_bias", d.value_heads),
+        same("linear_attn.A_log", "self_attention.A_log", dims.value_heads),
+        same("linear_attn.dt_bias", "self_attention.dt_bias", dims.value_heads),
         Rule("linear_attn.norm.weight", norm, change=None if by_head else plus(1.0)),
-        same("linear_attn.out_proj.weight", "self_attention.out_proj.weight", d.hidden, width),
+        same("linear_attn.out_proj.weight", "self_attention.out_proj.weight", dims.hidden, width),
     ]
 
 
@@ -95,32 +99,33 @@ def by_key_head(parts: Parts) -> Block:
 
 
 def hybrid(
-    d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block], stacked: bool = False
+    dims: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block], stacked: bool = False
 ) -> Iterator[Rule]:
     """All layers: delta nets and gated attention, experts and dense MLPs. The MTP layer has attention.
 
     Experts may be `stacked` on the Hub, in all layers except the MTP layer.
     """
-    yield from ends(d)
-    delta, gated = delta_net(d, by_head, on_the_hub), attention(d, gates_last=not by_head)
-    apart = moe(d, shared="shared_expert") if d.experts else []
+    yield from ends(dims)
+    delta, gated = delta_net(dims, by_head, on_the_hub), attention(dims, gates_last=not by_head)
+    apart = moe(dims, shared="shared_expert") if dims.experts else []
     beside = [rule for rule in apart if not rule.experts]
-    experts = [*beside, *stacked_experts(d, transposed=False)] if stacked else apart
+    experts = [*beside, *stacked_experts(dims, transposed=False)] if stacked else apart
     for attends, mixer in ((False, delta), (True, gated)):
-        for sparse, channels in ((True, experts), (False, mlp(d))):
-            layers = [n for n in range(d.layers) if (n in d.delta, n in d.sparse) == (not attends, sparse)]
+        for sparse, channels in ((True, experts), (False, mlp(dims))):
+            wanted = (not attends, sparse)
+            layers = [n for n in range(dims.layers) if (n in dims.delta, n in dims.sparse) == wanted]
             if layers:
-                block = [*norms(d), *mixer, *channels]
+                block = [*norms(dims), *mixer, *channels]
                 yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
-    if d.mtp > 1:
-        raise ValueError(f"the family has one MTP layer, and the sizes have {d.mtp}")
-    if d.mtp:
-        block = [*norms(d), *gated, *(apart or mlp(d))]
+    if dims.mtp > 1:
+        raise ValueError(f"the family has one MTP layer, and the sizes have {dims.mtp}")
+    if dims.mtp:
+        block = [*norms(dims), *gated, *(apart or mlp(dims))]
         yield from under("mtp.layers.0", "mtp.layers.0.transformer_layer", block)
-        yield same("mtp.pre_fc_norm_embedding.weight", "mtp.layers.0.enorm.weight", d.hidden)
-        yield same("mtp.pre_fc_norm_hidden.weight", "mtp.layers.0.hnorm.weight", d.hidden)
-        yield same("mtp.fc.weight", "mtp.layers.0.eh_proj.weight", d.hidden, 2 * d.hidden)
-        yield same("mtp.norm.weight", "mtp.layers.0.final_layernorm.weight", d.hidden)
+        yield same("mtp.pre_fc_norm_embedding.weight", "mtp.layers.0.enorm.weight", dims.hidden)
+        yield same("mtp.pre_fc_norm_hidden.weight", "mtp.layers.0.hnorm.weight", dims.hidden)
+        yield same("mtp.fc.weight", "mtp.layers.0.eh_proj.weight", dims.hidden, 2 * dims.hidden)
+        yield same("mtp.norm.weight", "mtp.layers.0.final_layernorm.weight", dims.hidden)
 
 
 class DeltaLayers(ConfigEntry):
@@ -160,11 +165,11 @@ DELTA_NET: tuple[ConfigEntry, ...] = (
         }
     ),
     DeltaLayers(),
-    one("linear_conv_kernel_dim", default=4),
-    one("linear_key_head_dim", default=128),
-    one("linear_value_head_dim", default=128),
-    one("linear_num_key_heads", default=16),
-    one("linear_num_value_heads", default=32),
+    same_key("linear_conv_kernel_dim", default=4),
+    same_key("linear_key_head_dim", default=128),
+    same_key("linear_value_head_dim", default=128),
+    same_key("linear_num_key_heads", default=16),
+    same_key("linear_num_value_heads", default=32),
     *GROUPED_HEADS,
     Rope(fraction=0.25),
     NO_BIAS,

@@ -14,12 +14,12 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, no
 from reshard.families.transformers_5 import MemoryNames
 
 
-def sparse(d: Dims) -> Iterator[Rule]:
+def sparse(dims: Dims) -> Iterator[Rule]:
     """The Hub stacks the experts of a layer, [inputs, outputs] each."""
-    yield from ends(d)
-    block = [*norms(d), *attention(d)]
-    router = same("mlp.gate.weight", "mlp.router.weight", d.experts, d.hidden)
-    yield from decoder(d, [*block, *mlp(d)], [*block, router, *stacked_experts(d)])
+    yield from ends(dims)
+    block = [*norms(dims), *attention(dims)]
+    router = same("mlp.gate.weight", "mlp.router.weight", dims.experts, dims.hidden)
+    yield from decoder(dims, [*block, *mlp(dims)], [*block, router, *stacked_experts(dims)])
 
 
 TOWER = OuterModel(

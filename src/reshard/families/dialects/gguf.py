@@ -24,67 +24,67 @@ HUB_LAYER, LAYER = "model.layers.{layer}", "blk.{layer}"
 FFN = ("ffn_gate", "ffn_up", "ffn_down")
 
 
-def llama(d: Dims) -> Iterator[Rule]:
+def llama(dims: Dims) -> Iterator[Rule]:
     """Llama and Mistral, with interleaved queries and keys."""
-    yield from _ends(d)
-    yield from _layers(d, [*_norms(d), *_attention(d, interleaved=True), *_mlp(d)])
+    yield from _ends(dims)
+    yield from _layers(dims, [*_norms(dims), *_attention(dims, interleaved=True), *_mlp(dims)])
 
 
-def mixtral(d: Dims) -> Iterator[Rule]:
+def mixtral(dims: Dims) -> Iterator[Rule]:
     """Mixtral: Llama with experts, which the Hub calls w1, w3 and w2."""
-    yield from _ends(d)
-    experts = _experts(d, "block_sparse_moe", ("w1", "w3", "w2"))
-    yield from _layers(d, [], [*_norms(d), *_attention(d, interleaved=True), *experts])
+    yield from _ends(dims)
+    experts = _experts(dims, "block_sparse_moe", ("w1", "w3", "w2"))
+    yield from _layers(dims, [], [*_norms(dims), *_attention(dims, interleaved=True), *experts])
 
 
-def qwen(d: Dims) -> Iterator[Rule]:
+def qwen(dims: Dims) -> Iterator[Rule]:
     """Qwen2 and Qwen3, dense or with experts."""
-    yield from _ends(d)
-    block = [*_norms(d), *_attention(d)]
-    yield from _layers(d, [*block, *_mlp(d)], [*block, *_experts(d)])
+    yield from _ends(dims)
+    block = [*_norms(dims), *_attention(dims)]
+    yield from _layers(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
 
 
-def gemma(d: Dims) -> Iterator[Rule]:
+def gemma(dims: Dims) -> Iterator[Rule]:
     """Gemma: zero-centred norms."""
-    yield from _plus_one([*_ends(d), *_layers(d, [*_norms(d), *_attention(d), *_mlp(d)])])
+    yield from _plus_one([*_ends(dims), *_layers(dims, [*_norms(dims), *_attention(dims), *_mlp(dims)])])
 
 
-def sandwich(d: Dims) -> Iterator[Rule]:
+def sandwich(dims: Dims) -> Iterator[Rule]:
     """Gemma 2 and 3: zero-centred norms, of inputs and outputs."""
     norms = _named_norms(
-        d,
+        dims,
         input_layernorm="attn_norm",
         post_attention_layernorm="post_attention_norm",
         pre_feedforward_layernorm="ffn_norm",
         post_feedforward_layernorm="post_ffw_norm",
     )
-    yield from _plus_one([*_ends(d), *_layers(d, [*norms, *_attention(d), *_mlp(d)])])
+    yield from _plus_one([*_ends(dims), *_layers(dims, [*norms, *_attention(dims), *_mlp(dims)])])
 
 
-def gpt_oss(d: Dims) -> Iterator[Rule]:
+def gpt_oss(dims: Dims) -> Iterator[Rule]:
     """gpt-oss: sinks, and biases everywhere. The Hub stacks its experts as [inputs, outputs], gate and up in turn."""
-    yield from _ends(d)
-    norms = _named_norms(d, input_layernorm="attn_norm", post_attention_layernorm="post_attention_norm")
+    yield from _ends(dims)
+    norms = _named_norms(dims, input_layernorm="attn_norm", post_attention_layernorm="post_attention_norm")
     own = [
-        same("self_attn.sinks", "attn_sinks.weight", d.heads),
-        same("mlp.router.weight", "ffn_gate_inp.weight", d.experts, d.hidden),
-        same("mlp.router.bias", "ffn_gate_inp.bias", d.experts),
+        same("self_attn.sinks", "attn_sinks.weight", dims.heads),
+        same("mlp.router.weight", "ffn_gate_inp.weight", dims.experts, dims.hidden),
+        same("mlp.router.bias", "ffn_gate_inp.bias", dims.experts),
     ]
-    down = native("ffn_down_exps.weight", d.experts, d.hidden, d.expert_ffn)
+    down = native("ffn_down_exps.weight", dims.experts, dims.hidden, dims.expert_ffn)
     stacked = [
-        Rule("mlp.experts.gate_up_proj", _in_turn(d, "weight", d.hidden).permute(0, 2, 1)),
-        Rule("mlp.experts.gate_up_proj_bias", _in_turn(d, "bias")),
+        Rule("mlp.experts.gate_up_proj", _in_turn(dims, "weight", dims.hidden).permute(0, 2, 1)),
+        Rule("mlp.experts.gate_up_proj_bias", _in_turn(dims, "bias")),
         Rule("mlp.experts.down_proj", down.permute(0, 2, 1)),
-        same("mlp.experts.down_proj_bias", "ffn_down_exps.bias", d.experts, d.hidden),
+        same("mlp.experts.down_proj_bias", "ffn_down_exps.bias", dims.experts, dims.hidden),
     ]
-    yield from _layers(d, [], [*norms, *_attention(d), *own, *stacked])
+    yield from _layers(dims, [], [*norms, *_attention(dims), *own, *stacked])
 
 
-def deepseek(d: Dims) -> Iterator[Rule]:
+def deepseek(dims: Dims) -> Iterator[Rule]:
     """DeepSeek-V3. Layers for multi-token prediction are not stored."""
-    yield from _ends(d)
-    block = [*_norms(d), *_latent_attention(d)]
-    yield from _layers(d, [*block, *_mlp(d)], [*block, *_experts(d)])
+    yield from _ends(dims)
+    block = [*_norms(dims), *_latent_attention(dims)]
+    yield from _layers(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
 
 
 LLAMA, MIXTRAL, QWEN, GEMMA, SANDWICH, GPT_OSS, DEEPSEEK = (
@@ -93,105 +93,105 @@ LLAMA, MIXTRAL, QWEN, GEMMA, SANDWICH, GPT_OSS, DEEPSEEK = (
 """What families list in their `dialects`."""
 
 
-def _ends(d: Dims) -> Iterator[Rule]:
-    table = native(EMBEDDING, d.vocab, d.hidden)
-    head = table if d.tied else native("output.weight", d.vocab, d.hidden)
+def _ends(dims: Dims) -> Iterator[Rule]:
+    table = native(EMBEDDING, dims.vocab, dims.hidden)
+    head = table if dims.tied else native("output.weight", dims.vocab, dims.hidden)
     yield Rule("model.embed_tokens.weight", table)
-    yield Rule("lm_head.weight", head, copy=d.tied, written=not d.tied)
-    yield same("model.norm.weight", "output_norm.weight", d.hidden)
+    yield Rule("lm_head.weight", head, copy=dims.tied, written=not dims.tied)
+    yield same("model.norm.weight", "output_norm.weight", dims.hidden)
 
 
-def _layers(d: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
+def _layers(dims: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
     """All decoder layers: `sparse` for layers with experts, `dense` for the others."""
-    plain = tuple(layer for layer in range(d.layers) if layer not in d.sparse)
-    for block, layers in ((dense, plain), (sparse or [], d.sparse)):
+    plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
+    for block, layers in ((dense, plain), (sparse or [], dims.sparse)):
         if layers:
             yield from under(HUB_LAYER, LAYER, block, layers)
 
 
-def _named_norms(d: Dims, **names: str) -> Block:
-    return [same(f"{hf}.weight", f"{own}.weight", d.hidden) for hf, own in names.items()]
+def _named_norms(dims: Dims, **names: str) -> Block:
+    return [same(f"{hf}.weight", f"{own}.weight", dims.hidden) for hf, own in names.items()]
 
 
 _norms = partial(_named_norms, input_layernorm="attn_norm", post_attention_layernorm="ffn_norm")
 
 
-def _attention(d: Dims, *, interleaved: bool = False) -> Block:
-    rules = [same("self_attn.o_proj.weight", "attn_output.weight", d.hidden, d.heads * d.head_dim)]
-    for name, heads in (("q", d.heads), ("k", d.groups), ("v", d.groups)):
-        for kind, inner in (("weight", (d.hidden,)), *((("bias", ()),) if d.qkv_bias else ())):
-            rows = native(f"attn_{name}.{kind}", heads * d.head_dim, *inner)
-            view = heads_in_halves(rows, d, interleaved and name != "v")
+def _attention(dims: Dims, *, interleaved: bool = False) -> Block:
+    rules = [same("self_attn.o_proj.weight", "attn_output.weight", dims.hidden, dims.heads * dims.head_dim)]
+    for name, heads in (("q", dims.heads), ("k", dims.groups), ("v", dims.groups)):
+        for kind, inner in (("weight", (dims.hidden,)), *((("bias", ()),) if dims.qkv_bias else ())):
+            rows = native(f"attn_{name}.{kind}", heads * dims.head_dim, *inner)
+            view = heads_in_halves(rows, dims, interleaved and name != "v")
             rules.append(Rule(f"self_attn.{name}_proj.{kind}", view))
-    if d.bias:
-        rules.append(same("self_attn.o_proj.bias", "attn_output.bias", d.hidden))
-    if d.qk_norm:
+    if dims.bias:
+        rules.append(same("self_attn.o_proj.bias", "attn_output.bias", dims.hidden))
+    if dims.qk_norm:
         rules += [
-            same(f"self_attn.{each}_norm.weight", f"attn_{each}_norm.weight", d.head_dim) for each in "qk"
+            same(f"self_attn.{each}_norm.weight", f"attn_{each}_norm.weight", dims.head_dim) for each in "qk"
         ]
     return rules
 
 
-def _latent_attention(d: Dims) -> Block:
-    key = native("attn_k_b.weight", d.heads, d.kv_lora, d.qk_nope).permute(0, 2, 1)
-    value = native("attn_v_b.weight", d.heads, d.v_head, d.kv_lora)
-    both = concat([key, value], axis=1).reshape(d.heads * (d.qk_nope + d.v_head), d.kv_lora)
-    wide = d.kv_lora + d.qk_rope
-    hf, queries = "self_attn.", d.heads * (d.qk_nope + d.qk_rope)
+def _latent_attention(dims: Dims) -> Block:
+    key = native("attn_k_b.weight", dims.heads, dims.kv_lora, dims.qk_nope).permute(0, 2, 1)
+    value = native("attn_v_b.weight", dims.heads, dims.v_head, dims.kv_lora)
+    both = concat([key, value], axis=1).reshape(dims.heads * (dims.qk_nope + dims.v_head), dims.kv_lora)
+    wide = dims.kv_lora + dims.qk_rope
+    hf, queries = "self_attn.", dims.heads * (dims.qk_nope + dims.qk_rope)
     rules = [
         Rule(f"{hf}kv_b_proj.weight", both),
-        same(f"{hf}kv_a_proj_with_mqa.weight", "attn_kv_a_mqa.weight", wide, d.hidden),
-        same(f"{hf}kv_a_layernorm.weight", "attn_kv_a_norm.weight", d.kv_lora),
-        same(f"{hf}o_proj.weight", "attn_output.weight", d.hidden, d.heads * d.v_head),
+        same(f"{hf}kv_a_proj_with_mqa.weight", "attn_kv_a_mqa.weight", wide, dims.hidden),
+        same(f"{hf}kv_a_layernorm.weight", "attn_kv_a_norm.weight", dims.kv_lora),
+        same(f"{hf}o_proj.weight", "attn_output.weight", dims.hidden, dims.heads * dims.v_head),
     ]
-    if not d.q_lora:
-        return [*rules, same(f"{hf}q_proj.weight", "attn_q.weight", queries, d.hidden)]
+    if not dims.q_lora:
+        return [*rules, same(f"{hf}q_proj.weight", "attn_q.weight", queries, dims.hidden)]
     return [
         *rules,
-        same(f"{hf}q_a_proj.weight", "attn_q_a.weight", d.q_lora, d.hidden),
-        same(f"{hf}q_a_layernorm.weight", "attn_q_a_norm.weight", d.q_lora),
-        same(f"{hf}q_b_proj.weight", "attn_q_b.weight", queries, d.q_lora),
+        same(f"{hf}q_a_proj.weight", "attn_q_a.weight", dims.q_lora, dims.hidden),
+        same(f"{hf}q_a_layernorm.weight", "attn_q_a_norm.weight", dims.q_lora),
+        same(f"{hf}q_b_proj.weight", "attn_q_b.weight", queries, dims.q_lora),
     ]
 
 
-def _mlp(d: Dims) -> Block:
-    rules = _gated(d, d.ffn, "mlp", "")
-    if d.bias:
-        widths = dict(zip(FFN, (d.ffn, d.ffn, d.hidden), strict=True))
+def _mlp(dims: Dims) -> Block:
+    rules = _gated(dims, dims.ffn, "mlp", "")
+    if dims.bias:
+        widths = dict(zip(FFN, (dims.ffn, dims.ffn, dims.hidden), strict=True))
         rules += [
             same(f"mlp.{hf}.bias", f"{own}.bias", widths[own]) for hf, own in zip(GATED, FFN, strict=True)
         ]
     return rules
 
 
-def _gated(d: Dims, ffn: int, hf: str, suffix: str) -> Block:
-    shapes = ((ffn, d.hidden), (ffn, d.hidden), (d.hidden, ffn))
+def _gated(dims: Dims, ffn: int, hf: str, suffix: str) -> Block:
+    shapes = ((ffn, dims.hidden), (ffn, dims.hidden), (dims.hidden, ffn))
     return [
         same(f"{hf}.{name}.weight", f"{own}{suffix}.weight", *shape)
         for name, own, shape in zip(GATED, FFN, shapes, strict=True)
     ]
 
 
-def _experts(d: Dims, hf: str = "mlp", names: tuple[str, ...] = GATED) -> Block:
+def _experts(dims: Dims, hf: str = "mlp", names: tuple[str, ...] = GATED) -> Block:
     """The router, the experts stacked as [experts, outputs, inputs], and a shared expert if the model has one."""
-    shapes = ((d.expert_ffn, d.hidden), (d.expert_ffn, d.hidden), (d.hidden, d.expert_ffn))
-    rules = [same(f"{hf}.gate.weight", "ffn_gate_inp.weight", d.experts, d.hidden)]
+    shapes = ((dims.expert_ffn, dims.hidden), (dims.expert_ffn, dims.hidden), (dims.hidden, dims.expert_ffn))
+    rules = [same(f"{hf}.gate.weight", "ffn_gate_inp.weight", dims.experts, dims.hidden)]
     for name, own, shape in zip(names, FFN, shapes, strict=True):
-        stacked = native(f"{own}_exps.weight", d.experts, *shape)
+        stacked = native(f"{own}_exps.weight", dims.experts, *shape)
         rules += [
-            Rule(f"{hf}.experts.{expert}.{name}.weight", stacked[expert]) for expert in range(d.experts)
+            Rule(f"{hf}.experts.{expert}.{name}.weight", stacked[expert]) for expert in range(dims.experts)
         ]
-    if d.router_bias:
-        rules.append(same(f"{hf}.gate.e_score_correction_bias", "exp_probs_b.bias", d.experts))
-    if d.shared_ffn:
-        rules += _gated(d, d.shared_ffn, f"{hf}.shared_experts", "_shexp")
+    if dims.router_bias:
+        rules.append(same(f"{hf}.gate.e_score_correction_bias", "exp_probs_b.bias", dims.experts))
+    if dims.shared_ffn:
+        rules += _gated(dims, dims.shared_ffn, f"{hf}.shared_experts", "_shexp")
     return rules
 
 
-def _in_turn(d: Dims, kind: str, *inner: int) -> View:
+def _in_turn(dims: Dims, kind: str, *inner: int) -> View:
     """The outputs of gate and up projection of all experts, in turn."""
     halves = (
-        native(f"{own}_exps.{kind}", d.experts, d.expert_ffn, *inner).split(1, d.expert_ffn, 1)
+        native(f"{own}_exps.{kind}", dims.experts, dims.expert_ffn, *inner).split(1, dims.expert_ffn, 1)
         for own in FFN[:2]
     )
     return concat([*halves], axis=2).merge(1)

@@ -39,8 +39,8 @@ def dialects(name: str, rules: Callable[[Dims, bool], Iterable[Rule]]) -> Mappin
     return {dialect(name, interleaved=each).name: partial(_ordered, rules, each) for each in orders}
 
 
-def _ordered(rules: Callable[[Dims, bool], Iterable[Rule]], interleaved: bool, d: Dims) -> Iterable[Rule]:
-    return rules(d, interleaved)
+def _ordered(rules: Callable[[Dims, bool], Iterable[Rule]], interleaved: bool, dims: Dims) -> Iterable[Rule]:
+    return rules(dims, interleaved)
 
 
 def in_halves(view: View, axis: int) -> View:
@@ -50,99 +50,99 @@ def in_halves(view: View, axis: int) -> View:
     return pairs.permute(*order).merge(axis)
 
 
-def heads_in_halves(view: View, d: Dims, interleaved: bool) -> View:
+def heads_in_halves(view: View, dims: Dims, interleaved: bool) -> View:
     """The same for a complete projection, whose first axis spans all heads."""
     if not interleaved:
         return view
-    heads = view.split(0, view.shape[0] // d.head_dim, d.head_dim)
+    heads = view.split(0, view.shape[0] // dims.head_dim, dims.head_dim)
     return in_halves(heads, 1).merge(0)
 
 
-def _mlp(d: Dims, ffn: int, hf: str, names: tuple[str, str, str], evo: str) -> Block:
+def _mlp(dims: Dims, ffn: int, hf: str, names: tuple[str, str, str], evo: str) -> Block:
     """A gated MLP with separate projections, as in InternEvo."""
-    shapes = ((ffn, d.hidden), (ffn, d.hidden), (d.hidden, ffn))
+    shapes = ((ffn, dims.hidden), (ffn, dims.hidden), (dims.hidden, ffn))
     return [
         same(f"{hf}.{name}.weight", f"{evo}.{own}.weight", *shape)
         for name, own, shape in zip(names, W123, shapes, strict=True)
     ]
 
 
-def _ends(d: Dims, embedding: str, head: str, hub: Mapping[str, str]) -> Iterator[Rule]:
+def _ends(dims: Dims, embedding: str, head: str, hub: Mapping[str, str]) -> Iterator[Rule]:
     """Embedding, final norm and head; the Hub uses Llama's names, or those in `hub`."""
 
     def called(name: str) -> str:
         return hub.get(name, name)
 
-    yield same(called("model.embed_tokens.weight"), embedding, d.vocab, d.hidden)
-    yield same("model.norm.weight", "norm.weight", d.hidden)
-    if not d.tied:
-        yield same(called("lm_head.weight"), head, d.vocab, d.hidden)
+    yield same(called("model.embed_tokens.weight"), embedding, dims.vocab, dims.hidden)
+    yield same("model.norm.weight", "norm.weight", dims.hidden)
+    if not dims.tied:
+        yield same(called("lm_head.weight"), head, dims.vocab, dims.hidden)
 
 
-def evo_internlm(d: Dims, interleaved: bool) -> Iterator[Rule]:
+def evo_internlm(dims: Dims, interleaved: bool) -> Iterator[Rule]:
     """InternLM: Wqkv stacks the three projections by rows; with experts, `mlp` is their layer."""
-    yield from _ends(d, "embedding.weight", "head.weight", {})
+    yield from _ends(dims, "embedding.weight", "head.weight", {})
     block = [
-        same("input_layernorm.weight", "norm1.weight", d.hidden),
-        same("post_attention_layernorm.weight", "norm2.weight", d.hidden),
-        same("self_attn.o_proj.weight", "mixer.out_proj.weight", d.hidden, d.heads * d.head_dim),
+        same("input_layernorm.weight", "norm1.weight", dims.hidden),
+        same("post_attention_layernorm.weight", "norm2.weight", dims.hidden),
+        same("self_attn.o_proj.weight", "mixer.out_proj.weight", dims.hidden, dims.heads * dims.head_dim),
     ]
-    if d.bias:
-        block.append(same("self_attn.o_proj.bias", "mixer.out_proj.bias", d.hidden))
-    rows = 3 * d.heads * d.head_dim
-    for kind, inner in (("weight", (d.hidden,)), *([("bias", ())] if d.qkv_bias else [])):
+    if dims.bias:
+        block.append(same("self_attn.o_proj.bias", "mixer.out_proj.bias", dims.hidden))
+    rows = 3 * dims.heads * dims.head_dim
+    for kind, inner in (("weight", (dims.hidden,)), *([("bias", ())] if dims.qkv_bias else [])):
         query, key, value = (
             native(f"mixer.Wqkv.{kind}", rows, *inner).split(0, 3, rows // 3)[i] for i in range(3)
         )
-        block.append(Rule(f"self_attn.q_proj.{kind}", heads_in_halves(query, d, interleaved)))
-        block.append(Rule(f"self_attn.k_proj.{kind}", heads_in_halves(key, d, interleaved)))
+        block.append(Rule(f"self_attn.q_proj.{kind}", heads_in_halves(query, dims, interleaved)))
+        block.append(Rule(f"self_attn.k_proj.{kind}", heads_in_halves(key, dims, interleaved)))
         block.append(Rule(f"self_attn.v_proj.{kind}", value))
-    if d.experts:
-        experts = _mlp(d, d.expert_ffn, "mlp.experts.{expert}", W123, "mlp.moe_layer.experts.{expert}")
-        block += [replace(rule, experts=d.experts) for rule in experts]
-        block.append(same("mlp.gate.weight", "mlp.moe_layer.gate.wg.weight", d.experts, d.hidden))
+    if dims.experts:
+        experts = _mlp(dims, dims.expert_ffn, "mlp.experts.{expert}", W123, "mlp.moe_layer.experts.{expert}")
+        block += [replace(rule, experts=dims.experts) for rule in experts]
+        block.append(same("mlp.gate.weight", "mlp.moe_layer.gate.wg.weight", dims.experts, dims.hidden))
     else:
-        block += _mlp(d, d.ffn, "mlp", GATED, "mlp")
-    yield from under(HUB_LAYER, "blocks.{layer}", block, tuple(range(d.layers)))
+        block += _mlp(dims, dims.ffn, "mlp", GATED, "mlp")
+    yield from under(HUB_LAYER, "blocks.{layer}", block, tuple(range(dims.layers)))
 
 
-def evo_internlm2(d: Dims, interleaved: bool) -> Iterator[Rule]:
+def evo_internlm2(dims: Dims, interleaved: bool) -> Iterator[Rule]:
     """InternLM2: names and fused projection are the Hub's."""
-    yield from _ends(d, "tok_embeddings.weight", "output.weight", HUB_ENDS)
-    group = d.heads // d.groups + 2
-    rows = d.groups * group * d.head_dim
+    yield from _ends(dims, "tok_embeddings.weight", "output.weight", HUB_ENDS)
+    group = dims.heads // dims.groups + 2
+    rows = dims.groups * group * dims.head_dim
 
     def fused(kind: str, *inner: int) -> Rule:
         view = native(f"attention.wqkv.{kind}", rows, *inner)
         if interleaved:
-            heads = view.split(0, d.groups, group, d.head_dim)
+            heads = view.split(0, dims.groups, group, dims.head_dim)
             rotated = in_halves(heads[:, :-1], 2)
             view = concat([rotated, heads[:, -1:]], axis=1).reshape(rows, *inner)
         return Rule(f"attention.wqkv.{kind}", view)
 
     block = [
-        fused("weight", d.hidden),
-        same("attention.wo.weight", "attention.wo.weight", d.hidden, d.heads * d.head_dim),
-        *(same(f"{norm}.weight", f"{norm}.weight", d.hidden) for norm in ("attention_norm", "ffn_norm")),
-        *_mlp(d, d.ffn, "feed_forward", W123, "feed_forward"),
+        fused("weight", dims.hidden),
+        same("attention.wo.weight", "attention.wo.weight", dims.hidden, dims.heads * dims.head_dim),
+        *(same(f"{norm}.weight", f"{norm}.weight", dims.hidden) for norm in ("attention_norm", "ffn_norm")),
+        *_mlp(dims, dims.ffn, "feed_forward", W123, "feed_forward"),
     ]
-    if d.bias:
-        block += [fused("bias"), same("attention.wo.bias", "attention.wo.bias", d.hidden)]
-    yield from under(HUB_LAYER, "layers.{layer}", block, tuple(range(d.layers)))
+    if dims.bias:
+        block += [fused("bias"), same("attention.wo.bias", "attention.wo.bias", dims.hidden)]
+    yield from under(HUB_LAYER, "layers.{layer}", block, tuple(range(dims.layers)))
 
 
-def evo_llama(d: Dims, interleaved: bool) -> Iterator[Rule]:
+def evo_llama(dims: Dims, interleaved: bool) -> Iterator[Rule]:
     """Llama in InternEvo: the names of InternLM2, separate projections, and no biases."""
-    yield from _ends(d, "tok_embeddings.weight", "output.weight", {})
-    query = native("attention.wq.weight", d.heads * d.head_dim, d.hidden)
-    key = native("attention.wk.weight", d.groups * d.head_dim, d.hidden)
+    yield from _ends(dims, "tok_embeddings.weight", "output.weight", {})
+    query = native("attention.wq.weight", dims.heads * dims.head_dim, dims.hidden)
+    key = native("attention.wk.weight", dims.groups * dims.head_dim, dims.hidden)
     block = [
-        Rule("self_attn.q_proj.weight", heads_in_halves(query, d, interleaved)),
-        Rule("self_attn.k_proj.weight", heads_in_halves(key, d, interleaved)),
-        same("self_attn.v_proj.weight", "attention.wv.weight", d.groups * d.head_dim, d.hidden),
-        same("self_attn.o_proj.weight", "attention.wo.weight", d.hidden, d.heads * d.head_dim),
-        same("input_layernorm.weight", "attention_norm.weight", d.hidden),
-        same("post_attention_layernorm.weight", "ffn_norm.weight", d.hidden),
-        *_mlp(d, d.ffn, "mlp", GATED, "feed_forward"),
+        Rule("self_attn.q_proj.weight", heads_in_halves(query, dims, interleaved)),
+        Rule("self_attn.k_proj.weight", heads_in_halves(key, dims, interleaved)),
+        same("self_attn.v_proj.weight", "attention.wv.weight", dims.groups * dims.head_dim, dims.hidden),
+        same("self_attn.o_proj.weight", "attention.wo.weight", dims.hidden, dims.heads * dims.head_dim),
+        same("input_layernorm.weight", "attention_norm.weight", dims.hidden),
+        same("post_attention_layernorm.weight", "ffn_norm.weight", dims.hidden),
+        *_mlp(dims, dims.ffn, "mlp", GATED, "feed_forward"),
     ]
-    yield from under(HUB_LAYER, "layers.{layer}", block, tuple(range(d.layers)))
+    yield from under(HUB_LAYER, "layers.{layer}", block, tuple(range(dims.layers)))

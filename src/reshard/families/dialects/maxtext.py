@@ -38,44 +38,44 @@ GEMMA_NORMS = {
 }
 
 
-def llama(d: Dims) -> Iterator[Rule]:
+def llama(dims: Dims) -> Iterator[Rule]:
     """Llama and Mistral, with divided queries; in Llama 3.1, queries and keys are interleaved."""
-    yield from _ends(d)
-    block = [*_norms(d, NORMS), *_attention(d, divided=True, interleaved=d.rope_scaled), *_mlp(d)]
-    yield from _layers(d, block, [])
+    yield from _ends(dims)
+    block = [*_norms(dims, NORMS), *_attention(dims, divided=True, interleaved=dims.rope_scaled), *_mlp(dims)]
+    yield from _layers(dims, block, [])
 
 
-def mixtral(d: Dims) -> Iterator[Rule]:
+def mixtral(dims: Dims) -> Iterator[Rule]:
     """Mixtral, with divided queries; the Hub calls gate, up and down w1, w3 and w2."""
-    yield from _ends(d)
-    experts = _experts(d, "MoeBlock_0", "block_sparse_moe", ("w1", "w3", "w2"))
-    yield from _layers(d, [], [*_norms(d, NORMS), *_attention(d, divided=True), *experts])
+    yield from _ends(dims)
+    experts = _experts(dims, "MoeBlock_0", "block_sparse_moe", ("w1", "w3", "w2"))
+    yield from _layers(dims, [], [*_norms(dims, NORMS), *_attention(dims, divided=True), *experts])
 
 
-def qwen(d: Dims) -> Iterator[Rule]:
+def qwen(dims: Dims) -> Iterator[Rule]:
     """Qwen2 and Qwen3, dense or with experts."""
-    yield from _ends(d)
-    block = [*_norms(d, NORMS), *_attention(d)]
-    yield from _layers(d, [*block, *_mlp(d)], [*block, *_experts(d, "moe_block")])
+    yield from _ends(dims)
+    block = [*_norms(dims, NORMS), *_attention(dims)]
+    yield from _layers(dims, [*block, *_mlp(dims)], [*block, *_experts(dims, "moe_block")])
 
 
-def deepseek(d: Dims) -> Iterator[Rule]:
+def deepseek(dims: Dims) -> Iterator[Rule]:
     """DeepSeek-V2 and V3. MaxText converts no layers for multi-token prediction."""
-    yield from _ends(d)
-    block = [*_norms(d, NORMS), *_latent_attention(d)]
-    shared = _gated(d, d.shared_ffn, "mlp.shared_experts", "DeepSeekMoeBlock_0.shared_experts")
-    experts = _experts(d, "DeepSeekMoeBlock_0.MoeBlock_0")
-    yield from _layers(d, [*block, *_mlp(d)], [*block, *experts, *(shared if d.shared_ffn else [])])
+    yield from _ends(dims)
+    block = [*_norms(dims, NORMS), *_latent_attention(dims)]
+    shared = _gated(dims, dims.shared_ffn, "mlp.shared_experts", "DeepSeekMoeBlock_0.shared_experts")
+    experts = _experts(dims, "DeepSeekMoeBlock_0.MoeBlock_0")
+    yield from _layers(dims, [*block, *_mlp(dims)], [*block, *experts, *(shared if dims.shared_ffn else [])])
 
 
-def gemma2(d: Dims) -> Iterator[Rule]:
+def gemma2(dims: Dims) -> Iterator[Rule]:
     """Gemma 2: also its queries are divided."""
-    yield from _gemma(d, sqrt(d.hidden), divided=True)
+    yield from _gemma(dims, sqrt(dims.hidden), divided=True)
 
 
-def gemma3(d: Dims) -> Iterator[Rule]:
+def gemma3(dims: Dims) -> Iterator[Rule]:
     """Gemma 3: the factor of its embedding is rounded to bfloat16."""
-    yield from _gemma(d, _in_bfloat16(sqrt(d.hidden)), divided=False)
+    yield from _gemma(dims, _in_bfloat16(sqrt(dims.hidden)), divided=False)
 
 
 LLAMA, MIXTRAL, QWEN, DEEPSEEK, GEMMA2, GEMMA3 = (
@@ -84,10 +84,10 @@ LLAMA, MIXTRAL, QWEN, DEEPSEEK, GEMMA2, GEMMA3 = (
 """What families list in their `dialects`."""
 
 
-def _gemma(d: Dims, factor: float, *, divided: bool) -> Iterator[Rule]:
+def _gemma(dims: Dims, factor: float, *, divided: bool) -> Iterator[Rule]:
     embedding = ReversibleStep(Step(over=factor), Step(times=factor), rounds=True)
-    layers = _layers(d, [*_norms(d, GEMMA_NORMS), *_attention(d, divided=divided), *_mlp(d)], [])
-    for rule in [*_ends(d, embedding), *layers]:
+    layers = _layers(dims, [*_norms(dims, GEMMA_NORMS), *_attention(dims, divided=divided), *_mlp(dims)], [])
+    for rule in [*_ends(dims, embedding), *layers]:
         is_norm = rule.hf.endswith("norm.weight")
         yield replace(rule, change=plus(-1.0, rounds=True)) if is_norm else rule
 
@@ -97,34 +97,34 @@ def _in_bfloat16(number: float) -> float:
     return ldexp(round(mantissa * 256), exponent - 8)
 
 
-def _ends(d: Dims, change: ReversibleStep | None = None) -> Iterator[Rule]:
+def _ends(dims: Dims, change: ReversibleStep | None = None) -> Iterator[Rule]:
     """Embedding, head and final norm. Rows beyond the vocabulary are padding."""
-    table = native(EMBEDDING, d.padded_vocab, d.hidden)
-    head = table if d.tied else native(HEAD, d.padded_vocab, d.hidden)
-    yield Rule("model.embed_tokens.weight", table[: d.vocab], change=change)
-    yield Rule("lm_head.weight", head[: d.vocab], copy=d.tied, written=not d.tied)
-    yield same("model.norm.weight", "decoder_norm.scale", d.hidden)
-    if d.padded_vocab > d.vocab:
-        for padded in [table] if d.tied else [table, head]:
+    table = native(EMBEDDING, dims.padded_vocab, dims.hidden)
+    head = table if dims.tied else native(HEAD, dims.padded_vocab, dims.hidden)
+    yield Rule("model.embed_tokens.weight", table[: dims.vocab], change=change)
+    yield Rule("lm_head.weight", head[: dims.vocab], copy=dims.tied, written=not dims.tied)
+    yield same("model.norm.weight", "decoder_norm.scale", dims.hidden)
+    if dims.padded_vocab > dims.vocab:
+        for padded in [table] if dims.tied else [table, head]:
             is_changed = padded is table
             yield Rule(
                 "",
-                padded[d.vocab :],
+                padded[dims.vocab :],
                 reason="vocabulary padding",
                 change=change if is_changed else None,
             )
 
 
-def _layers(d: Dims, dense: Block, sparse: Block) -> Iterator[Rule]:
+def _layers(dims: Dims, dense: Block, sparse: Block) -> Iterator[Rule]:
     """All decoder layers: `sparse` for layers with experts, `dense` for the others."""
-    plain = tuple(layer for layer in range(d.layers) if layer not in d.sparse)
-    for block, layers in ((dense, plain), (sparse, d.sparse)):
+    plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
+    for block, layers in ((dense, plain), (sparse, dims.sparse)):
         if layers:
             yield from under("model.layers.{layer}", "layers.{layer}", block, layers)
 
 
-def _norms(d: Dims, names: dict[str, str]) -> Block:
-    return [same(f"{hf}.weight", f"{own}.scale", d.hidden) for hf, own in names.items()]
+def _norms(dims: Dims, names: dict[str, str]) -> Block:
+    return [same(f"{hf}.weight", f"{own}.scale", dims.hidden) for hf, own in names.items()]
 
 
 def _transposed(kernel: View, inputs: int) -> View:
@@ -137,65 +137,69 @@ def _kernel(hf: str, own: str, inputs: Iterable[int], outputs: Iterable[int]) ->
     return Rule(f"{hf}.weight", _transposed(native(f"{own}.kernel", *shape, *outputs), prod(shape)))
 
 
-def _attention(d: Dims, *, divided: bool = False, interleaved: bool = False) -> Block:
-    by = ReversibleStep(Step(times=sqrt(d.head_dim)), Step(times=1 / sqrt(d.head_dim)), rounds=True)
-    rules = [_kernel("self_attn.o_proj", "self_attention.out", (d.heads, d.head_dim), (d.hidden,))]
-    for name, own, heads in (("q", "query", d.heads), ("k", "key", d.groups), ("v", "value", d.groups)):
-        kernel = native(f"self_attention.{own}.kernel", d.hidden, heads, d.head_dim)
+def _attention(dims: Dims, *, divided: bool = False, interleaved: bool = False) -> Block:
+    by = ReversibleStep(Step(times=sqrt(dims.head_dim)), Step(times=1 / sqrt(dims.head_dim)), rounds=True)
+    rules = [_kernel("self_attn.o_proj", "self_attention.out", (dims.heads, dims.head_dim), (dims.hidden,))]
+    for name, own, heads in (
+        ("q", "query", dims.heads),
+        ("k", "key", dims.groups),
+        ("v", "value", dims.groups),
+    ):
+        kernel = native(f"self_attention.{own}.kernel", dims.hidden, heads, dims.head_dim)
         view = in_halves(kernel, 2) if interleaved and name != "v" else kernel
         change = by if divided and name == "q" else None
-        rules.append(Rule(f"self_attn.{name}_proj.weight", _transposed(view, d.hidden), change=change))
-        if d.qkv_bias:
-            bias = native(f"self_attention.{own}.bias", heads, d.head_dim)
+        rules.append(Rule(f"self_attn.{name}_proj.weight", _transposed(view, dims.hidden), change=change))
+        if dims.qkv_bias:
+            bias = native(f"self_attention.{own}.bias", heads, dims.head_dim)
             rules.append(Rule(f"self_attn.{name}_proj.bias", bias.merge(0)))
-        if d.qk_norm and name != "v":
+        if dims.qk_norm and name != "v":
             rules.append(
-                same(f"self_attn.{name}_norm.weight", f"self_attention.{own}_norm.scale", d.head_dim)
+                same(f"self_attn.{name}_norm.weight", f"self_attention.{own}_norm.scale", dims.head_dim)
             )
     return rules
 
 
-def _latent_attention(d: Dims) -> Block:
+def _latent_attention(dims: Dims) -> Block:
     hf, own = "self_attn.", "self_attention."
-    hidden, query = (d.hidden,), (d.heads, d.qk_nope + d.qk_rope)
+    hidden, query = (dims.hidden,), (dims.heads, dims.qk_nope + dims.qk_rope)
     rules = [
-        _kernel(f"{hf}kv_a_proj_with_mqa", f"{own}wkv_a", hidden, (d.kv_lora + d.qk_rope,)),
-        same(f"{hf}kv_a_layernorm.weight", f"{own}kv_norm.scale", d.kv_lora),
-        _kernel(f"{hf}kv_b_proj", f"{own}wkv_b", (d.kv_lora,), (d.heads, d.qk_nope + d.v_head)),
-        _kernel(f"{hf}o_proj", f"{own}out", (d.heads, d.v_head), hidden),
+        _kernel(f"{hf}kv_a_proj_with_mqa", f"{own}wkv_a", hidden, (dims.kv_lora + dims.qk_rope,)),
+        same(f"{hf}kv_a_layernorm.weight", f"{own}kv_norm.scale", dims.kv_lora),
+        _kernel(f"{hf}kv_b_proj", f"{own}wkv_b", (dims.kv_lora,), (dims.heads, dims.qk_nope + dims.v_head)),
+        _kernel(f"{hf}o_proj", f"{own}out", (dims.heads, dims.v_head), hidden),
     ]
-    if not d.q_lora:
+    if not dims.q_lora:
         return [*rules, _kernel(f"{hf}q_proj", f"{own}query", hidden, query)]
     return [
         *rules,
-        _kernel(f"{hf}q_a_proj", f"{own}wq_a", hidden, (d.q_lora,)),
-        same(f"{hf}q_a_layernorm.weight", f"{own}q_norm.scale", d.q_lora),
-        _kernel(f"{hf}q_b_proj", f"{own}wq_b", (d.q_lora,), query),
+        _kernel(f"{hf}q_a_proj", f"{own}wq_a", hidden, (dims.q_lora,)),
+        same(f"{hf}q_a_layernorm.weight", f"{own}q_norm.scale", dims.q_lora),
+        _kernel(f"{hf}q_b_proj", f"{own}wq_b", (dims.q_lora,), query),
     ]
 
 
-def _mlp(d: Dims) -> Block:
-    return _gated(d, d.ffn, "mlp", "mlp")
+def _mlp(dims: Dims) -> Block:
+    return _gated(dims, dims.ffn, "mlp", "mlp")
 
 
-def _gated(d: Dims, ffn: int, hf: str, own: str) -> Block:
-    shapes = ((d.hidden, ffn), (d.hidden, ffn), (ffn, d.hidden))
+def _gated(dims: Dims, ffn: int, hf: str, own: str) -> Block:
+    shapes = ((dims.hidden, ffn), (dims.hidden, ffn), (ffn, dims.hidden))
     return [
         _kernel(f"{hf}.{name}", f"{own}.{wi}", (ins,), (outs,))
         for name, wi, (ins, outs) in zip(GATED, WI, shapes, strict=True)
     ]
 
 
-def _experts(d: Dims, own: str, hf: str = "mlp", names: tuple[str, ...] = GATED) -> Block:
+def _experts(dims: Dims, own: str, hf: str = "mlp", names: tuple[str, ...] = GATED) -> Block:
     """The router, and the experts stacked as [experts, inputs, outputs]."""
-    shapes = ((d.hidden, d.expert_ffn), (d.hidden, d.expert_ffn), (d.expert_ffn, d.hidden))
-    rules = [_kernel(f"{hf}.gate", f"{own}.gate", (d.hidden,), (d.experts,))]
+    shapes = ((dims.hidden, dims.expert_ffn), (dims.hidden, dims.expert_ffn), (dims.expert_ffn, dims.hidden))
+    rules = [_kernel(f"{hf}.gate", f"{own}.gate", (dims.hidden,), (dims.experts,))]
     for name, wi, shape in zip(names, WI, shapes, strict=True):
-        stacked = native(f"{own}.{wi}", d.experts, *shape)
+        stacked = native(f"{own}.{wi}", dims.experts, *shape)
         rules += [
             Rule(f"{hf}.experts.{expert}.{name}.weight", stacked[expert].permute(1, 0))
-            for expert in range(d.experts)
+            for expert in range(dims.experts)
         ]
-    if d.router_bias:
-        rules.append(same(f"{hf}.gate.e_score_correction_bias", f"{own}.gate.bias", d.experts))
+    if dims.router_bias:
+        rules.append(same(f"{hf}.gate.e_score_correction_bias", f"{own}.gate.bias", dims.experts))
     return rules

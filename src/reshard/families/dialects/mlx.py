@@ -22,16 +22,16 @@ class RemovedTensors(NamedTuple):
     names: re.Pattern[str]
 
 
-VISION = RemovedTensors(
+REMOVED_VISION = RemovedTensors(
     "vision, which mlx-lm does not have",
     re.compile(
         r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|audio_tower)\."
     ),
 )
-MTP = RemovedTensors(
+REMOVED_MTP = RemovedTensors(
     "multi-token prediction, which mlx-lm does not have", re.compile(r"(model\.)?mtp(_layers)?\.")
 )
-ROUTER_BIAS = RemovedTensors(
+REMOVED_ROUTER_BIAS = RemovedTensors(
     "the correction bias of routers, which mlx-lm does not have", re.compile(r".*e_score_correction_bias")
 )
 
@@ -64,7 +64,7 @@ class MlxNaming:
         layer = _LAYER.match(name) if self.without_mtp else None
         text = config.get("text_config")
         layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers")
-        return MTP.rule if layer and isinstance(layers, int) and int(layer[1]) >= layers else None
+        return REMOVED_MTP.rule if layer and isinstance(layers, int) and int(layer[1]) >= layers else None
 
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
@@ -128,13 +128,17 @@ _OUTER = (
 )
 
 PLAIN_NAMING = MlxNaming()
-SEEING = MlxNaming(left=(VISION,))
-MOE = MlxNaming(_SWITCH)
-ROUTED = MlxNaming(_SWITCH, finer=("mlp.gate",))
-GATED = MlxNaming(_SWITCH, kept=("mlp.gate",))
-BIAS = ("e_score_correction_bias",)
-LATENT = MlxNaming((*_SWITCH, _ABSORBED), without_mtp=True, exact=BIAS, kept=("mlp.gate",))
-DELTA = MlxNaming((*_SWITCH, _MOVED, *_PLUS_ONE), left=(MTP,), finer=("mlp.gate", "mlp.shared_expert_gate"))
+MULTIMODAL_NAMING = MlxNaming(left=(REMOVED_VISION,))
+MOE_NAMING = MlxNaming(_SWITCH)
+ROUTED_NAMING = MlxNaming(_SWITCH, finer=("mlp.gate",))
+GATED_NAMING = MlxNaming(_SWITCH, kept=("mlp.gate",))
+EXACT_ROUTER_BIAS = ("e_score_correction_bias",)
+LATENT_NAMING = MlxNaming(
+    (*_SWITCH, _ABSORBED), without_mtp=True, exact=EXACT_ROUTER_BIAS, kept=("mlp.gate",)
+)
+DELTA_NAMING = MlxNaming(
+    (*_SWITCH, _MOVED, *_PLUS_ONE), left=(REMOVED_MTP,), finer=("mlp.gate", "mlp.shared_expert_gate")
+)
 
 _AS_ON_THE_HUB = (
     *("cohere", "cohere2", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
@@ -154,18 +158,20 @@ _AS_ON_THE_HUB = (
 _KNOWN: dict[str, MlxNaming] = {
     **dict.fromkeys(_AS_ON_THE_HUB, PLAIN_NAMING),
     "granite": MlxNaming(finer=("self_attn.o_proj", "mlp.down_proj", "lm_head")),
-    "mimo": MlxNaming(left=(MTP,)),
-    **dict.fromkeys(("qwen2_moe", "olmoe"), MOE),
-    "qwen3_moe": ROUTED,
-    **dict.fromkeys(("deepseek", "deepseek_v2"), GATED),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "joyai_llm_flash", "glm4_moe_lite"), LATENT),
-    "kimi_k25": replace(LATENT, left=(VISION,)),
-    "llama4": MlxNaming(tuple(_apart("feed_forward.experts", "feed_forward.experts", _SWAP)), left=(VISION,)),
-    "glm4_moe": replace(GATED, without_mtp=True, exact=BIAS),
+    "mimo": MlxNaming(left=(REMOVED_MTP,)),
+    **dict.fromkeys(("qwen2_moe", "olmoe"), MOE_NAMING),
+    "qwen3_moe": ROUTED_NAMING,
+    **dict.fromkeys(("deepseek", "deepseek_v2"), GATED_NAMING),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "joyai_llm_flash", "glm4_moe_lite"), LATENT_NAMING),
+    "kimi_k25": replace(LATENT_NAMING, left=(REMOVED_VISION,)),
+    "llama4": MlxNaming(
+        tuple(_apart("feed_forward.experts", "feed_forward.experts", _SWAP)), left=(REMOVED_VISION,)
+    ),
+    "glm4_moe": replace(GATED_NAMING, without_mtp=True, exact=EXACT_ROUTER_BIAS),
     "dots1": MlxNaming(tuple(_stacked("mlp.experts", "mlp.experts")), kept=("mlp.gate",)),
-    "ernie4_5_moe": MlxNaming(_SWITCH, left=(ROUTER_BIAS, MTP)),
+    "ernie4_5_moe": MlxNaming(_SWITCH, left=(REMOVED_ROUTER_BIAS, REMOVED_MTP)),
     **dict.fromkeys(("mixtral", "phimoe"), MlxNaming(_BLOCK_SPARSE)),
-    "minimax_m2": MlxNaming(_BLOCK_SPARSE, exact=BIAS, finer=("block_sparse_moe.gate",)),
+    "minimax_m2": MlxNaming(_BLOCK_SPARSE, exact=EXACT_ROUTER_BIAS, finer=("block_sparse_moe.gate",)),
     "gpt_oss": MlxNaming(
         (
             *_apart("mlp.experts", "mlp.experts", _SWAP, _EVEN_ODD),
@@ -179,29 +185,35 @@ _KNOWN: dict[str, MlxNaming] = {
         ),
         finer=("router",),
     ),
-    "qwen3_next": DELTA,
+    "qwen3_next": DELTA_NAMING,
     "qwen3_5": replace(
-        DELTA, rules=(*_NESTED, _MOVED, *_PLUS_ONE), left=(VISION, MTP), exact=("A_log",), finer=()
+        DELTA_NAMING,
+        rules=(*_NESTED, _MOVED, *_PLUS_ONE),
+        left=(REMOVED_VISION, REMOVED_MTP),
+        exact=("A_log",),
+        finer=(),
     ),
     "qwen3_5_moe": replace(
-        DELTA,
+        DELTA_NAMING,
         rules=(*_NESTED, *_apart("mlp.experts", "mlp.switch_mlp"), _MOVED, *_PLUS_ONE),
-        left=(VISION, MTP),
+        left=(REMOVED_VISION, REMOVED_MTP),
         exact=("A_log",),
     ),
-    "qwen3_vl": MlxNaming(_NESTED, left=(VISION,)),
+    "qwen3_vl": MlxNaming(_NESTED, left=(REMOVED_VISION,)),
     "qwen3_vl_moe": MlxNaming(
-        (*_NESTED, *_apart("mlp.experts", "mlp.switch_mlp", _SWAP)), left=(VISION,), finer=("mlp.gate",)
+        (*_NESTED, *_apart("mlp.experts", "mlp.switch_mlp", _SWAP)),
+        left=(REMOVED_VISION,),
+        finer=("mlp.gate",),
     ),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), MlxNaming(_OUTER, left=(VISION,))),
-    **dict.fromkeys(("gemma3", "mistral3"), SEEING),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), MlxNaming(_OUTER, left=(REMOVED_VISION,))),
+    **dict.fromkeys(("gemma3", "mistral3"), MULTIMODAL_NAMING),
     "nemotron_h": MlxNaming(
         (
             _MOVED,
             *_stacked("mixer.experts", "mixer.switch_mlp", {"up_proj": "fc1", "down_proj": "fc2"}),
         ),
-        left=(MTP,),
-        exact=(*BIAS, "A_log"),
+        left=(REMOVED_MTP,),
+        exact=(*EXACT_ROUTER_BIAS, "A_log"),
         kept=("mixer.gate",),
     ),
 }

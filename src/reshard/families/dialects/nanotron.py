@@ -15,9 +15,9 @@ from reshard.families.dialects.internevo import heads_in_halves
 from reshard.families.family import Rules
 from reshard.families.rules import Block, Dims, Rule, native, same, under
 
-MODEL = "model."
-EMBEDDING = f"{MODEL}token_position_embeddings.pp_block.token_embedding.weight"
-HEAD = f"{MODEL}lm_head.pp_block.weight"
+MODEL_PREFIX = "model."
+EMBEDDING = f"{MODEL_PREFIX}token_position_embeddings.pp_block.token_embedding.weight"
+HEAD = f"{MODEL_PREFIX}lm_head.pp_block.weight"
 QKV = "attn.qkv_proj."
 
 
@@ -26,20 +26,22 @@ def dialect(*, interleaved: bool) -> Dialect:
     return Dialect("nanotron-interleaved" if interleaved else "nanotron", (EMBEDDING,))
 
 
-def rules(d: Dims, *, interleaved: bool) -> Iterator[Rule]:
+def rules(dims: Dims, *, interleaved: bool) -> Iterator[Rule]:
     """All layers: with experts where the sizes have them."""
-    table = native(EMBEDDING, d.vocab, d.hidden)
-    head = table if d.tied else native(HEAD, d.vocab, d.hidden)
+    table = native(EMBEDDING, dims.vocab, dims.hidden)
+    head = table if dims.tied else native(HEAD, dims.vocab, dims.hidden)
     yield Rule("model.embed_tokens.weight", table)
-    yield Rule("lm_head.weight", head, copy=d.tied, written=not d.tied)
-    yield same("model.norm.weight", f"{MODEL}final_layer_norm.pp_block.weight", d.hidden)
-    norms = [same(f"{each}.weight", f"{each}.weight", d.hidden) for each in NORMS]
-    shared = [*norms, *_attention(d, interleaved=interleaved)]
-    plain = tuple(layer for layer in range(d.layers) if layer not in d.sparse)
-    for layers, block in ((plain, partial(_mlp, ffn=d.ffn)), (d.sparse, _experts)):
+    yield Rule("lm_head.weight", head, copy=dims.tied, written=not dims.tied)
+    yield same("model.norm.weight", f"{MODEL_PREFIX}final_layer_norm.pp_block.weight", dims.hidden)
+    norms = [same(f"{each}.weight", f"{each}.weight", dims.hidden) for each in NORMS]
+    shared = [*norms, *_attention(dims, interleaved=interleaved)]
+    plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
+    for layers, block in ((plain, partial(_mlp, ffn=dims.ffn)), (dims.sparse, _experts)):
         if layers:
-            found = [*shared, *block(d)]
-            yield from under("model.layers.{layer}", f"{MODEL}decoder.{{layer}}.pp_block", found, layers)
+            found = [*shared, *block(dims)]
+            yield from under(
+                "model.layers.{layer}", f"{MODEL_PREFIX}decoder.{{layer}}.pp_block", found, layers
+            )
 
 
 DIALECTS: Mapping[str, Rules] = {
@@ -48,43 +50,47 @@ DIALECTS: Mapping[str, Rules] = {
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def _attention(d: Dims, *, interleaved: bool) -> Block:
-    rows = d.heads * d.head_dim
-    found = [same("self_attn.o_proj.weight", "attn.o_proj.weight", d.hidden, rows)]
-    for kind, inner in (("weight", (d.hidden,)), *((("bias", ()),) if d.qkv_bias else ())):
-        fused = native(QKV + kind, d.qkv_rows, *inner)
+def _attention(dims: Dims, *, interleaved: bool) -> Block:
+    rows = dims.heads * dims.head_dim
+    found = [same("self_attn.o_proj.weight", "attn.o_proj.weight", dims.hidden, rows)]
+    for kind, inner in (("weight", (dims.hidden,)), *((("bias", ()),) if dims.qkv_bias else ())):
+        fused = native(QKV + kind, dims.qkv_rows, *inner)
         begin = 0
-        for name, heads in (("q", d.heads), ("k", d.groups), ("v", d.groups)):
-            view = fused[begin : begin + heads * d.head_dim]
-            begin += heads * d.head_dim
+        for name, heads in (("q", dims.heads), ("k", dims.groups), ("v", dims.groups)):
+            view = fused[begin : begin + heads * dims.head_dim]
+            begin += heads * dims.head_dim
             found.append(
-                Rule(f"self_attn.{name}_proj.{kind}", heads_in_halves(view, d, interleaved and name != "v"))
+                Rule(
+                    f"self_attn.{name}_proj.{kind}", heads_in_halves(view, dims, interleaved and name != "v")
+                )
             )
     return found
 
 
-def _mlp(d: Dims, ffn: int, name: str = "mlp") -> Block:
-    both = native(f"{name}.gate_up_proj.weight", 2 * ffn, d.hidden)
+def _mlp(dims: Dims, ffn: int, name: str = "mlp") -> Block:
+    both = native(f"{name}.gate_up_proj.weight", 2 * ffn, dims.hidden)
     return [
         Rule(f"{name}.gate_proj.weight", both[:ffn]),
         Rule(f"{name}.up_proj.weight", both[ffn:]),
-        same(f"{name}.down_proj.weight", f"{name}.down_proj.weight", d.hidden, ffn),
+        same(f"{name}.down_proj.weight", f"{name}.down_proj.weight", dims.hidden, ffn),
     ]
 
 
-def _experts(d: Dims) -> Block:
-    both = native("mlp.experts.merged_gate_up_proj", d.experts, d.hidden, 2 * d.expert_ffn).permute(0, 2, 1)
-    down = native("mlp.experts.merged_down_proj", d.experts, d.expert_ffn, d.hidden).permute(0, 2, 1)
+def _experts(dims: Dims) -> Block:
+    both = native("mlp.experts.merged_gate_up_proj", dims.experts, dims.hidden, 2 * dims.expert_ffn).permute(
+        0, 2, 1
+    )
+    down = native("mlp.experts.merged_down_proj", dims.experts, dims.expert_ffn, dims.hidden).permute(0, 2, 1)
     found = [
-        same("mlp.gate.weight", "mlp.router.weight", d.experts, d.hidden),
-        *_mlp(d, d.shared_ffn, "mlp.shared_expert"),
-        same("mlp.shared_expert_gate.weight", "mlp.shared_expert_gate.weight", 1, d.hidden),
+        same("mlp.gate.weight", "mlp.router.weight", dims.experts, dims.hidden),
+        *_mlp(dims, dims.shared_ffn, "mlp.shared_expert"),
+        same("mlp.shared_expert_gate.weight", "mlp.shared_expert_gate.weight", 1, dims.hidden),
     ]
-    for expert in range(d.experts):
+    for expert in range(dims.experts):
         name = f"mlp.experts.{expert}"
         found += [
-            Rule(f"{name}.gate_proj.weight", both[expert, : d.expert_ffn]),
-            Rule(f"{name}.up_proj.weight", both[expert, d.expert_ffn :]),
+            Rule(f"{name}.gate_proj.weight", both[expert, : dims.expert_ffn]),
+            Rule(f"{name}.up_proj.weight", both[expert, dims.expert_ffn :]),
             Rule(f"{name}.down_proj.weight", down[expert]),
         ]
     return found

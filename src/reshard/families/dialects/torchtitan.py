@@ -20,130 +20,132 @@ TORCHTITAN = Dialect("torchtitan", (EMBEDDING,))
 LAYER = "layers.{layer}"
 
 
-def llama(d: Dims) -> Iterator[Rule]:
+def llama(dims: Dims) -> Iterator[Rule]:
     """Llama 3, with interleaved queries and keys."""
-    yield from _ends(d)
-    yield from _layers(d, [*_norms(d), *_attention(d, interleaved=True), *_mlp(d)])
+    yield from _ends(dims)
+    yield from _layers(dims, [*_norms(dims), *_attention(dims, interleaved=True), *_mlp(dims)])
 
 
-def qwen3(d: Dims) -> Iterator[Rule]:
+def qwen3(dims: Dims) -> Iterator[Rule]:
     """Qwen3, dense or with experts, with query and key norms."""
-    yield from _ends(d)
-    block = [*_norms(d), *_attention(d)]
-    yield from _layers(d, [*block, *_mlp(d)], [*block, *_experts(d)])
+    yield from _ends(dims)
+    block = [*_norms(dims), *_attention(dims)]
+    yield from _layers(dims, [*block, *_mlp(dims)], [*block, *_experts(dims)])
 
 
-def deepseek(d: Dims) -> Iterator[Rule]:
+def deepseek(dims: Dims) -> Iterator[Rule]:
     """DeepSeek-V3 and V2: latent attention, shared experts, and layers for multi-token prediction."""
-    yield from _ends(d)
-    block = [*_norms(d), *_latent_attention(d)]
-    sparse = [*block, *_experts(d), *_shared(d, "mlp.shared_experts")]
-    if d.router_bias:
-        sparse.append(same("mlp.gate.e_score_correction_bias", "moe.expert_bias", d.experts))
-    yield from _layers(d, [*block, *_mlp(d)], sparse)
-    yield from _multi_token_prediction(d, sparse)
+    yield from _ends(dims)
+    block = [*_norms(dims), *_latent_attention(dims)]
+    sparse = [*block, *_experts(dims), *_shared(dims, "mlp.shared_experts")]
+    if dims.router_bias:
+        sparse.append(same("mlp.gate.e_score_correction_bias", "moe.expert_bias", dims.experts))
+    yield from _layers(dims, [*block, *_mlp(dims)], sparse)
+    yield from _multi_token_prediction(dims, sparse)
 
 
-def gpt_oss(d: Dims) -> Iterator[Rule]:
+def gpt_oss(dims: Dims) -> Iterator[Rule]:
     """gpt-oss: sinks, and biases everywhere. Gate and up are in turn, as on the Hub."""
-    yield from _ends(d)
-    mlp1 = native("moe.experts.mlp1_weight", d.experts, 2 * d.expert_ffn, d.hidden)
-    mlp2 = native("moe.experts.mlp2_weight", d.experts, d.hidden, d.expert_ffn)
+    yield from _ends(dims)
+    mlp1 = native("moe.experts.mlp1_weight", dims.experts, 2 * dims.expert_ffn, dims.hidden)
+    mlp2 = native("moe.experts.mlp2_weight", dims.experts, dims.hidden, dims.expert_ffn)
     own = [
-        same("self_attn.o_proj.bias", "attention.wo.bias", d.hidden),
-        same("self_attn.sinks", "attention.sinks", d.heads),
-        same("mlp.router.weight", "moe.router.gate.weight", d.experts, d.hidden),
-        same("mlp.router.bias", "moe.router.gate.bias", d.experts),
+        same("self_attn.o_proj.bias", "attention.wo.bias", dims.hidden),
+        same("self_attn.sinks", "attention.sinks", dims.heads),
+        same("mlp.router.weight", "moe.router.gate.weight", dims.experts, dims.hidden),
+        same("mlp.router.bias", "moe.router.gate.bias", dims.experts),
         Rule("mlp.experts.gate_up_proj", mlp1.permute(0, 2, 1)),
-        same("mlp.experts.gate_up_proj_bias", "moe.experts.mlp1_bias", d.experts, 2 * d.expert_ffn),
+        same("mlp.experts.gate_up_proj_bias", "moe.experts.mlp1_bias", dims.experts, 2 * dims.expert_ffn),
         Rule("mlp.experts.down_proj", mlp2.permute(0, 2, 1)),
-        same("mlp.experts.down_proj_bias", "moe.experts.mlp2_bias", d.experts, d.hidden),
+        same("mlp.experts.down_proj_bias", "moe.experts.mlp2_bias", dims.experts, dims.hidden),
     ]
-    yield from _layers(d, [], [*_norms(d), *_attention(d), *own])
+    yield from _layers(dims, [], [*_norms(dims), *_attention(dims), *own])
 
 
-def llama4(d: Dims) -> Iterator[Rule]:
+def llama4(dims: Dims) -> Iterator[Rule]:
     """The language model of Llama 4."""
-    yield from _ends(d)
-    block = [*_norms(d), *_attention(d)]
-    gate, up = (_stack(d, each, d.expert_ffn, d.hidden) for each in ("w1", "w3"))
-    down = _stack(d, "w2", d.hidden, d.expert_ffn)
+    yield from _ends(dims)
+    block = [*_norms(dims), *_attention(dims)]
+    gate, up = (_stack(dims, each, dims.expert_ffn, dims.hidden) for each in ("w1", "w3"))
+    down = _stack(dims, "w2", dims.hidden, dims.expert_ffn)
     moe = [
-        same("mlp.router.weight", "moe.router.gate.weight", d.experts, d.hidden),
+        same("mlp.router.weight", "moe.router.gate.weight", dims.experts, dims.hidden),
         Rule("mlp.experts.gate_up_proj", concat([gate, up], axis=1).permute(0, 2, 1)),
         Rule("mlp.experts.down_proj", down.permute(0, 2, 1)),
-        *_shared(d, "mlp.shared_expert"),
+        *_shared(dims, "mlp.shared_expert"),
     ]
-    yield from renamed(_layers(d, [*block, *_mlp(d)], [*block, *moe]), {".mlp.": ".feed_forward."})
+    yield from renamed(_layers(dims, [*block, *_mlp(dims)], [*block, *moe]), {".mlp.": ".feed_forward."})
 
 
-def _ends(d: Dims) -> Iterator[Rule]:
-    table = native(EMBEDDING, d.vocab, d.hidden)
-    head = table if d.tied else native(HEAD, d.vocab, d.hidden)
+def _ends(dims: Dims) -> Iterator[Rule]:
+    table = native(EMBEDDING, dims.vocab, dims.hidden)
+    head = table if dims.tied else native(HEAD, dims.vocab, dims.hidden)
     yield Rule("model.embed_tokens.weight", table)
-    yield Rule("lm_head.weight", head, copy=d.tied, written=not d.tied)
-    yield same("model.norm.weight", "norm.weight", d.hidden)
+    yield Rule("lm_head.weight", head, copy=dims.tied, written=not dims.tied)
+    yield same("model.norm.weight", "norm.weight", dims.hidden)
 
 
-def _layers(d: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
+def _layers(dims: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
     """All decoder layers: `sparse` for layers with experts, `dense` for the others."""
-    plain = tuple(layer for layer in range(d.layers) if layer not in d.sparse)
-    for block, layers in ((dense, plain), (sparse or [], d.sparse)):
+    plain = tuple(layer for layer in range(dims.layers) if layer not in dims.sparse)
+    for block, layers in ((dense, plain), (sparse or [], dims.sparse)):
         if layers:
             yield from under("model.layers.{layer}", LAYER, block, layers)
 
 
-def _multi_token_prediction(d: Dims, block: Block) -> Iterator[Rule]:
+def _multi_token_prediction(dims: Dims, block: Block) -> Iterator[Rule]:
     """Layers after the last one, with copies of embedding and head on the Hub."""
     own = [
         *block,
-        *(same(f"{each}.weight", f"{each}.weight", d.hidden) for each in ("enorm", "hnorm")),
-        same("eh_proj.weight", "eh_proj.weight", d.hidden, 2 * d.hidden),
-        same("shared_head.norm.weight", "mtp_norm.weight", d.hidden),
+        *(same(f"{each}.weight", f"{each}.weight", dims.hidden) for each in ("enorm", "hnorm")),
+        same("eh_proj.weight", "eh_proj.weight", dims.hidden, 2 * dims.hidden),
+        same("shared_head.norm.weight", "mtp_norm.weight", dims.hidden),
     ]
-    copies = (("embed_tokens", EMBEDDING), ("shared_head.head", EMBEDDING if d.tied else HEAD))
-    for layer in range(d.layers, d.layers + d.mtp):
+    copies = (("embed_tokens", EMBEDDING), ("shared_head.head", EMBEDDING if dims.tied else HEAD))
+    for layer in range(dims.layers, dims.layers + dims.mtp):
         yield from under(f"model.layers.{layer}", LAYER.format(layer=layer), own)
         for name, of in copies:
-            yield Rule(f"model.layers.{layer}.{name}.weight", native(of, d.vocab, d.hidden), copy=True)
+            yield Rule(f"model.layers.{layer}.{name}.weight", native(of, dims.vocab, dims.hidden), copy=True)
 
 
-def _norms(d: Dims) -> Block:
+def _norms(dims: Dims) -> Block:
     return [
-        same("input_layernorm.weight", "attention_norm.weight", d.hidden),
-        same("post_attention_layernorm.weight", "ffn_norm.weight", d.hidden),
+        same("input_layernorm.weight", "attention_norm.weight", dims.hidden),
+        same("post_attention_layernorm.weight", "ffn_norm.weight", dims.hidden),
     ]
 
 
-def _attention(d: Dims, *, interleaved: bool = False) -> Block:
-    rules = [same("self_attn.o_proj.weight", "attention.wo.weight", d.hidden, d.heads * d.head_dim)]
-    for hf, titan, heads in (("q", "wq", d.heads), ("k", "wk", d.groups), ("v", "wv", d.groups)):
-        for kind, inner in (("weight", (d.hidden,)), *((("bias", ()),) if d.qkv_bias else ())):
-            rows = native(f"attention.qkv_linear.{titan}.{kind}", heads * d.head_dim, *inner)
+def _attention(dims: Dims, *, interleaved: bool = False) -> Block:
+    rules = [same("self_attn.o_proj.weight", "attention.wo.weight", dims.hidden, dims.heads * dims.head_dim)]
+    for hf, titan, heads in (("q", "wq", dims.heads), ("k", "wk", dims.groups), ("v", "wv", dims.groups)):
+        for kind, inner in (("weight", (dims.hidden,)), *((("bias", ()),) if dims.qkv_bias else ())):
+            rows = native(f"attention.qkv_linear.{titan}.{kind}", heads * dims.head_dim, *inner)
             view = _halves(rows, heads) if interleaved and hf != "v" else rows
             rules.append(Rule(f"self_attn.{hf}_proj.{kind}", view))
-    if d.qk_norm:
-        rules.append(same("self_attn.q_norm.weight", "attention.q_norm.weight", d.head_dim))
-        rules.append(same("self_attn.k_norm.weight", "attention.k_norm.weight", d.head_dim))
+    if dims.qk_norm:
+        rules.append(same("self_attn.q_norm.weight", "attention.q_norm.weight", dims.head_dim))
+        rules.append(same("self_attn.k_norm.weight", "attention.k_norm.weight", dims.head_dim))
     return rules
 
 
-def _latent_attention(d: Dims) -> Block:
-    hf, own, queries = "self_attn.", "attention.", d.heads * (d.qk_nope + d.qk_rope)
-    wide = d.heads * (d.qk_nope + d.v_head)
+def _latent_attention(dims: Dims) -> Block:
+    hf, own, queries = "self_attn.", "attention.", dims.heads * (dims.qk_nope + dims.qk_rope)
+    wide = dims.heads * (dims.qk_nope + dims.v_head)
     rules = [
-        same(f"{hf}kv_a_proj_with_mqa.weight", f"{own}wkv_a.weight", d.kv_lora + d.qk_rope, d.hidden),
-        same(f"{hf}kv_a_layernorm.weight", f"{own}kv_norm.weight", d.kv_lora),
-        same(f"{hf}kv_b_proj.weight", f"{own}wkv_b.weight", wide, d.kv_lora),
-        same(f"{hf}o_proj.weight", f"{own}wo.weight", d.hidden, d.heads * d.v_head),
+        same(
+            f"{hf}kv_a_proj_with_mqa.weight", f"{own}wkv_a.weight", dims.kv_lora + dims.qk_rope, dims.hidden
+        ),
+        same(f"{hf}kv_a_layernorm.weight", f"{own}kv_norm.weight", dims.kv_lora),
+        same(f"{hf}kv_b_proj.weight", f"{own}wkv_b.weight", wide, dims.kv_lora),
+        same(f"{hf}o_proj.weight", f"{own}wo.weight", dims.hidden, dims.heads * dims.v_head),
     ]
-    if not d.q_lora:
-        return [*rules, same(f"{hf}q_proj.weight", f"{own}qkv_linear.wq.weight", queries, d.hidden)]
+    if not dims.q_lora:
+        return [*rules, same(f"{hf}q_proj.weight", f"{own}qkv_linear.wq.weight", queries, dims.hidden)]
     return [
         *rules,
-        same(f"{hf}q_a_proj.weight", f"{own}wq_a.weight", d.q_lora, d.hidden),
-        same(f"{hf}q_a_layernorm.weight", f"{own}q_norm.weight", d.q_lora),
-        same(f"{hf}q_b_proj.weight", f"{own}wq_b.weight", queries, d.q_lora),
+        same(f"{hf}q_a_proj.weight", f"{own}wq_a.weight", dims.q_lora, dims.hidden),
+        same(f"{hf}q_a_layernorm.weight", f"{own}q_norm.weight", dims.q_lora),
+        same(f"{hf}q_b_proj.weight", f"{own}wq_b.weight", queries, dims.q_lora),
     ]
 
 
@@ -157,28 +159,28 @@ def _halves(rows: View, heads: int) -> View:
 PROJECTIONS = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
 
 
-def _gated(d: Dims, ffn: int, hf: str, titan: str) -> Block:
-    shapes = {"w1": (ffn, d.hidden), "w3": (ffn, d.hidden), "w2": (d.hidden, ffn)}
+def _gated(dims: Dims, ffn: int, hf: str, titan: str) -> Block:
+    shapes = {"w1": (ffn, dims.hidden), "w3": (ffn, dims.hidden), "w2": (dims.hidden, ffn)}
     return [same(f"{hf}.{name}.weight", f"{titan}.{w}.weight", *shapes[w]) for name, w in PROJECTIONS]
 
 
-def _mlp(d: Dims) -> Block:
-    return _gated(d, d.ffn, "mlp", "feed_forward")
+def _mlp(dims: Dims) -> Block:
+    return _gated(dims, dims.ffn, "mlp", "feed_forward")
 
 
-def _experts(d: Dims) -> Block:
-    experts = _gated(d, d.expert_ffn, "mlp.experts.{expert}", "moe.experts.{expert}")
+def _experts(dims: Dims) -> Block:
+    experts = _gated(dims, dims.expert_ffn, "mlp.experts.{expert}", "moe.experts.{expert}")
     return [
-        same("mlp.gate.weight", "moe.router.gate.weight", d.experts, d.hidden),
-        *(replace(rule, experts=d.experts) for rule in experts),
+        same("mlp.gate.weight", "moe.router.gate.weight", dims.experts, dims.hidden),
+        *(replace(rule, experts=dims.experts) for rule in experts),
     ]
 
 
-def _shared(d: Dims, hf: str) -> Block:
-    return _gated(d, d.shared_ffn, hf, "moe.shared_experts") if d.shared_ffn else []
+def _shared(dims: Dims, hf: str) -> Block:
+    return _gated(dims, dims.shared_ffn, hf, "moe.shared_experts") if dims.shared_ffn else []
 
 
-def _stack(d: Dims, name: str, *shape: int) -> View:
+def _stack(dims: Dims, name: str, *shape: int) -> View:
     """The same weight of all experts, as one tensor."""
-    each = (native(f"moe.experts.{expert}.{name}.weight", *shape) for expert in range(d.experts))
+    each = (native(f"moe.experts.{expert}.{name}.weight", *shape) for expert in range(dims.experts))
     return concat([view.reshape(1, *shape) for view in each])

@@ -240,8 +240,8 @@ def _nbytes(tensor: DcpTensor) -> int:
     return prod(tensor.shape) * tensor.dtype.itemsize
 
 
-def _alike(a: DcpTensor, b: DcpTensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape)
+def _alike(one: DcpTensor, other: DcpTensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
 def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, DcpTensor]) -> Problem:

@@ -22,14 +22,16 @@ from reshard.containers.torchfiles.untrusted import stored_in, values_of
 from reshard.formats.copied_files import ANOTHER_RUN, ONE_RUN, copied, copy_problem, of_other_runs
 from reshard.transfer.source_files import Sources
 
-MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)(?:_\d+)?_model_states\.pt")
-OPTIMIZER = re.compile(
+MODEL_FILE = re.compile(
+    r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)(?:_\d+)?_model_states\.pt"
+)
+OPTIMIZER_FILE = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)(?:_\d+)?_?optim_states\.pt"
 )
-EXPERT = re.compile(
+EXPERT_FILE = re.compile(
     r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<model_rank>\d+)_model_states\.pt"
 )
-PIPELINE = re.compile(r"layer_\d+-model_.*states\.pt")
+PIPELINE_FILE = re.compile(r"layer_\d+-model_.*states\.pt")
 
 COPY_AGAIN = "copy it again from where it was saved, with the files of all nodes"
 UNIVERSAL_FIRST = "convert it to a universal checkpoint with DeepSpeed's ds_to_universal.py, and pass that"
@@ -80,9 +82,13 @@ class StepFiles:
 
 def holds_step(folder: Path) -> bool:
     """Whether `folder` is a step that DeepSpeed saved."""
-    if any(MODEL.fullmatch(p.name) or OPTIMIZER.fullmatch(p.name) for p in folder.glob("*_states.pt")):
+    if any(
+        MODEL_FILE.fullmatch(p.name) or OPTIMIZER_FILE.fullmatch(p.name) for p in folder.glob("*_states.pt")
+    ):
         return True
-    return is_universal(folder) or any(PIPELINE.fullmatch(p.name) for p in folder.glob("layer_*states.pt"))
+    return is_universal(folder) or any(
+        PIPELINE_FILE.fullmatch(p.name) for p in folder.glob("layer_*states.pt")
+    )
 
 
 def is_universal(folder: Path) -> bool:
@@ -103,7 +109,7 @@ def read_models(folder: Path, sources: Sources) -> dict[int, LoadedFile]:
 
 
 def _model_rank(path: Path) -> int | None:
-    match = MODEL.fullmatch(path.name)
+    match = MODEL_FILE.fullmatch(path.name)
     return int(match["model_rank"]) if match else None
 
 
@@ -113,9 +119,9 @@ def read_step(folder: Path, sources: Sources) -> StepFiles:
     _refuse_split(folder, found)
     files = StepFiles(folder)
     problems: list[Problem] = []
-    files.optimizers = _by_rank(found, sources, OPTIMIZER, problems)
+    files.optimizers = _by_rank(found, sources, OPTIMIZER_FILE, problems)
     files.models = _models(found, sources, files.optimizers, problems)
-    files.experts = [_read(path, sources) for path in found if EXPERT.fullmatch(path.name)]
+    files.experts = [_read(path, sources) for path in found if EXPERT_FILE.fullmatch(path.name)]
     if 0 not in files.models:
         problems.append(
             _missing(folder / "mp_rank_00_model_states.pt", "the model states name every parameter")
@@ -136,11 +142,11 @@ def _models(
     found: Sequence[Path], sources: Sources, optimizers: Mapping[int, LoadedFile], problems: list[Problem]
 ) -> dict[int, LoadedFile]:
     """Model states by rank: ZeRO 3 writes one file per rank. Files of an earlier save with another stage may remain."""
-    matches = [path for path in found if MODEL.fullmatch(path.name)]
+    matches = [path for path in found if MODEL_FILE.fullmatch(path.name)]
     each = [path for path in matches if path.name.startswith("zero_")]
     shared = [path for path in matches if path not in each]
     by_rank = each and (not shared or not optimizers or _stage_of(optimizers[min(optimizers)]) == 3)
-    return _by_rank(each if by_rank else shared, sources, MODEL, problems)
+    return _by_rank(each if by_rank else shared, sources, MODEL_FILE, problems)
 
 
 def _read(path: Path, sources: Sources) -> LoadedFile:
@@ -181,21 +187,18 @@ def _by_rank(
 
 def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
     """Raise ReshardError for tensor or pipeline parallelism: no file records how tensors were split."""
-    if any(PIPELINE.fullmatch(path.name) for path in found):
+    if any(PIPELINE_FILE.fullmatch(path.name) for path in found):
         raise ReshardError(
             "deepspeed-pipeline-unsupported",
             "checkpoints of DeepSpeed's pipeline engine are not supported",
             file=str(folder),
             rule="a stage names the tensors of its layers by their place in the stage",
-            found=next(path.name for path in found if PIPELINE.fullmatch(path.name)),
+            found=next(path.name for path in found if PIPELINE_FILE.fullmatch(path.name)),
             remedy="load it in the script that trained it, and save the model's own state dict",
         )
-    ranks = {
-        int(match["model_rank"])
-        for path in found
-        for pattern in (MODEL, OPTIMIZER, EXPERT)
-        if (match := pattern.fullmatch(path.name))
-    }
+    patterns = (MODEL_FILE, OPTIMIZER_FILE, EXPERT_FILE)
+    matches = (pattern.fullmatch(path.name) for path in found for pattern in patterns)
+    ranks = {int(match["model_rank"]) for match in matches if match}
     if ranks - {0}:
         raise ReshardError(
             "deepspeed-tensor-parallel-unsupported",

@@ -25,12 +25,11 @@ from reshard.containers.torchfiles.pickles import Global, Reduce
 from reshard.containers.torchfiles.read import read_torch_file
 from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.formats.checkpoint import Optimizer, OptimizerStates
-from reshard.formats.contract import KEEPS_ITS_DTYPE, PlannedStates, Request
+from reshard.formats.contract import KEEPS_ITS_DTYPE, MOMENTS, PlannedStates, Request
 from reshard.formats.deepspeed.step_files import COPY_AGAIN, LoadedFile, StepFiles, read_models
 from reshard.formats.deepspeed.zero import (
     FP32,
     MASTER_COPIES,
-    STATES,
     Shapes,
     StepContent,
     frozen_weights,
@@ -60,8 +59,8 @@ def read_universal(folder: Path, sources: Sources) -> StepContent:
     tensors |= {name: tensor for name, tensor in beside.items() if name not in shapes}
     if models:
         share(tensors, models[0])
-    states = {kind: found for kind in STATES if (found := _stateful(folder, sources, kind, names))}
-    left = sum(file.stat().st_size for kind in STATES for file in (folder / "zero").glob(f"*/{kind}.pt"))
+    states = {kind: found for kind in MOMENTS if (found := _stateful(folder, sources, kind, names))}
+    left = sum(file.stat().st_size for kind in MOMENTS for file in (folder / "zero").glob(f"*/{kind}.pt"))
     copies = sum(tensor.nbytes for name, tensor in beside.items() if name in shapes)
     return StepContent(
         tensors,
@@ -204,7 +203,7 @@ def lay_out(request: Request) -> list[OutputFile]:
     for tensor in tensors:
         folder = f"{tag}/zero/{tensor.name}"
         files.append(_parameter(f"{folder}/{FP32}.pt", tensor))
-        for kind in STATES:
+        for kind in MOMENTS:
             state = states.get(kind, {}).get(tensor.name)
             path = f"{folder}/{kind}.pt"
             files.append(_parameter(path, state) if state else _zeros(path, tensor.shape))

@@ -25,6 +25,7 @@ from reshard.algebra.views import Piece, View
 from reshard.base.errors import Problem, ReshardError
 from reshard.containers.torchfiles.untrusted import stored_in, values_of
 from reshard.formats.checkpoint import Optimizer, OptimizerStates, settings_of
+from reshard.formats.contract import MOMENTS
 from reshard.formats.deepspeed.step_files import (
     COPY_AGAIN,
     UNIVERSAL_FIRST,
@@ -35,7 +36,6 @@ from reshard.formats.deepspeed.step_files import (
 from reshard.transfer.elements import castable
 
 FP32 = "fp32"
-STATES = ("exp_avg", "exp_avg_sq")
 MASTER_COPIES = "copies of fp32 masters"
 ROUNDED = "the module's weights equal the rounded fp32 masters"
 OUT_OF_STEP = (
@@ -70,7 +70,7 @@ def read_weights(files: StepFiles) -> StepContent:
     tensors = {**module, **frozen, **masters}
     share(tensors, files.model)
     _refuse_empty(files, tensors)
-    kinds = [kind for kind in STATES if all(_partitions(file, kind) for file in files.optimizers.values())]
+    kinds = [kind for kind in MOMENTS if all(_partitions(file, kind) for file in files.optimizers.values())]
     return StepContent(
         tensors,
         OptimizerStates({kind: partial(gather, files, kind) for kind in kinds}),
@@ -178,8 +178,9 @@ def optimizer_of(file: LoadedFile, model: LoadedFile) -> Optimizer:
     groups = next(values_of(file.content, "param_groups"), None)
     first = groups[0] if isinstance(groups, list) and groups else {}
     steps, skipped = (model.content.get(key) for key in ("global_steps", "skipped_steps"))
-    taken = steps - (skipped if isinstance(skipped, int) else 0) if isinstance(steps, int) else None
-    return Optimizer(taken, settings_of(first))
+    if not isinstance(steps, int):
+        return Optimizer(None, settings_of(first))
+    return Optimizer(steps - skipped if isinstance(skipped, int) else steps, settings_of(first))
 
 
 def _left_behind(

@@ -126,10 +126,8 @@ def _left_behind(folder: Path) -> Counter[str]:
 
 
 def _notes(files: RankFiles, parts: Mapping[str, Parts], entries: Counter[str]) -> list[str]:
-    sharded = (
-        p for pairs in parts.values() for _, p in pairs if p.kind not in ("plain", flat_parameters.KIND)
-    )
-    spreads = sorted({part.spread for part in sharded})
+    every = [part for pairs in parts.values() for _, part in pairs]
+    spreads = sorted({part.spread for part in every if part.kind not in ("plain", flat_parameters.KIND)})
     whole = [name for name, pairs in parts.items() if pairs[0][1].kind == "plain"]
     notes = [f"{len(files.ranks)} ranks; tensors are placed as {'; '.join(spreads)}"] if spreads else []
     if whole and len(files.ranks) > 1:

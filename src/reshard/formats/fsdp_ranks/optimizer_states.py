@@ -150,7 +150,9 @@ class SavedOptimizer:
     def step(self) -> int | None:
         """The step of the first parameter."""
         first = next(iter(self.steps.values()), None)
-        return int(scalar(first) if isinstance(first, StoredTensor) else first) if first is not None else None
+        if isinstance(first, StoredTensor):
+            first = scalar(first)
+        return None if first is None else int(first)
 
     @cached_property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from reshard.base.errors import ReshardError, listed
 from reshard.containers.torchfiles.dtensor import Mesh
 from reshard.containers.torchfiles.read import first_bytes
 from reshard.containers.torchfiles.write import NewTensor, filled, layout_torch_file
-from reshard.containers.torchfiles.write_dtensor import RANKS, RankWriter
+from reshard.containers.torchfiles.write_dtensor import MESH_RANKS, RankWriter
 from reshard.families import live_names
 from reshard.formats.contract import HUB, KEEPS_ITS_DTYPE, Request, stateless
 from reshard.formats.fsdp_ranks.optimizer_states import EXTRA, MODEL, OPTIM, SavedFacts, SavedOptimizer
@@ -148,7 +148,7 @@ class _RankFileWriter:
             yield self._file(EXTRA, {"lr_scheduler": optimizer.schedule})
 
     def _file(self, prefix: str, content: Any, known: Mapping[Hashable, bytes] | None = None) -> OutputFile:
-        image = filled(layout_torch_file(content), {RANKS: self.writer.ranks, **(known or {})})
+        image = filled(layout_torch_file(content), {MESH_RANKS: self.writer.ranks, **(known or {})})
         blocks = list(blocks_of((slot.key, slot) for slot in image.slots if slot.nbytes))
         path = f"{prefix}{self.writer.world}_rank_{self.writer.rank}.pt"
         return OutputFile(path, image.size, blocks, lambda: iter(image.literals))

@@ -1,4 +1,4 @@
-"""Elements in GGUF's blocks: computed from plain elements, or plain elements from them, by the package gguf.
+"""Convert elements to and from GGUF's blocks with the package gguf, block by block.
 
 Both directions are computed block by block, so that any range of elements takes little memory.
 """

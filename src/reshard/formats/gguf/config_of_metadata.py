@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from reshard.families import FAMILIES
-from reshard.families.rope import LLAMA3
-from reshard.formats.gguf.hyperparameters import GATES, GLOBAL, LOCAL
+from reshard.families.rope import LLAMA3_DEFAULTS
+from reshard.formats.gguf.hyperparameters import GATING_FUNCTIONS, GLOBAL, LOCAL
 from reshard.formats.gguf.value_types import Value, ValueType
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -32,7 +32,7 @@ CONFIG_KEYS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "expert_used_count": "num_experts_per_tok",
 }
-LATENT = {
+LATENT_KEYS = {
     "leading_dense_block_count": "first_k_dense_replace",
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
@@ -49,10 +49,10 @@ CONFIG_KEYS_OF: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"expert_count": "num_local_experts"},
     "gpt_oss": {"expert_count": "num_local_experts"},
     "qwen3_moe": {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
-    "deepseek_v3": LATENT,
+    "deepseek_v3": LATENT_KEYS,
 }
 """The keys of config.json, by those of a GGUF file, in addition to `CONFIG_KEYS`."""
-FAMILY = {
+FAMILY_OF_ARCHITECTURE = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
@@ -65,7 +65,7 @@ FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 """Of so many layers, the last has full attention."""
 LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 """Layers of models whose queries are scaled by another size than that of a head."""
-SCALINGS = ("linear", "yarn")
+ROPE_SCALINGS = ("linear", "yarn")
 
 
 class _StatedMetadata:
@@ -98,8 +98,8 @@ def _family(stated: _StatedMetadata) -> str | None:
     if stated.arch == "llama":
         return "mixtral" if stated.own("expert_count") else "llama"
     if stated.arch == "deepseek2":  # others of this architecture have a softmax
-        return "deepseek_v3" if stated.own("expert_gating_func") == GATES["sigmoid"] else None
-    return FAMILY.get(stated.arch)
+        return "deepseek_v3" if stated.own("expert_gating_func") == GATING_FUNCTIONS["sigmoid"] else None
+    return FAMILY_OF_ARCHITECTURE.get(stated.arch)
 
 
 def config_of(
@@ -145,7 +145,7 @@ def _rope(stated: _StatedMetadata, divisors: Sequence[float] | None) -> dict[str
     theta = stated.own("rope.freq_base")
     rope = {"rope_type": "default", "rope_theta": 10000.0 if theta is None else theta}
     kind = stated.get(f"{stated.arch}.rope.scaling.type")
-    if kind in SCALINGS:
+    if kind in ROPE_SCALINGS:
         rope |= {"rope_type": kind, "factor": stated.own("rope.scaling.factor")}
     if kind == "yarn":
         others = {
@@ -157,8 +157,10 @@ def _rope(stated: _StatedMetadata, divisors: Sequence[float] | None) -> dict[str
         scaled = {name: stated.own(f"rope.scaling.{key}") for name, key in others.items()}
         rope |= {name: value for name, value in scaled.items() if value is not None}
     if divisors is not None:
-        rope |= {"rope_type": "llama3", "factor": float(max(divisors)), **LLAMA3}
-    if kind not in (None, "none", *SCALINGS) or (divisors is not None and not _is_llama3(rope, divisors)):
+        rope |= {"rope_type": "llama3", "factor": float(max(divisors)), **LLAMA3_DEFAULTS}
+    if kind not in (None, "none", *ROPE_SCALINGS) or (
+        divisors is not None and not _is_llama3(rope, divisors)
+    ):
         return None
     return _both(rope, stated) if stated.arch == "gemma3" else rope
 

@@ -30,13 +30,13 @@ from reshard.stores import open_file
 from reshard.transfer.source_files import Sources
 
 NAME = "gguf"
-PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+SPLIT_FILE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """The name of a part of a split file: `model-00001-of-00003.gguf`."""
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-FREQUENCIES = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
+ROPE_TENSORS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
 """Tensors that follow from the rope of config.json."""
-DROPPED = "rotary frequencies"
+DROPPED_FREQUENCIES = "rotary frequencies"
 DIVISORS, MOST_DIVISORS = "rope_freqs.weight", 1 << 16
 """What llama3 scaling divides each rotary frequency by, and most of its bytes."""
 
@@ -68,8 +68,8 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     if problems := [*_unknown(infos), *_twice(infos)]:
         raise ReshardError(one_for_all(problems, [name for name, _, _ in infos], str(first)))
     tensors = {name: _tensor(file, info) for name, file, info in infos}
-    frequencies = [name for name in tensors if FREQUENCIES.fullmatch(name)]
-    dropped = Counter({DROPPED: sum(tensors.pop(name).nbytes for name in frequencies)})
+    frequencies = [name for name in tensors if ROPE_TENSORS.fullmatch(name)]
+    dropped = Counter({DROPPED_FREQUENCIES: sum(tensors.pop(name).nbytes for name in frequencies)})
     counted = Counter(info.kind.name for _, _, info in infos)
     blocks = sum(not info.kind.is_plain for _, _, info in infos)
     if blocks:
@@ -127,7 +127,8 @@ def _only(folder: Path) -> Path:
     """The file in a folder, or the first part of it. Raises ReshardError if there are several."""
     files = sorted(folder.glob("*.gguf"))
     names = {
-        match["stem"] if (match := PART.fullmatch(file.name)) else file.stem: file for file in files[::-1]
+        match["stem"] if (match := SPLIT_FILE.fullmatch(file.name)) else file.stem: file
+        for file in files[::-1]
     }
     if len(names) > 1:
         raise ReshardError(
@@ -142,7 +143,7 @@ def _only(folder: Path) -> Path:
 
 def _parts(path: Path) -> list[Path]:
     """All parts of the file at `path`. Raises ReshardError naming those that are missing."""
-    match = PART.fullmatch(path.name)
+    match = SPLIT_FILE.fullmatch(path.name)
     if match is None:
         return [path]
     count = int(match["count"])

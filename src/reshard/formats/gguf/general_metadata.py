@@ -167,7 +167,9 @@ def card_of(readme: bytes | None) -> Card:
 
 
 def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value] if isinstance(value, str) else []
+    if isinstance(value, str):
+        return [value]
+    return value if isinstance(value, list) else []
 
 
 _HUB = re.compile(r"https?://huggingface.co/([^/]+/[^/]+)$")

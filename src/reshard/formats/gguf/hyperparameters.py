@@ -1,7 +1,7 @@
 """The hyperparameters of a GGUF file, from config.json.
 
 Keys and types are those that llama.cpp's converter writes (`conversion/` of llama.cpp, as in llama-cpp-python 0.3.36).
-It reads the config through transformers, which adds values that the file leaves out: `ASSUMED`.
+It reads the config through transformers, which adds values that the file leaves out: `ASSUMED_VALUES`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 """llama.cpp's name of the architecture, by `model_type` of config.json."""
 
-YARN = {
+YARN_DEFAULTS = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "original_max_position_embeddings": 4096,
 }
-ASSUMED: Mapping[str, Config] = {
+ASSUMED_VALUES: Mapping[str, Config] = {
     "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
     "mistral": {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "num_key_value_heads": 8},
     "mixtral": {
@@ -97,7 +97,7 @@ ASSUMED: Mapping[str, Config] = {
         "num_experts_per_tok": 4,
         "head_dim": 64,
         "sliding_window": 128,
-        "rope_parameters": YARN,
+        "rope_parameters": YARN_DEFAULTS,
         "rope_theta": 150000.0,
     },
     "deepseek_v3": {
@@ -126,7 +126,7 @@ ASSUMED: Mapping[str, Config] = {
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 THETAS = {GLOBAL: 1_000_000.0, LOCAL: 10_000.0}
 """Gemma 3's bases of the rotary embedding."""
-GATES = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
+GATING_FUNCTIONS = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
 """llama.cpp's numbers for the functions that turn a router's logits into scores."""
 
 
@@ -138,7 +138,7 @@ class Hyperparameter(NamedTuple):
     names: tuple[str, ...]
 
 
-COMMON = (
+COMMON_HYPERPARAMETERS = (
     Hyperparameter("block_count", ValueType.UINT32, ("num_hidden_layers",)),
     Hyperparameter("context_length", ValueType.UINT32, ("max_position_embeddings",)),
     Hyperparameter("embedding_length", ValueType.UINT32, ("hidden_size",)),
@@ -176,7 +176,7 @@ EXPERT_LENGTH = Hyperparameter(
     "expert_feed_forward_length", ValueType.UINT32, ("moe_intermediate_size", "intermediate_size")
 )
 VOCABULARY = Hyperparameter("vocab_size", ValueType.UINT32, ("vocab_size",))
-WINDOW = Hyperparameter("attention.sliding_window", ValueType.UINT32, ("sliding_window",))
+SLIDING_WINDOW = Hyperparameter("attention.sliding_window", ValueType.UINT32, ("sliding_window",))
 ROTATED = Hyperparameter("rope.dimension_count", ValueType.UINT32, ("rotated",))
 OF_ARCHITECTURE: Mapping[str, tuple[Hyperparameter, ...]] = {
     "llama": (VOCABULARY, ROTATED),
@@ -189,10 +189,10 @@ OF_ARCHITECTURE: Mapping[str, tuple[Hyperparameter, ...]] = {
     "gemma2": (
         Hyperparameter("attn_logit_softcapping", ValueType.FLOAT32, ("attn_logit_softcapping",)),
         Hyperparameter("final_logit_softcapping", ValueType.FLOAT32, ("final_logit_softcapping",)),
-        WINDOW,
+        SLIDING_WINDOW,
     ),
-    "gemma3": (Hyperparameter("final_logit_softcapping", ValueType.FLOAT32, ("softcap",)), WINDOW),
-    "gpt-oss": (WINDOW, EXPERT_LENGTH),
+    "gemma3": (Hyperparameter("final_logit_softcapping", ValueType.FLOAT32, ("softcap",)), SLIDING_WINDOW),
+    "gpt-oss": (SLIDING_WINDOW, EXPERT_LENGTH),
     "deepseek2": (
         Hyperparameter("leading_dense_block_count", ValueType.UINT32, ("first_k_dense_replace",)),
         VOCABULARY,
@@ -217,7 +217,7 @@ def model_type(config: Config) -> str:
 
 def completed(config: Config) -> dict[str, Any]:
     """The config of the language model as transformers completes it."""
-    whole = {**ASSUMED.get(model_type(config), {}), **language_config(config)}
+    whole = {**ASSUMED_VALUES.get(model_type(config), {}), **language_config(config)}
     heads = whole.get("num_attention_heads")
     if whole.get("num_key_value_heads") is None:
         whole["num_key_value_heads"] = heads
@@ -293,11 +293,11 @@ def hyperparameters(config: Config, arch: str, keys: TypedMetadata) -> None:
         **dict(_scaling(rope, whole)),
         "rope.theta": rope.get("rope_theta"),
         "rope.local_theta": local.get("rope_theta"),
-        "gate": GATES.get(str(whole.get("scoring_func"))),
+        "gate": GATING_FUNCTIONS.get(str(whole.get("scoring_func"))),
         **(_DERIVED[arch](whole) if arch in _DERIVED else {}),
     }
     is_known = arch in ROPELESS and rope.get("rope_theta") == PLAIN_THETA and "scaling.type" not in found
-    common = [fact for fact in COMMON if not (is_known and fact.key.startswith("rope."))]
+    common = [fact for fact in COMMON_HYPERPARAMETERS if not (is_known and fact.key.startswith("rope."))]
     for fact in (*common, *OF_ARCHITECTURE.get(arch, ())):
         name = next((name for name in fact.names if found.get(name) is not None), None)
         if name is not None:

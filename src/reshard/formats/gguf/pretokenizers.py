@@ -28,7 +28,7 @@ _DEEPSEEK3 = (
 )
 _DIGITS = r"\p{N}"
 
-SPLITS: Mapping[tuple[str, ...], str] = {
+PRETOKENIZER_OF_SPLITS: Mapping[tuple[str, ...], str] = {
     (_GPT2,): "gpt-2",
     (_LLAMA3,): "llama-bpe",
     (_QWEN2,): "qwen2",
@@ -44,7 +44,7 @@ KEEPS_MATCHES = {("Isolated", False), ("Removed", True)}
 """How an expression that matches everything splits: it keeps its matches, or removes what is none."""
 WITHOUT_IGNORED_MERGES = {"llama-bpe": "smaug-bpe"}
 """Those that split in the same way, but merge even a word that is a token: `ignore_merges` of a tokenizer.json."""
-ASSUMED = {
+ASSUMED_PRETOKENIZERS = {
     "llama": "llama-bpe",
     "mistral": "tekken",
     "mixtral": "tekken",
@@ -77,7 +77,7 @@ def _splits(step: Any) -> Iterator[str]:
 
 def named_by_splits(tokenizer: Mapping[str, Any]) -> str | None:
     """llama.cpp's name for the pre-tokenizer of a tokenizer.json, or None if it has none that splits in this way."""
-    name = SPLITS.get(tuple(_splits(tokenizer.get("pre_tokenizer"))))
+    name = PRETOKENIZER_OF_SPLITS.get(tuple(_splits(tokenizer.get("pre_tokenizer"))))
     model = tokenizer.get("model")
     if isinstance(model, Mapping) and not model.get("ignore_merges"):
         return WITHOUT_IGNORED_MERGES.get(name or "", name)

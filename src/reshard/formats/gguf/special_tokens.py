@@ -15,7 +15,7 @@ from reshard.formats.gguf.value_types import ValueType
 Json = Mapping[str, Any]
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-KEYS = {
+ID_KEYS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
     "eot": "eot_token_id",
@@ -26,7 +26,7 @@ KEYS = {
     "mask": "mask_token_id",
 }
 """`tokenizer.ggml.*`, by role. There is none for the token of a classifier."""
-ADDED = ("bos", "eos", "sep")
+ADDED_ROLES = ("bos", "eos", "sep")
 
 
 def content_of(token: Any) -> str | None:
@@ -178,10 +178,10 @@ class SpecialTokens:
 
     def write(self, keys: TypedMetadata) -> None:
         for role, number in self.ids.items():
-            if role in KEYS:
-                keys.set(f"tokenizer.ggml.{KEYS[role]}", ValueType.UINT32, number)
+            if role in ID_KEYS:
+                keys.set(f"tokenizer.ggml.{ID_KEYS[role]}", ValueType.UINT32, number)
         for role, value in self.added.items():
-            if role in ADDED:
+            if role in ADDED_ROLES:
                 keys.set(f"tokenizer.ggml.add_{role}_token", ValueType.BOOL, value)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from reshard.base.errors import Problem, ReshardError
 from reshard.base.plain_json import json_of, kind_of
 from reshard.formats.gguf import sentencepiece
-from reshard.formats.gguf.pretokenizers import ASSUMED, named_by_splits
+from reshard.formats.gguf.pretokenizers import ASSUMED_PRETOKENIZERS, named_by_splits
 from reshard.formats.gguf.sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
 from reshard.formats.gguf.special_tokens import (
     SpecialTokens,
@@ -246,9 +246,12 @@ def merged_pieces(files: Files, rows: int) -> Vocabulary:
     types = []
     for number in range(rows):
         text = texts.get(number, f"[PAD{number}]")
-        kind = UNUSED if number not in texts else BYTE if _BYTE.fullmatch(text) else NORMAL
         if number in added:
             text, kind = _as_added(added[number], specials)
+        elif number in texts:
+            kind = BYTE if _BYTE.fullmatch(text) else NORMAL
+        else:
+            kind = UNUSED
         tokens.append(text)
         types.append(kind)
     return Vocabulary(tokens, types, list(_scores(tokenizer, rows)))
@@ -303,7 +306,7 @@ def _unknown_split(family: str, assumed: str) -> Problem:
 
 def _write_pre(keys: TypedMetadata, tokenizer: Json, family: str) -> Iterator[Problem]:
     named = named_by_splits(tokenizer) if tokenizer else None
-    assumed = ASSUMED.get(family, "default")
+    assumed = ASSUMED_PRETOKENIZERS.get(family, "default")
     keys.text("tokenizer.ggml.pre", named or assumed)
     if tokenizer and named is None:
         yield _unknown_split(family, assumed)

@@ -1,4 +1,4 @@
-"""Metadata while they are collected: unknown and empty values are left out, as in llama.cpp's converter."""
+"""Collect metadata for a GGUF file: unknown and empty values are left out, as in llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.formats.gguf.value_types import Value, ValueType
 
-RANGES = {ValueType.UINT32: range(1 << 32), ValueType.INT32: range(-(1 << 31), 1 << 31)}
+INTEGERS = {ValueType.UINT32: range(1 << 32), ValueType.INT32: range(-(1 << 31), 1 << 31)}
 
 MAX_FLOAT32 = float.fromhex("0x1.fffffep127")
 """The largest number in float32."""
@@ -17,7 +17,12 @@ def _checked(key: str, kind: ValueType, value: Any) -> Any:
     """A value as its type stores it. Raises TypeError or ValueError if it is none of that type."""
     if kind is ValueType.FLOAT32 and abs(float(value)) <= MAX_FLOAT32:
         return float(value)
-    if kind in RANGES and type(value) in (int, float) and value == int(value) and int(value) in RANGES[kind]:
+    if (
+        kind in INTEGERS
+        and type(value) in (int, float)
+        and value == int(value)
+        and int(value) in INTEGERS[kind]
+    ):
         return int(value)
     if isinstance(value, {ValueType.BOOL: bool, ValueType.STRING: str | bytes}.get(kind, ())):
         return value

@@ -39,7 +39,7 @@ from reshard.formats.gguf.value_types import (
     ValueType,
     written,
 )
-from reshard.transfer.memory_budget import NOTHING, MemoryNeed
+from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
 from reshard.transfer.plan import Block, OutputCommand, OutputFile, Planned
 
 DTYPES = {F32: dtype("float32"), F16: dtype("float16"), BF16: dtype("bfloat16")}
@@ -47,7 +47,7 @@ PLAIN_TYPES = {each.name: kind for kind, each in DTYPES.items()}
 STEM, SUFFIX = "model", ".gguf"
 QUANTIZATION_VERSION = 2
 """GGML_QUANT_VERSION: the layout of blocks."""
-FREQUENCIES = "rope_freqs.weight"
+ROPE_TENSOR = "rope_freqs.weight"
 
 
 class GgufTensor(NamedTuple):
@@ -154,7 +154,7 @@ def complete(request: Request) -> Request:
     tensors: dict[str, GgufTensor] = {}
     if frequencies := _frequencies(request.declared.text):
         content = np.asarray(frequencies, "<f4").tobytes()
-        tensors[FREQUENCIES] = GgufTensor(F32, (len(frequencies),), content)
+        tensors[ROPE_TENSOR] = GgufTensor(F32, (len(frequencies),), content)
     tensors |= {each.name: _stored(request, arch, each) for each in request.tensors}
     made = metadata(config, request.companions, arch, _facts(request, tensors))
     values = {
@@ -315,7 +315,7 @@ def need(request: Request) -> MemoryNeed:
     kinds = {each.kind for each in inside.tensors.values() if each.kind not in DTYPES}
     nothing = Tensor(DTYPES[F32], View((0,), ()))
     rooms = [(source := BlockBytes("", nothing, kind)).room(source.few) for kind in kinds]
-    return MemoryNeed(max(rooms), None) if rooms else NOTHING
+    return MemoryNeed(max(rooms), None) if rooms else NO_NEED
 
 
 def afterwards(request: Request) -> Iterator[OutputCommand]:

@@ -25,8 +25,8 @@ from reshard.folders.iterations import Iteration
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.internlm.join_shards import COPY_AGAIN, InternEvoRank, ShardCollector, another_rank
 from reshard.formats.internlm.model_config import (
-    CONFIG,
     EXPERTS_PER_TOKEN,
+    MODEL_CONFIG,
     QK_INTERLEAVED,
     SINCE_0_4,
     TRAINING_CONFIG,
@@ -76,7 +76,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     notes = [note] if note and config else []
     if kind == "internlm_moe":
         notes.append(
-            f"{CONFIG} does not record the number of experts per token: {EXPERTS_PER_TOKEN} are assumed"
+            f"{MODEL_CONFIG} does not record the number of experts per token: {EXPERTS_PER_TOKEN} are assumed"
         )
     dropped["optimizer states"] = sum(file.stat().st_size for file in folder.glob("optimizer_*.pt"))
     return Checkpoint(
@@ -237,11 +237,11 @@ def _unsettled(
     if config is None:
         yield Problem(
             "internlm-model-config-missing",
-            f"there is no {CONFIG}",
-            file=str(folder / CONFIG),
+            f"there is no {MODEL_CONFIG}",
+            file=str(folder / MODEL_CONFIG),
             rule="it records the order of the query and key rows, and what the model computes",
             remedy="copy it from where the step was saved, or from another step of the same run; or save the `model` "
-            f"section of the training config: torch.save(model, '{CONFIG}')",
+            f"section of the training config: torch.save(model, '{MODEL_CONFIG}')",
         )
         return
     names = [name for content in contents.values() for name in content]
@@ -262,8 +262,9 @@ def _unsettled(
             "w2 and w3 have the same shape, and nothing says which of them is the down projection",
             file=str(folder),
             rule="w2 since InternEvo 0.3.0, w3 before",
-            found=f"a {CONFIG} without {SINCE_0_4}, which InternEvo 0.4 and later add",
-            remedy=f"if w2 is the down projection, add {SINCE_0_4}=False to {CONFIG}; else swap their names first",
+            found=f"a {MODEL_CONFIG} without {SINCE_0_4}, which InternEvo 0.4 and later add",
+            remedy=f"if w2 is the down projection, add {SINCE_0_4}=False to {MODEL_CONFIG}; "
+            "else swap their names first",
         )
 
 

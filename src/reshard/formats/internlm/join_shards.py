@@ -10,7 +10,14 @@ from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Replica, Tensor, cells_of
 from reshard.base.errors import Problem, ReshardError
 from reshard.formats.copied_files import CopyFinder
-from reshard.formats.internlm.tensor_names import EMBEDDINGS, HEADS, PROJECTIONS, ROW, place_of, split_of
+from reshard.formats.internlm.tensor_names import (
+    EMBEDDINGS,
+    HEAD_NAMES,
+    OUTPUT_PROJECTIONS,
+    ROW_PARALLEL,
+    place_of,
+    split_of,
+)
 from reshard.formats.sharding import Split, TensorShards, add_shard
 
 COPY_AGAIN = "copy the files of all ranks from where they were saved"
@@ -98,9 +105,9 @@ class ShardCollector:
         expected = None
         if module in EMBEDDINGS and rank.pp > 0:
             expected = "no embedding, which the first stage has"
-        elif module in HEADS and rank.pp < self.stages - 1:
+        elif module in HEAD_NAMES and rank.pp < self.stages - 1:
             expected = "no head, which the last stage has"
-        elif kind == "bias" and linear.rpartition(".")[2] in ROW and rank.wp is None and rank.tp:
+        elif kind == "bias" and linear.rpartition(".")[2] in ROW_PARALLEL and rank.wp is None and rank.tp:
             expected = "no bias after a sum over ranks, which the first tensor-parallel rank adds"
         if expected:
             self.misplaced.append(another_rank(key, part.file, expected))
@@ -113,15 +120,17 @@ class ShardCollector:
         self, key: str, module: str, part: Tensor, rank: InternEvoRank
     ) -> tuple[Split | None, int, int]:
         """How a tensor was cut, a rank's index, and the number of parts. With TP, it cuts embedding and head."""
-        outer = module in EMBEDDINGS or module in HEADS
+        outer = module in EMBEDDINGS or module in HEAD_NAMES
         by_weight = rank.wp is not None and not (outer and rank.tp is not None)
         index = (rank.wp if by_weight else rank.tp) or 0
         ranks = self.weight_ranks if by_weight else self.tensor_ranks
         split = split_of(module, by_weight)
         if module in EMBEDDINGS:
-            narrow = len(part.shape) == 2 and part.shape[1] < self._hidden
-            split = Split(1) if narrow else Split(0) if "word_embeddings" in key else None
-        elif module in HEADS:
+            if len(part.shape) == 2 and part.shape[1] < self._hidden:
+                split = Split(1)
+            else:
+                split = Split(0) if "word_embeddings" in key else None
+        elif module in HEAD_NAMES:
             split = None if by_weight and part.shape[0] == self._vocab else Split(0)
         return split, index, ranks
 
@@ -140,7 +149,7 @@ class ShardCollector:
     ) -> Iterator[Problem]:
         """Problems that reveal that the last files are missing, which the names of the others do not show."""
         wanted = (config or {}).get("num_layers")
-        ends = all(any(name in tensors for name in names) for names in (EMBEDDINGS, HEADS))
+        ends = all(any(name in tensors for name in names) for names in (EMBEDDINGS, HEAD_NAMES))
         if not ends or (wanted is not None and wanted != self.layers):
             yield Problem(
                 "internlm-stage-missing",
@@ -152,7 +161,7 @@ class ShardCollector:
                 remedy=COPY_AGAIN,
             )
         for name, tensor in tensors.items():
-            whole: tuple[int, ...] | None = (self._hidden,) * 2 if name.endswith(PROJECTIONS) else None
+            whole: tuple[int, ...] | None = (self._hidden,) * 2 if name.endswith(OUTPUT_PROJECTIONS) else None
             if name in EMBEDDINGS:
                 whole = (*tensor.shape[:1], self._hidden)
             if whole and tensor.shape != whole:

@@ -21,7 +21,7 @@ from reshard.families.rope import rope_parameters
 from reshard.formats.internlm.tensor_names import EMBEDDINGS
 from reshard.transfer.source_files import Sources
 
-CONFIG = "model_config.pt"
+MODEL_CONFIG = "model_config.pt"
 TRAINING_CONFIG = "config_file.pt"
 
 ARCHITECTURES = {
@@ -49,7 +49,7 @@ SINCE_0_4 = "mlp_layer_fusion"
 EXPERTS_PER_TOKEN = 2
 """Assumed for a mixture of experts: InternEvo stores `top_k` in another section of its training config."""
 
-NUMBERS = (
+NUMBER_KEYS = (
     *(
         "num_attention_heads",
         "num_kv_attention_heads",
@@ -61,7 +61,7 @@ NUMBERS = (
 )
 """The keys of `model_config.pt` that have a number, or None."""
 
-UNLIKE = {
+UNSUPPORTED_SETTINGS = {
     "norm_head": "normalizes the head in every forward pass",
     "apply_post_layer_norm": "puts norms after attention and MLP",
     "is_reward": "has a reward head instead of a vocabulary",
@@ -72,7 +72,7 @@ UNLIKE = {
 
 def read_model_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
     """The `model` section of the training config, or None if it was not saved. Raises ReshardError if it is invalid."""
-    path = folder / CONFIG
+    path = folder / MODEL_CONFIG
     if not path.is_file():
         return None
     content = read_torch_file(path, sources)
@@ -85,7 +85,7 @@ def read_model_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
     if found:
         raise ReshardError(
             "internlm-config-unreadable",
-            f"{CONFIG} cannot be read",
+            f"{MODEL_CONFIG} cannot be read",
             file=str(path),
             expected="a dict with num_attention_heads, and numbers",
             found=found,
@@ -96,7 +96,7 @@ def read_model_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
 
 def _no_numbers(config: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """The values that have to be numbers, and are not."""
-    for key in NUMBERS:
+    for key in NUMBER_KEYS:
         value = config.get(key)
         if not isinstance(value, int | float | None) or (
             key == "num_attention_heads" and type(value) is not int
@@ -116,12 +116,12 @@ def stated_type(folder: Path, sources: Sources) -> str | None:
 
 def unlike_the_hub(config: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
     """One problem for each switch that makes the model differ from all models on the Hub."""
-    for switch, effect in UNLIKE.items():
+    for switch, effect in UNSUPPORTED_SETTINGS.items():
         if config.get(switch):
             yield Problem(
                 "internlm-setting-unsupported",
                 f"the model {effect}",
-                file=str(folder / CONFIG),
+                file=str(folder / MODEL_CONFIG),
                 rule="the Hub's model must compute the same from these weights",
                 expected=f"{switch}=False",
                 found=f"{switch}={reprlib.repr(config[switch])}",
@@ -146,7 +146,7 @@ def rows_are_interleaved(kind: str, config: Mapping[str, Any]) -> tuple[bool, st
     order = "in pairs (adapt_hf off)" if interleaved else "in halves (adapt_hf on)"
     return (
         interleaved,
-        f"{CONFIG} says nothing of adapt_hf: the rotary rows of query and key lie {order}, InternEvo's default",
+        f"{MODEL_CONFIG} says nothing of adapt_hf: the rotary rows of query and key lie {order}, InternEvo's default",
     )
 
 

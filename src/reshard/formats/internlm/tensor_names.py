@@ -17,12 +17,12 @@ from reshard.algebra.views import concat
 from reshard.formats.sharding import Split
 
 EMBEDDINGS = ("embedding.weight", "tok_embeddings.weight")
-HEADS = ("head.weight", "output.weight")
-PROJECTIONS = ("mixer.out_proj.weight", "attention.wo.weight")
+HEAD_NAMES = ("head.weight", "output.weight")
+OUTPUT_PROJECTIONS = ("mixer.out_proj.weight", "attention.wo.weight")
 """The output projections of attention: as many rows and columns as the model is wide."""
 
-COLUMN = ("wqkv", "wq", "wk", "wv", "w1", "w3")
-ROW = ("out_proj", "wo", "w2")
+COLUMN_PARALLEL = ("wqkv", "wq", "wk", "wv", "w1", "w3")
+ROW_PARALLEL = ("out_proj", "wo", "w2")
 
 
 class InternEvoPosition(NamedTuple):
@@ -63,9 +63,9 @@ def split_of(module: str, weight_parallel: bool) -> Split | None:
     linear = module.split(".")[-2] if "." in module else module
     if linear == "Wqkv":
         return Split(0) if weight_parallel else Split(0, parts=3)
-    if linear in COLUMN or (weight_parallel and linear in ROW):
+    if linear in COLUMN_PARALLEL or (weight_parallel and linear in ROW_PARALLEL):
         return Split(0)
-    if linear in ROW and module.endswith("weight"):
+    if linear in ROW_PARALLEL and module.endswith("weight"):
         return Split(1)
     return None
 

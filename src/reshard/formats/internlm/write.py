@@ -17,8 +17,8 @@ from reshard.containers.torchfiles.write import NewTensor, image_bytes, layout_t
 from reshard.families.rope import rope_parameters
 from reshard.families.rules import Dims
 from reshard.formats.contract import Request
-from reshard.formats.internlm.model_config import CONFIG, engine_config, is_dynamic
-from reshard.formats.internlm.tensor_names import EMBEDDINGS, HEADS, place_of, split_of
+from reshard.formats.internlm.model_config import MODEL_CONFIG, engine_config, is_dynamic
+from reshard.formats.internlm.tensor_names import EMBEDDINGS, HEAD_NAMES, place_of, split_of
 from reshard.formats.sharding import Split, blocks_of, divided, misfits, shard_of
 from reshard.transfer.plan import OutputFile, Planned
 
@@ -28,17 +28,17 @@ Splits = Callable[[str], Split | None]
 
 def fit(request: Request) -> Request:
     """Refuse models that InternEvo does not have, and layouts that do not divide its sizes; all problems at once."""
-    d, layout = request.declared.dims, request.layout
-    problems = [*shares(d, layout)]
-    if d.experts:
+    dims, layout = request.declared.dims, request.layout
+    problems = [*shares(dims, layout)]
+    if dims.experts:
         problems.append(
             _unknown(
                 "internlm-experts-unsupported",
                 "InternEvo keeps experts in files of their own, which are not written",
             )
         )
-    if d.head_dim * d.heads != d.hidden:
-        size = f"{d.heads} heads of {d.head_dim} in a width of {d.hidden}"
+    if dims.head_dim * dims.heads != dims.hidden:
+        size = f"{dims.heads} heads of {dims.head_dim} in a width of {dims.hidden}"
         problems.append(
             _unknown("internlm-head-size-unsupported", "InternEvo does not support heads of this size", size)
         )
@@ -47,10 +47,10 @@ def fit(request: Request) -> Request:
     return request
 
 
-def shares(d: Dims, layout: Layout) -> Iterator[Problem]:
+def shares(dims: Dims, layout: Layout) -> Iterator[Problem]:
     """A problem for each size that tensor-parallel ranks cannot share."""
-    sizes = ("attention heads", d.heads), ("query groups", d.groups), ("the MLP's width", d.ffn)
-    rows = ("the vocabulary", d.vocab)
+    sizes = ("attention heads", dims.heads), ("query groups", dims.groups), ("the MLP's width", dims.ffn)
+    rows = ("the vocabulary", dims.vocab)
     yield from misfits("--tp", layout.tp, [divided(*size) for size in (*sizes, rows)])
 
 
@@ -100,7 +100,7 @@ def lay_out(request: Request) -> list[OutputFile]:
         for stage in range(layout.pp)
         for tp in range(layout.tp)
     ]
-    return [*files, OutputFile.of_bytes(CONFIG, image_bytes(layout_torch_file(config)))]
+    return [*files, OutputFile.of_bytes(MODEL_CONFIG, image_bytes(layout_torch_file(config)))]
 
 
 def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:
@@ -158,7 +158,7 @@ def split_of_new(name: str) -> Split | None:
     """How tensor parallelism cuts a tensor: the embedding by its columns (`embed_split_hidden`), the head by rows."""
     if name in EMBEDDINGS:
         return Split(1)
-    return Split(0) if name in HEADS else split_of(place_of(name).module, weight_parallel=False)
+    return Split(0) if name in HEAD_NAMES else split_of(place_of(name).module, weight_parallel=False)
 
 
 def rank_file(

@@ -25,7 +25,7 @@ from reshard.transfer.source_files import Sources
 COMMON_FILE = "common.pt"
 _OBJECT = "common_state/shard_0_1"
 _ENTRIES = ("args", "checkpoint_version", "iteration")
-READ = frozenset({_OBJECT, *_ENTRIES})
+OBJECTS_READ = frozenset({_OBJECT, *_ENTRIES})
 """Objects that `read_common` reads; the others are dropped."""
 
 ReadChunk = Callable[[DcpTensor, DcpChunk], StoredTensor]

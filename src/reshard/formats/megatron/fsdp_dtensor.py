@@ -203,12 +203,13 @@ def _one_of_each_kind(
 
 def _step(tensors: Mapping[str, DcpTensor], sources: Sources) -> float:
     """The step that torch's Adam counts for each parameter. It is zero if the rank that saved it has no part of one."""
+    matches = ((_STATE.fullmatch(key), tensor) for key, tensor in tensors.items())
+    steps = [tensor for match, tensor in matches if match and match[2] == "step"]
     reader = ChunkReader(sources)
     try:
         return max(
             scalar(reader.read(chunk.file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes))
-            for key, tensor in tensors.items()
-            if (match := _STATE.fullmatch(key)) and match[2] == "step"
+            for tensor in steps
             for chunk in tensor.chunks
         )
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.algebra.dtypes import BY_NAME, dtype
 from reshard.base.errors import ReshardError
-from reshard.families.family import ENGINES, MCORE, MCORE_BRIDGE
+from reshard.families.family import ENGINE_TITLES, MCORE, MCORE_BRIDGE
 from reshard.families.megatron_flags import flags_not_restored
 from reshard.families.rules import MAX_NUMBER
 from reshard.folders import iterations
@@ -41,13 +41,13 @@ def _engine(request: Request) -> str:
     family, wanted = request.declared.family, request.options.engine
     if wanted and wanted not in family.engines:
         known = [f"--engine {engine}" for engine in family.engines]
-        able = " or ".join(ENGINES[engine] for engine in family.engines)
+        able = " or ".join(ENGINE_TITLES[engine] for engine in family.engines)
         raise ReshardError(
             "convert-megatron-lacks-family" if wanted == MCORE else "convert-family-not-for-engine",
             f"megatron-core's GPTModel does not compute the family {family.name}"
             if wanted == MCORE
-            else f"the family {family.name} is not available for {ENGINES.get(wanted, wanted)}",
-            rule=f"the engine of this family is {ENGINES[family.computed_by]}",
+            else f"the family {family.name} is not available for {ENGINE_TITLES.get(wanted, wanted)}",
+            rule=f"the engine of this family is {ENGINE_TITLES[family.computed_by]}",
             expected=able,
             found=f"--engine {wanted}",
             remedy=f"pass {' or '.join(known)}, or remove --engine",
@@ -180,7 +180,9 @@ def notes(request: Request) -> list[str]:
     if not request.is_of_megatron_core:
         is_mcores = model.family.computed_by == MCORE
         why = "stores it otherwise: --engine mcore" if is_mcores else "has no such model"
-        found.append(f"the checkpoint is for {ENGINES[request.dialect]}; megatron-core's own GPTModel {why}")
+        found.append(
+            f"the checkpoint is for {ENGINE_TITLES[request.dialect]}; megatron-core's own GPTModel {why}"
+        )
     found += [*model.family.config.notices(model.text), *stateless(request)]
     if layout.stages and not request.options.layout.stages:
         found.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")

@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.families.rope import LLAMA3
+from reshard.families.rope import LLAMA3_DEFAULTS
 from reshard.folders.base_hints import read_yaml
 from reshard.formats.megatron import nemo_1
 from reshard.transfer.source_files import Sources
 
 CONTEXT, MODEL, TOKENIZER = "context", "model.yaml", "nemo_tokenizer"
 
-FAMILIES = {
+FAMILY_OF_CLASS = {
     "LlamaModel": "llama",
     "MistralModel": "mistral",
     "MixtralModel": "mixtral",
@@ -37,7 +37,7 @@ FAMILIES = {
 }
 """The family of each class of models that has only one; of others, the tensors determine it."""
 
-NEEDED = (
+REQUIRED_KEYS = (
     *(
         "num_layers",
         "hidden_size",
@@ -73,12 +73,14 @@ def read_model(folder: Path, sources: Sources) -> tuple[dict[str, Any], str | No
         return (fields_of_1, None) if fields_of_1 else None
     model = read_yaml(path, sources)
     config = model.get("config")
-    if not isinstance(config, Mapping) or any(config.get(name) is None for name in NEEDED):
+    if not isinstance(config, Mapping) or any(config.get(name) is None for name in REQUIRED_KEYS):
         return None
     fields = dict(config)
     if (factor := fields.pop("scale_factor", None)) is not None:
-        if any(fields.get(name, LLAMA3[key]) != LLAMA3[key] for name, key in _LLAMA3.items()):
+        if any(
+            fields.get(name, LLAMA3_DEFAULTS[key]) != LLAMA3_DEFAULTS[key] for name, key in _LLAMA3.items()
+        ):
             return None
         fields |= {"rope_scaling": True, "rope_scaling_factor": factor}
     called = str(model.get("_target_")).rpartition(".")[2]
-    return fields, FAMILIES.get(called)
+    return fields, FAMILY_OF_CLASS.get(called)

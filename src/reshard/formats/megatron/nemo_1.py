@@ -15,7 +15,7 @@ from reshard.folders.base_hints import read_yaml
 from reshard.transfer.source_files import Sources
 
 CONFIG_FILE = "model_config.yaml"
-NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "encoder_seq_length")
+REQUIRED_KEYS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "encoder_seq_length")
 """Keys without which a file does not describe a GPT."""
 
 OTHER_MODELS = ("mcore_customization_config", "apply_embedding_scaling", "name", "drop_layers")
@@ -40,14 +40,14 @@ def read_config(folder: Path, sources: Sources) -> dict[str, Any] | None:
 def _fields(config: Mapping[str, Any]) -> dict[str, Any] | None:
     activation = str(config.get("activation", "gelu"))
     norm = str(config.get("normalization", "layernorm")).lower()
-    if any(config.get(key) is None for key in NEEDED) or any(config.get(key) for key in OTHER_MODELS):
+    if any(config.get(key) is None for key in REQUIRED_KEYS) or any(config.get(key) for key in OTHER_MODELS):
         return None
     if norm not in _NORMS or activation not in {**_GATED, **_PLAIN}:
         return None
     gated = activation in _GATED
     function = {**_GATED, **_PLAIN}[activation]
     fields = {
-        **{key: config[key] for key in NEEDED[:-1]},
+        **{key: config[key] for key in REQUIRED_KEYS[:-1]},
         "seq_length": config["encoder_seq_length"],
         "max_position_embeddings": config.get("max_position_embeddings") or config["encoder_seq_length"],
         "num_query_groups": config.get("num_query_groups") or config["num_attention_heads"],

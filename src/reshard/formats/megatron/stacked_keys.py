@@ -27,7 +27,7 @@ from reshard.formats.checkpoint import Checkpoint, Optimizer, OptimizerStates
 from reshard.formats.copied_files import CopyFinder
 from reshard.formats.megatron import nemo, nemo_1
 from reshard.formats.megatron.buffers import COPIES_AND_PADDING, OptimizerBuffers, buckets_of
-from reshard.formats.megatron.common_state import READ, ReadChunk, Reading
+from reshard.formats.megatron.common_state import OBJECTS_READ, ReadChunk, Reading
 from reshard.formats.megatron.mcore import BELOW, MegatronPosition, is_carried, layout_of, name_of, unfused
 from reshard.formats.megatron.optimizer_states import (
     NOT_PORTABLE,
@@ -156,7 +156,7 @@ def _weights_of(
         else:
             weights[key] = tensor
     for key, entry in objects.items():
-        if key not in READ:
+        if key not in OBJECTS_READ:
             dropped[not_a_weight(key) or "other objects"] += entry.length
     return weights, dropped
 

@@ -19,8 +19,8 @@ SHARED_GATES = ">0.16.1"
 
 def check_layout(model: Model, layout: Layout) -> None:
     """Refuse a layout that the model cannot have. Raises ReshardError with all problems at once."""
-    d = model.dims
-    problems = list(_undivided(d, layout))
+    dims = model.dims
+    problems = list(_undivided(dims, layout))
     if layout.vpp > 1 and layout.pp == 1:
         problems.append(
             Problem(
@@ -31,7 +31,7 @@ def check_layout(model: Model, layout: Layout) -> None:
                 remedy="leave out --vpp, or choose a greater --pp",
             )
         )
-    if d.experts and d.bias and layout.etp > 1:
+    if dims.experts and dims.bias and layout.etp > 1:
         problems.append(
             Problem(
                 "expert-biases-tensor-parallel",
@@ -43,7 +43,7 @@ def check_layout(model: Model, layout: Layout) -> None:
                 remedy="pass --etp 1",
             )
         )
-    if not d.experts and layout.ep > 1:
+    if not dims.experts and layout.ep > 1:
         problems.append(
             Problem(
                 "megatron-model-without-experts",
@@ -54,38 +54,38 @@ def check_layout(model: Model, layout: Layout) -> None:
         )
     if problems:
         raise ReshardError(problems)
-    layout.chunks(d.layers)
+    layout.chunks(dims.layers)
 
 
-def _undivided(d: Dims, layout: Layout) -> Iterator[Problem]:
+def _undivided(dims: Dims, layout: Layout) -> Iterator[Problem]:
     """Problems of sizes that cannot be divided equally among the ranks."""
     tensor_parallel = [
-        divided("attention heads", d.heads),
-        *([] if d.kv_lora else [_query_groups(d)]),
-        divided("the MLP's width", d.ffn if len(d.sparse) < d.layers else 0),
-        divided("the shared experts' width", d.shared_ffn),
-        divided("key heads of linear attention", d.key_heads),
+        divided("attention heads", dims.heads),
+        *([] if dims.kv_lora else [_query_groups(dims)]),
+        divided("the MLP's width", dims.ffn if len(dims.sparse) < dims.layers else 0),
+        divided("the shared experts' width", dims.shared_ffn),
+        divided("key heads of linear attention", dims.key_heads),
     ]
-    of_experts = divided("an expert's width", d.expert_ffn if d.experts else 0)
+    of_experts = divided("an expert's width", dims.expert_ffn if dims.experts else 0)
     if layout.etp == layout.tp:  # as --tp sets it, unless users set --etp
         yield from misfits("--tp", layout.tp, [*tensor_parallel, of_experts])
     else:
         yield from misfits("--tp", layout.tp, tensor_parallel)
         yield from misfits("--etp", layout.etp, [of_experts])
-    yield from misfits("--ep", layout.ep, [divided("experts", d.experts)])
+    yield from misfits("--ep", layout.ep, [divided("experts", dims.experts)])
 
 
-def _query_groups(d: Dims) -> SharedSize:
+def _query_groups(dims: Dims) -> SharedSize:
     """Ranks have complete groups, or several ranks share one.
 
     Each rank then has an equal share of the rows of `linear_qkv`, wherever the cuts are, and the ranks gather their
     outputs. Source: `TransformerConfig.__post_init__` and `SelfAttention` of megatron-core 0.16.1.
     """
-    rows = d.qkv_rows
+    rows = dims.qkv_rows
     return SharedSize(
         "query groups",
-        lambda ranks: d.groups % ranks == 0 or (ranks % d.groups == 0 and rows % ranks == 0),
-        f"a divisor of {d.groups}, or a multiple that divides the {rows} rows of linear_qkv",
+        lambda ranks: dims.groups % ranks == 0 or (ranks % dims.groups == 0 and rows % ranks == 0),
+        f"a divisor of {dims.groups}, or a multiple that divides the {rows} rows of linear_qkv",
     )
 
 

@@ -22,9 +22,9 @@ from reshard.transfer.source_files import Sources
 
 NAME = "mlx"
 """Also in the metadata of its files."""
-KEYS = ("quantization", "quantization_config")
+QUANTIZATION_KEYS = ("quantization", "quantization_config")
 """mlx-lm stores its settings twice."""
-FLOATS = ("float32", "float16", "bfloat16")
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def detect(path: Path) -> bool:
@@ -49,7 +49,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     hub = apply_renamings.on_hub(tensors, naming.rules, config)
     if naming.is_rounded:
         notes.append("mlx-lm stores zero-centred norms plus one, which rounded them: one is subtracted again")
-    lacks = mlx.VISION in naming.left and not any(map(mlx.VISION.names.match, hub))
+    lacks = mlx.REMOVED_VISION in naming.left and not any(map(mlx.REMOVED_VISION.names.match, hub))
     if lacks:
         notes.append("mlx-lm keeps only the language model: pass the model that it was made from with --base")
     return replace(
@@ -77,7 +77,7 @@ def _config(folder: Path, sources: Sources) -> Mapping[str, Any]:
 
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """The quantization settings, empty if there are none."""
-    told = [config[key] for key in KEYS if config.get(key)]
+    told = [config[key] for key in QUANTIZATION_KEYS if config.get(key)]
     if any(not isinstance(each, dict) for each in told):
         raise _no_settings(folder, ", ".join(str(each) for each in told))
     found: Mapping[str, Any] = told[0] if told else {}
@@ -200,7 +200,7 @@ def _fits(settings: ModeSettings, items: Tensor, scales: Tensor, biases: Tensor 
         return False
     if biases is not None and (biases.dtype, biases.shape) != (scales.dtype, scales.shape):
         return False
-    if items.dtype.name != "uint32" or not (is_small or scales.dtype.name in FLOATS):
+    if items.dtype.name != "uint32" or not (is_small or scales.dtype.name in FLOAT_DTYPES):
         return False
     *outer, groups = scales.shape or (0,)
     return len(scales.shape) > 1 and items.shape == (*outer, groups * settings.items)

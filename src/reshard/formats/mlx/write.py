@@ -16,11 +16,11 @@ from reshard.families.dialects import mlx
 from reshard.families.renaming import Renaming
 from reshard.formats import huggingface
 from reshard.formats.contract import Request, Target
-from reshard.formats.mlx.folder import FLOATS, NAME, unknown_model
+from reshard.formats.mlx.folder import FLOAT_DTYPES, NAME, unknown_model
 from reshard.formats.mlx.quantization_modes import AFFINE, BITS, GROUPS, USUAL_BITS, USUAL_GROUP, ModeSettings
 from reshard.formats.mlx.quantized_weights import AffineItems, affine
 from reshard.transfer.elements import castable
-from reshard.transfer.memory_budget import NOTHING, MemoryNeed
+from reshard.transfer.memory_budget import NO_NEED, MemoryNeed
 from reshard.transfer.plan import OutputCommand, OutputFile, Planned
 
 METHODS = {
@@ -64,7 +64,7 @@ def complete(request: Request) -> Request:
     """The request in one dtype, without the settings of what mlx-lm does not keep, and quantized, if requested."""
     naming = _naming(request)
     request = _in_one_dtype(naming, request)
-    if mlx.VISION in naming.left:
+    if mlx.REMOVED_VISION in naming.left:
         config = {key: value for key, value in request.config.items() if key != "vision_config"}
         request = replace(request, config=config)
     return _quantized(naming, request) if request.options.quantize else request
@@ -128,7 +128,7 @@ def _no_groups(request: Request) -> ReshardError:
 def _method(naming: mlx.MlxNaming, usual: ModeSettings, tensor: Planned) -> ModeSettings | None:
     """How mlx-lm quantizes a tensor: matrices whose rows the group divides, unless a model's class says otherwise."""
     module = tensor.name.removesuffix(".weight")
-    is_matrix = module != tensor.name and len(tensor.shape) > 1 and tensor.dtype.name in FLOATS
+    is_matrix = module != tensor.name and len(tensor.shape) > 1 and tensor.dtype.name in FLOAT_DTYPES
     if not is_matrix or tensor.shape[-1] % usual.group or module.endswith(naming.kept or NO_ENDING):
         return None
     if not module.endswith(naming.finer or NO_ENDING):
@@ -151,7 +151,7 @@ def _compiled(tensor: Planned, settings: ModeSettings, part: str) -> View:
 def need(request: Request) -> MemoryNeed:
     """The memory that computing quantized weights takes."""
     if not request.options.quantize:
-        return NOTHING
+        return NO_NEED
     settings = METHODS[request.options.quantize]
     nothing = Tensor(request.tensors[0].dtype, View((0,), ()))
     sources = (AffineItems("", nothing, each) for each in (settings, FINER_SETTINGS))

@@ -35,8 +35,8 @@ from reshard.transfer.source_files import Sources
 
 NAME, UNSCANNED = "orbax", "orbax-unscanned"
 OF_CHECKPOINT = "_CHECKPOINT_METADATA"
-UNFINISHED = re.compile(r"(.+)\.orbax-checkpoint-tmp(-\d+)?")
-ROOTS = (("params", "params"), ("params",), ("base",), ())
+UNFINISHED_FOLDER = re.compile(r"(.+)\.orbax-checkpoint-tmp(-\d+)?")
+PARAMETER_PATHS = (("params", "params"), ("params",), ("base",), ())
 """Where the model is in the tree: of Linen, of Linen without its collection, of NNX with LoRA, and of NNX."""
 TOP_MODULES = ("decoder", "token_embedder", "vision_encoder", "mtp_block")
 OPTIMIZER = "optimizer states"
@@ -57,7 +57,7 @@ def detect(path: Path) -> bool:
         return False
     if (path / METADATA).is_file() or (path / DATABASE).is_file():
         return True
-    if UNFINISHED.fullmatch(path.name):
+    if UNFINISHED_FOLDER.fullmatch(path.name):
         return not any(each.name.isdigit() for each in path.absolute().parent.iterdir())
     is_item = (path / OF_CHECKPOINT).is_file()
     return is_item and not any((child / METADATA).is_file() for child in path.iterdir() if child.is_dir())
@@ -100,7 +100,9 @@ def _step_of(path: Path) -> int | None:
 
 def _check_finished(path: Path) -> None:
     folder = path.absolute()
-    if named := next((each for each in (folder, *folder.parents) if UNFINISHED.fullmatch(each.name)), None):
+    if named := next(
+        (each for each in (folder, *folder.parents) if UNFINISHED_FOLDER.fullmatch(each.name)), None
+    ):
         raise ReshardError(
             "orbax-unfinished",
             "this save of Orbax did not finish",
@@ -150,7 +152,7 @@ def _keys(entry: Mapping[str, Any]) -> list[str]:
 
 def _root(leaves: Mapping[str, str], path: Path) -> str:
     """The prefix of the model's arrays. Raises ReshardError if no tree of MaxText is there."""
-    for root in ROOTS:
+    for root in PARAMETER_PATHS:
         prefix = "".join(f"{part}." for part in root)
         if any(name.startswith(f"{prefix}token_embedder.") for name in leaves.values()):
             return prefix
@@ -210,7 +212,7 @@ def _notes(path: Path, dropped: Mapping[str, int]) -> Iterator[str]:
     if OPTIMIZER in dropped:
         yield "the optimizer states are left out: only the weights of MaxText's checkpoints are converted"
     steps = path.resolve().parent.parent
-    unfinished = sorted(each.name for each in steps.iterdir() if UNFINISHED.fullmatch(each.name))
+    unfinished = sorted(each.name for each in steps.iterdir() if UNFINISHED_FOLDER.fullmatch(each.name))
     if unfinished:
         yield f"these saves did not finish, and are ignored: {listed(unfinished, 3)}"
 

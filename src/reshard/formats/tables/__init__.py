@@ -1,4 +1,4 @@
-"""Formats of other tools that are files as others have them, under names of their own: a table each.
+"""Formats of other tools that are declared by a table: their files, their tensor names, and how ranks cut tensors.
 
 Each module declares which files a checkpoint has, how ranks cut its tensors, and what the Hub calls them: either as
 `Renaming`s, which `formats/apply_renamings.py` applies, or as a dialect of families.

@@ -28,11 +28,11 @@ from reshard.formats.tables.rank_files import COPY_AGAIN, JoinedRanks, files_of_
 from reshard.transfer.source_files import Sources
 
 NAME = "deepseek-inference"
-RANKS = re.compile(r"model(\d{1,5})-mp(\d{1,5})\.safetensors")
+RANK_FILE = re.compile(r"model(\d{1,5})-mp(\d{1,5})\.safetensors")
 MTP_NOTE = (
     "DeepSeek's convert.py leaves out layer 61, which is for multi-token prediction: the model has none of it"
 )
-MODULES = {
+HUB_MODULES = {
     "embed": ("embed_tokens", 0),
     "attn_norm": ("input_layernorm", None),
     "ffn_norm": ("post_attention_layernorm", None),
@@ -61,16 +61,16 @@ _INDEXER = "indexer"
 def detect(path: Path) -> bool:
     """Whether a folder has the files of ranks, and no other safetensors, or is one of these files."""
     if path.is_file():
-        return bool(RANKS.fullmatch(path.name))
+        return bool(RANK_FILE.fullmatch(path.name))
     found = [each.name for each in path.glob("*.safetensors")]
-    return bool(found) and all(map(RANKS.fullmatch, found))
+    return bool(found) and all(map(RANK_FILE.fullmatch, found))
 
 
 def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = None) -> Checkpoint:
     """Open the files of all ranks. Raises ReshardError for those that are missing or do not fit."""
     iterations.refuse(path, iteration, "a checkpoint of DeepSeek's inference code")
     folder = path if path.is_dir() else path.parent
-    contents = [read_tensors(file, sources) for file in files_of_ranks(folder, RANKS, _count(folder))]
+    contents = [read_tensors(file, sources) for file in files_of_ranks(folder, RANK_FILE, _count(folder))]
     if misplaced := [*_misplaced(contents)]:
         raise ReshardError(misplaced)
     joined = JoinedRanks(contents, split_of)
@@ -93,7 +93,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
 def split_of(name: str) -> Split | None:
     """How ranks divide a tensor; experts are on one rank each."""
     module = name.split(".")[-2]
-    axis = None if _EXPERT.match(name) or _INDEXER in name else MODULES.get(module, ("", None))[1]
+    axis = None if _EXPERT.match(name) or _INDEXER in name else HUB_MODULES.get(module, ("", None))[1]
     return None if axis is None else Split(axis)
 
 
@@ -101,7 +101,7 @@ def hub_name(name: str) -> str:
     """What the Hub calls a tensor; names that DeepSeek does not have keep their parts."""
     *parts, module, kind = name.split(".")
     if _INDEXER not in parts:
-        module = MODULES.get(module, (module, None))[0]
+        module = HUB_MODULES.get(module, (module, None))[0]
     if (module, kind) == ("gate", "bias"):
         kind = "e_score_correction_bias"
     whole = [NAME_PARTS.get(part, part) for part in (*parts, module, kind)]
@@ -110,8 +110,8 @@ def hub_name(name: str) -> str:
 
 def _count(folder: Path) -> int:
     """The number of ranks, which all names tell. Raises ReshardError if they tell several."""
-    names = [each.name for each in folder.iterdir() if RANKS.fullmatch(each.name)]
-    counts = {int(match[2]) for name in names if (match := RANKS.fullmatch(name))}
+    names = [each.name for each in folder.iterdir() if RANK_FILE.fullmatch(each.name)]
+    counts = {int(match[2]) for name in names if (match := RANK_FILE.fullmatch(name))}
     if len(counts) == 1:
         return counts.pop()
     raise ReshardError(
@@ -199,7 +199,7 @@ CONFIG_KEYS = {
     "scoring_func": "score_func",
     "routed_scaling_factor": "route_scale",
 }
-INDEXER = ("index_n_heads", "index_head_dim", "index_topk")
+INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 
 
 def hub_config(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -209,12 +209,14 @@ def hub_config(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     indexed = any(f".{_INDEXER}." in name for name in tensors)
     biased = any(name.endswith(".e_score_correction_bias") for name in tensors)
     grouped = "group_limited_greedy" if said["n_expert_groups"] > 1 else "greedy"
-    version = "V32" if indexed else "V3" if is_sigmoid or biased else "V2"
+    version = "V3" if is_sigmoid or biased else "V2"
+    if indexed:
+        version = "V32"
     return {
         "model_type": f"deepseek_{version.lower()}",
         "architectures": [f"Deepseek{version}ForCausalLM"],
         **{key: said[own] for key, own in CONFIG_KEYS.items()},
-        **({key: said[key] for key in INDEXER if key in said} if indexed else {}),
+        **({key: said[key] for key in INDEXER_KEYS if key in said} if indexed else {}),
         "q_lora_rank": said["q_lora_rank"] or None,
         "norm_topk_prob": is_sigmoid,
         "topk_method": "noaux_tc" if biased else grouped,

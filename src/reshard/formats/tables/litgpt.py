@@ -65,7 +65,7 @@ def _settings(folder: Path, sources: Sources) -> Mapping[str, Any]:
             "litgpt-config-unreadable",
             "model_config.yaml does not describe a model",
             file=str(file),
-            expected=f"{', '.join(litgpt_config.SIZES.values())} as numbers",
+            expected=f"{', '.join(litgpt_config.SIZE_KEYS.values())} as numbers",
             found=str(error),
             remedy="copy it again from the folder that the run started from",
         ) from None

@@ -30,8 +30,8 @@ ARCHITECTURES = {
 }
 LAYER_NORM = ("phi", "gpt_neox")
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
-GELU = {"tanh": "gelu_new", "none": "gelu"}
-SIZES = {
+GELU_NAMES = {"tanh": "gelu_new", "none": "gelu"}
+SIZE_KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
@@ -48,11 +48,11 @@ def sizes(settings: Mapping[str, Any]) -> Values:
     given = {"n_query_groups": settings.get("n_head"), **_told(settings)}
     if "head_size" not in given and given.get("n_head"):
         given["head_size"] = given.get("n_embd", 0) // given["n_head"]
-    for own in SIZES.values():
+    for own in SIZE_KEYS.values():
         if type(given.get(own)) is not int or given[own] < 1:
             raise ValueError(f"{own} {given.get(own)}")
     count_layers(given["n_layer"])
-    return {key: given[own] for key, own in SIZES.items()}
+    return {key: given[own] for key, own in SIZE_KEYS.items()}
 
 
 def _told(settings: Mapping[str, Any]) -> Values:
@@ -231,7 +231,7 @@ def _partly_rotated(model_type: str, settings: Mapping[str, Any], rope: Values) 
     if model_type == "phi3":
         length = {"original_max_position_embeddings": settings["block_size"], "pad_token_id": None}
         return {**found, **length, "sliding_window": settings.get("sliding_window_size")}
-    found["hidden_act"] = GELU[str(settings.get("gelu_approximate", "none"))]
+    found["hidden_act"] = GELU_NAMES[str(settings.get("gelu_approximate", "none"))]
     if model_type == "gpt_neox":
         found["use_parallel_residual"] = settings.get("parallel_residual", True)
     return found

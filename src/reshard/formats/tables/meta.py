@@ -41,14 +41,14 @@ from reshard.transfer.plan import OutputFile
 from reshard.transfer.source_files import Sources
 
 NAME = "meta"
-PARAMS = "params.json"
-RANKS = re.compile(r"consolidated\.(\d\d)\.pth")
+PARAMS_FILE = "params.json"
+RANK_FILE = re.compile(r"consolidated\.(\d\d)\.pth")
 OF_TORCHTUNE = re.compile(r"model-00001-of-00001\.bin|meta_model_\d+\.pt")
-NAMES = dialect("internlm2", interleaved=True)
+META_DIALECT = dialect("internlm2", interleaved=True)
 EMBEDDING, HEAD, NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
-OUTPUT = "layers.0.attention.wo.weight"
-FREQUENCIES = "rope.freqs"
-SIZES = ("dim", "n_layers", "n_heads")
+OUTPUT_PROJECTION = "layers.0.attention.wo.weight"
+ROPE_TENSOR = "rope.freqs"
+SIZE_PARAMS = ("dim", "n_layers", "n_heads")
 LLAMA_3 = 128256
 """The size of Llama 3's vocabulary, which tells it from Llama 2."""
 SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -58,13 +58,13 @@ SCALED |= {"original_max_position_embeddings": 8192}
 def detect(path: Path) -> bool:
     """Whether a folder has the files of ranks, and no other weights, or is one of these files."""
     if path.is_file():
-        return bool(RANKS.fullmatch(path.name)) or _is_of_torchtune(path)
-    own = any(map(RANKS.fullmatch, (each.name for each in path.glob("consolidated.*.pth"))))
+        return bool(RANK_FILE.fullmatch(path.name)) or _is_of_torchtune(path)
+    own = any(map(RANK_FILE.fullmatch, (each.name for each in path.glob("consolidated.*.pth"))))
     return (own or _of_torchtune(path) is not None) and not huggingface.detect(path)
 
 
 def _is_of_torchtune(file: Path) -> bool:
-    return bool(OF_TORCHTUNE.fullmatch(file.name)) and (file.parent / PARAMS).is_file()
+    return bool(OF_TORCHTUNE.fullmatch(file.name)) and (file.parent / PARAMS_FILE).is_file()
 
 
 def _of_torchtune(folder: Path) -> Path | None:
@@ -90,7 +90,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
     return Checkpoint(
         path=path,
         format=NAME,
-        dialect=NAMES,
+        dialect=META_DIALECT,
         tensors=tensors,
         root=folder,
         layout=SavedLayout.of(Layout(tp=len(files))),
@@ -109,24 +109,24 @@ def _tied(tensors: dict[str, Tensor]) -> Iterator[Replica]:
 
 
 def _files(path: Path, folder: Path) -> list[Path]:
-    if path.is_file() and not RANKS.fullmatch(path.name):
+    if path.is_file() and not RANK_FILE.fullmatch(path.name):
         return [path]
     of_torchtune = _of_torchtune(folder)
     is_own = any(folder.glob("consolidated.*.pth"))
-    return [of_torchtune] if of_torchtune and not is_own else files_of_ranks(folder, RANKS)
+    return [of_torchtune] if of_torchtune and not is_own else files_of_ranks(folder, RANK_FILE)
 
 
 def _params(folder: Path, sources: Sources) -> Mapping[str, Any]:
-    path = folder / PARAMS
+    path = folder / PARAMS_FILE
     found = read_object(path, sources) if path.is_file() else {}
-    wrong = [key for key in SIZES if type(found.get(key)) is not int or found[key] < 1]
+    wrong = [key for key in SIZE_PARAMS if type(found.get(key)) is not int or found[key] < 1]
     if wrong:
         raise ReshardError(
             "meta-params-unusable",
             "params.json does not have the sizes of the model",
             file=str(path),
             rule="it says how many heads share the rows of a projection",
-            expected=f"{', '.join(SIZES)} as positive integers",
+            expected=f"{', '.join(SIZE_PARAMS)} as positive integers",
             found=f"{', '.join(f'{key} {found.get(key)!r}' for key in wrong)}" if found else "no such file",
             remedy="copy it from where the weights were saved or downloaded",
         )
@@ -135,21 +135,21 @@ def _params(folder: Path, sources: Sources) -> Mapping[str, Any]:
 
 def _without_frequencies(content: dict[str, Tensor]) -> int:
     """Remove Llama 2's buffer of rotary frequencies; returns its bytes."""
-    return content.pop(FREQUENCIES).nbytes if FREQUENCIES in content else 0
+    return content.pop(ROPE_TENSOR).nbytes if ROPE_TENSOR in content else 0
 
 
 def _check_count(folder: Path, params: Mapping[str, Any], contents: list[dict[str, Tensor]]) -> None:
     """Raise ReshardError if the last ranks are missing, which only the sizes tell."""
-    part = contents[0].get(OUTPUT)
+    part = contents[0].get(OUTPUT_PROJECTION)
     columns = part.shape[1] if part and len(part.shape) == 2 else 0
     ranks = params["dim"] // columns if columns else len(contents)
     if ranks > len(contents):
         raise ReshardError(
             "rank-file-missing",
             "the files of some ranks are missing",
-            tensor=OUTPUT,
+            tensor=OUTPUT_PROJECTION,
             file=str(folder),
-            rule=f"the parts of all ranks make up {params['dim']} columns, the dim of {PARAMS}",
+            rule=f"the parts of all ranks make up {params['dim']} columns, the dim of {PARAMS_FILE}",
             expected=f"{ranks} files consolidated.*.pth",
             found=f"{len(contents)}, with {columns} columns each",
             remedy=COPY_AGAIN,
@@ -174,7 +174,10 @@ def _config(params: Mapping[str, Any], tensors: Mapping[str, Tensor], *, tied: b
     table = tensors.get(EMBEDDING)
     widths = (tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".w1.weight"))
     vocab = table.shape[0] if table and table.shape else params.get("vocab_size")
-    is_3, is_scaled = vocab == LLAMA_3, bool(params.get("use_scaled_rope"))
+    is_3 = vocab == LLAMA_3
+    length, scaling = 8192 if is_3 else 4096, None
+    if params.get("use_scaled_rope"):
+        length, scaling = 131072, {**SCALED, "factor": 32.0 if tied else 8.0}
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -185,10 +188,10 @@ def _config(params: Mapping[str, Any], tensors: Mapping[str, Tensor], *, tied: b
         "num_attention_heads": params["n_heads"],
         "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
         "rms_norm_eps": params.get("norm_eps", 1e-5),
-        "max_position_embeddings": 131072 if is_scaled else 8192 if is_3 else 4096,
+        "max_position_embeddings": length,
         "hidden_act": "silu",
         "rope_theta": params.get("rope_theta") or (500000.0 if is_3 else 10000.0),
-        "rope_scaling": {**SCALED, "factor": 32.0 if tied else 8.0} if is_scaled else None,
+        "rope_scaling": scaling,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": tied,
@@ -202,13 +205,13 @@ def _assumed(params: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[s
     longest, theta = config["max_position_embeddings"], config["rope_theta"]
     rope = "" if params.get("rope_theta") else f" and a rope_theta of {theta:g}"
     yield (
-        f"{PARAMS} does not record all of the config: a longest context of {longest}{rope} is assumed, as in the "
+        f"{PARAMS_FILE} does not record all of the config: a longest context of {longest}{rope} is assumed, as in the "
         "releases of Llama (--base DIR has the model's own config)"
     )
     if scaling := config["rope_scaling"]:
         tied = "tied" if config["tie_word_embeddings"] else "of its own"
         yield (
-            f"{PARAMS} does not record the factor of the scaled rope: {scaling['factor']:g} is assumed, as in the "
+            f"{PARAMS_FILE} does not record the factor of the scaled rope: {scaling['factor']:g} is assumed, as in the "
             f"releases of Llama 3 whose head is {tied}"
         )
 
@@ -218,35 +221,32 @@ def _assumed(params: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[s
 
 def fit(request: Request) -> Request:
     """Refuse models that Meta's code does not build, and ranks that do not divide its sizes; all problems at once."""
-    d = request.declared.dims
-    problems = [*shares(d, request.layout), *_unlike(d, request.config)]
+    dims = request.declared.dims
+    problems = [*shares(dims, request.layout), *_unlike(dims, request.config)]
     if problems:
         raise ReshardError(problems)
     return request
 
 
-def _unlike(d: Dims, config: Mapping[str, Any]) -> Iterator[Problem]:
+def _unlike(dims: Dims, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of what params.json cannot say."""
     scaling = rope_parameters(config)
     kind = scaling.get("rope_type", "default")
-    odd = {
-        "heads that together are as wide as the model": ""
-        if d.heads * d.head_dim == d.hidden
-        else f"{d.heads} heads of {d.head_dim} in a width of {d.hidden}",
-        "a plain rope, or Llama 3's scaled one": ""
-        if kind == "default" or {**SCALED, **scaling} == {**scaling, **SCALED}
-        else f"rope_type {kind!r}",
-    }
+    odd = {}
+    if dims.heads * dims.head_dim != dims.hidden:
+        widths = f"{dims.heads} heads of {dims.head_dim} in a width of {dims.hidden}"
+        odd["heads that together are as wide as the model"] = widths
+    if kind != "default" and {**SCALED, **scaling} != {**scaling, **SCALED}:
+        odd["a plain rope, or Llama 3's scaled one"] = f"rope_type {kind!r}"
     for expected, found in odd.items():
-        if found:
-            yield Problem(
-                "meta-model-unsupported",
-                "Meta's code does not build this model",
-                rule=f"{PARAMS} has few settings, and the model must compute the same",
-                expected=expected,
-                found=found,
-                remedy="choose another format with --to",
-            )
+        yield Problem(
+            "meta-model-unsupported",
+            "Meta's code does not build this model",
+            rule=f"{PARAMS_FILE} has few settings, and the model must compute the same",
+            expected=expected,
+            found=found,
+            remedy="choose another format with --to",
+        )
 
 
 def complete(request: Request) -> Request:
@@ -263,19 +263,19 @@ def lay_out(request: Request) -> list[OutputFile]:
     is_llama_2 = request.declared.dims.vocab < LLAMA_3 and not request.tied
     split = partial(_split_of, by_columns=is_llama_2)
     files = [rank_file(f"consolidated.{rank:02d}.pth", held, split, rank, ranks) for rank in range(ranks)]
-    return [*files, OutputFile.of_bytes(PARAMS, to_json(_new_params(request)))]
+    return [*files, OutputFile.of_bytes(PARAMS_FILE, to_json(_new_params(request)))]
 
 
 def _new_params(request: Request) -> dict[str, Any]:
-    d, config = request.declared.dims, request.config
+    dims, config = request.declared.dims, request.config
     rope = rope_parameters(config)
     return {
-        "dim": d.hidden,
-        "n_layers": d.layers,
-        "n_heads": d.heads,
-        "n_kv_heads": d.groups,
-        "vocab_size": d.vocab,
-        **settings_of_width(d.hidden, d.ffn),
+        "dim": dims.hidden,
+        "n_layers": dims.layers,
+        "n_heads": dims.heads,
+        "n_kv_heads": dims.groups,
+        "vocab_size": dims.vocab,
+        **settings_of_width(dims.hidden, dims.ffn),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
         "use_scaled_rope": rope.get("rope_type") == SCALED["rope_type"],
@@ -310,9 +310,9 @@ FORMAT = Format(
     "Meta's own Llama files, one for each rank (consolidated.*.pth)",
     detect,
     open_checkpoint,
-    Target(lay_out, names=(NAMES.name,), layout=("tp",), fit=fit, complete=complete, notes=notes),
+    Target(lay_out, names=(META_DIALECT.name,), layout=("tp",), fit=fit, complete=complete, notes=notes),
     aliases=("llama", "consolidated"),
     parts=("checklist.chk", "consolidated.*.pth"),
-    files=("consolidated.00.pth", PARAMS),
+    files=("consolidated.00.pth", PARAMS_FILE),
     judged=("llama-models",),
 )

@@ -28,7 +28,7 @@ from reshard.transfer.source_files import Sources
 NAME = "mistral"
 SINGLE, INDEX, OLD = "consolidated.safetensors", "consolidated.safetensors.index.json", "consolidated.00.pth"
 CONSOLIDATED_FILE = re.compile(r"consolidated(-\d{1,6}-of-\d{1,6})?\.safetensors(\.index\.json)?")
-QUANTIZED = ("qscale_act", "qscale_weight")
+QUANTIZED_SUFFIXES = ("qscale_act", "qscale_weight")
 """The ends of the names of FP8 scales."""
 MISTRAL_KEY = b'"hidden_dim"'
 """A key of `params.json` that Meta's, whose files have the same names, does not have."""
@@ -93,7 +93,7 @@ def _beside(folder: Path, name: str, sources: Sources) -> Mapping[str, Any] | No
 
 
 def _refuse_quantized(found: Checkpoint) -> None:
-    scales = [name for name in found.tensors if name.endswith(QUANTIZED)]
+    scales = [name for name in found.tensors if name.endswith(QUANTIZED_SUFFIXES)]
     if not scales:
         return
     raise ReshardError(

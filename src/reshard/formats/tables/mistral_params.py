@@ -16,7 +16,7 @@ from reshard.families.rope import rope_parameters
 PARAMS_FILE = "params.json"
 Values = dict[str, Any]
 
-SIZES = {
+SIZE_KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "head_dim": "head_dim",
@@ -26,18 +26,18 @@ SIZES = {
     "norm_eps": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
-VISION = (
+VISION_KEYS = (
     *("hidden_size", "num_channels", "image_size", "patch_size", "intermediate_size"),
     *("num_hidden_layers", "num_attention_heads"),
 )
 """Sizes of the vision tower, which have the same names on both sides."""
-YARN = {
+YARN_KEYS = {
     "factor": "factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
     "beta": "beta_fast",
     "alpha": "beta_slow",
 }
-EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
+EXPERT_KEYS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 REQUIRED_VALUES: Values = {
     "model_type": "transformer",
     "activation": "silu",
@@ -48,14 +48,14 @@ REQUIRED_VALUES: Values = {
 """Keys that tell another model if they have other values."""
 MERGER = "patch_merge"
 """What Mistral calls the projector of mistral3."""
-LENGTHS = ("max_position_embeddings", "max_seq_len")
-LENGTH = {"ministral3": 262144, "mistral3": 131072, "llava": 131072}
+LENGTH_KEYS = ("max_position_embeddings", "max_seq_len")
+LENGTH_OF_TYPE = {"ministral3": 262144, "mistral3": 131072, "llava": 131072}
 USUAL_LENGTH = 32768
 """What transformers' converters set where `params.json` has no length."""
-THETA = {"mixtral": 1000000.0, "ministral3": 1000000.0}
+ROPE_THETA_OF_TYPE = {"mixtral": 1000000.0, "ministral3": 1000000.0}
 """The rotary bases of transformers if a config has none; 10000 for the others."""
 HEAD, BIAS = "output.weight", "vision_language_adapter.w_in.bias"
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 """Those of all tokenizers of Mistral."""
 IMAGE, BREAK, END = 10, 12, 13
 """The tokens of images in all tokenizers of Mistral."""
@@ -74,7 +74,7 @@ def config_of(params: Mapping[str, Any], tensors: Collection[str], file: str) ->
     beyond = [
         f"{key} {told[key]}" for key in REQUIRED_VALUES if key in told and told[key] != REQUIRED_VALUES[key]
     ]
-    beyond += [f"moe.{key}" for key in told.get("moe", ()) if key not in EXPERTS]
+    beyond += [f"moe.{key}" for key in told.get("moe", ()) if key not in EXPERT_KEYS]
     beyond += _odd_rope(told)
     if "moe" in told and "vision_encoder" in told:
         beyond.append("moe beside vision_encoder")
@@ -89,7 +89,7 @@ def config_of(params: Mapping[str, Any], tensors: Collection[str], file: str) ->
             "mistral-params-unreadable",
             "params.json does not describe a model",
             file=file,
-            expected=f"{', '.join(SIZES)} as numbers",
+            expected=f"{', '.join(SIZE_KEYS)} as numbers",
             found=f"no {error}" if isinstance(error, KeyError) else str(error),
             remedy="copy or download it again, or put the model's config.json beside it",
         ) from None
@@ -140,13 +140,13 @@ def _derived(told: Mapping[str, Any], bias: bool) -> DerivedConfig:
     text["tie_word_embeddings"] = tied
     vision = told.get("vision_encoder")
     kind = text["model_type"] if vision is None else _seeing(vision)
-    length = next((_number(told[key], key) for key in LENGTHS if key in told), None)
+    length = next((_number(told[key], key) for key in LENGTH_KEYS if key in told), None)
     if length is None:
-        length = LENGTH.get(kind, USUAL_LENGTH)
+        length = LENGTH_OF_TYPE.get(kind, USUAL_LENGTH)
         notes.append(f"params.json has no length of sequences: {length}, as transformers' converter sets it")
     text["max_position_embeddings"] = length
     if vision is None:
-        return DerivedConfig({"architectures": [ARCHITECTURES[kind]], **text, **TOKENS}, notes)
+        return DerivedConfig({"architectures": [ARCHITECTURES[kind]], **text, **TOKEN_IDS}, notes)
     whole = {**_with_vision(kind, vision, bias), "tie_word_embeddings": tied, "text_config": text}
     return DerivedConfig(whole, notes)
 
@@ -158,13 +158,13 @@ def _seeing(vision: Mapping[str, Any]) -> str:
 def _text(told: Mapping[str, Any], notes: list[str]) -> Values:
     """The config of the language model; adds to `notes`."""
     told = {"n_kv_heads": told["n_heads"], **told}
-    found: Values = {key: _number(told[own], own) for own, key in SIZES.items()}
+    found: Values = {key: _number(told[own], own) for own, key in SIZE_KEYS.items()}
     window = told.get("sliding_window", told.get("_sliding_window"))
     layers = found["num_hidden_layers"]
     count_layers(layers)
     if "moe" in told:
         kind = "mixtral"
-        found |= {key: _number(told["moe"][own], own) for own, key in EXPERTS.items()}
+        found |= {key: _number(told["moe"][own], own) for own, key in EXPERT_KEYS.items()}
     elif isinstance(window, list):
         kind = "ministral"
         if layers % len(window):
@@ -192,7 +192,7 @@ def _text(told: Mapping[str, Any], notes: list[str]) -> Values:
 def _rope(told: Mapping[str, Any], theta: float) -> Values:
     if "yarn" not in told:
         return {"rope_type": "default", "rope_theta": theta}
-    yarn = {key: told["yarn"][own] for own, key in YARN.items()}
+    yarn = {key: told["yarn"][own] for own, key in YARN_KEYS.items()}
     scale = told["llama_4_scaling"]["beta"]
     # Both scales are the same, and their ratio, which transformers computes with, is one.
     return {
@@ -206,7 +206,7 @@ def _rope(told: Mapping[str, Any], theta: float) -> Values:
 
 
 def _with_vision(kind: str, vision: Mapping[str, Any], bias: bool) -> Values:
-    tower = {key: _number(vision[key], key) for key in VISION}
+    tower = {key: _number(vision[key], key) for key in VISION_KEYS}
     theta = float(vision.get("rope_theta", 10000.0))
     found: Values = {
         "architectures": [ARCHITECTURES[kind]],
@@ -242,17 +242,17 @@ def params_of(config: Mapping[str, Any], tensors: Collection[str]) -> Values:
         "head_dim": text.get("head_dim") or text["hidden_size"] // heads,
         "num_key_value_heads": text.get("num_key_value_heads") or heads,
     }
-    found: Values = {own: sizes.get(key, text.get(key)) for own, key in SIZES.items()}
+    found: Values = {own: sizes.get(key, text.get(key)) for own, key in SIZE_KEYS.items()}
     found |= _own_rope(text)
     window = _windows(text)
     if window is not None:
         found["sliding_window"] = window
     if text.get("model_type") == "mixtral":
-        found["moe"] = {own: text[key] for own, key in EXPERTS.items()}
+        found["moe"] = {own: text[key] for own, key in EXPERT_KEYS.items()}
     if HEAD not in tensors:
         found["tied_embeddings"] = True
     if length := text.get("max_position_embeddings"):
-        found |= dict.fromkeys(LENGTHS, length)
+        found |= dict.fromkeys(LENGTH_KEYS, length)
     if is_seeing:
         found["vision_encoder"] = _own_vision(config, BIAS in tensors)
     return found
@@ -260,7 +260,7 @@ def params_of(config: Mapping[str, Any], tensors: Collection[str]) -> Values:
 
 def _odd_text(text: Mapping[str, Any]) -> Iterator[str]:
     """Settings of a language model that Mistral's own code does not have."""
-    needed = (*(set(SIZES.values()) - {"head_dim", "num_key_value_heads"}),)
+    needed = (*(set(SIZE_KEYS.values()) - {"head_dim", "num_key_value_heads"}),)
     yield from (f"no {key}" for key in sorted(needed) if text.get(key) is None)
     if text.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {text['hidden_act']}"
@@ -278,7 +278,7 @@ def _odd_text(text: Mapping[str, Any]) -> Iterator[str]:
 
 def _odd_vision(config: Mapping[str, Any]) -> Iterator[str]:
     vision = config["vision_config"]
-    yield from (f"no {key} in vision_config" for key in VISION if vision.get(key) is None)
+    yield from (f"no {key} in vision_config" for key in VISION_KEYS if vision.get(key) is None)
     if vision.get("hidden_act") != "silu":
         yield f"hidden_act {vision.get('hidden_act')} in vision_config"
     if config.get("vision_feature_layer", -1) != -1:
@@ -287,10 +287,10 @@ def _odd_vision(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _own_rope(text: Mapping[str, Any]) -> Values:
     rope, kind = rope_parameters(text), str(text.get("model_type"))
-    found: Values = {"rope_theta": rope.get("rope_theta", THETA.get(kind, 10000.0))}
+    found: Values = {"rope_theta": rope.get("rope_theta", ROPE_THETA_OF_TYPE.get(kind, 10000.0))}
     if kind == "ministral3":
         original = rope[_ORIGINAL]
-        found["yarn"] = {**{own: rope[key] for own, key in YARN.items()}, "apply_scale": False}
+        found["yarn"] = {**{own: rope[key] for own, key in YARN_KEYS.items()}, "apply_scale": False}
         found["llama_4_scaling"] = {_ORIGINAL: original, "beta": rope["llama_4_scaling_beta"]}
     return found
 
@@ -309,7 +309,7 @@ def _own_vision(config: Mapping[str, Any], bias: bool) -> Values:
     vision = config["vision_config"]
     image = config.get("image_token_index", config.get("image_token_id", IMAGE))
     found: Values = {
-        **{key: vision[key] for key in VISION},
+        **{key: vision[key] for key in VISION_KEYS},
         "rope_theta": rope_parameters(vision).get("rope_theta", 10000.0),
         "max_image_size": vision["image_size"],
         "image_token_id": image,

@@ -36,13 +36,13 @@ from reshard.stores import open_file
 from reshard.transfer.source_files import Sources
 
 NAME = "nanotron"
-MODEL = "model"
-LATEST = "latest.txt"
+MODEL_FOLDER = "model"
+LATEST_FILE = "latest.txt"
 SLICES, SHAPE = "local_global_slices_pairs", "unsharded_shape"
 DATA = "data"
 MOST_SLICES = 64
 """The most slices of a part: query, key and value are three."""
-DROPPED = (
+DROPPED_FOLDERS = (
     ("optimizer", "optimizer states"),
     ("lr_scheduler", "learning rate schedules"),
     ("random", "random number states"),
@@ -73,13 +73,15 @@ class ParameterFile:
 
 def detect(path: Path) -> bool:
     """Whether `path` is the folder of a step, or of all steps."""
-    return _weights(path) is not None or bool((path / LATEST).is_file() and _steps(path))
+    return _weights(path) is not None or bool((path / LATEST_FILE).is_file() and _steps(path))
 
 
 def _weights(path: Path) -> Path | None:
     """The folder of the modules of a step."""
-    above = (path / MODEL, path)
-    return next((each for each in above if (each / MODEL / "token_position_embeddings").is_dir()), None)
+    above = (path / MODEL_FOLDER, path)
+    return next(
+        (each for each in above if (each / MODEL_FOLDER / "token_position_embeddings").is_dir()), None
+    )
 
 
 def _steps(path: Path) -> dict[int, Path]:
@@ -107,7 +109,7 @@ def open_checkpoint(path: Path, sources: Sources, iteration: Iteration | None = 
         layout=_layout(files),
         iteration=int(number) if number.isdecimal() else None,
         config=hub_config(config, tensors, folder, sources),
-        dropped=+Counter({rule: _size_of(folder / name) for name, rule in DROPPED}),
+        dropped=+Counter({rule: _size_of(folder / name) for name, rule in DROPPED_FOLDERS}),
         notes=[note] if note else [],
     )
 
@@ -117,7 +119,7 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
     steps = _steps(path) if _weights(path) is None else {}
     if not steps and iteration is None:
         return path
-    wanted = _latest(path / LATEST) if iteration is None else iteration
+    wanted = _latest(path / LATEST_FILE) if iteration is None else iteration
     there = steps or _steps(path.resolve().parent)
     if wanted in there:
         return there[int(wanted)]
@@ -125,7 +127,7 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
         "nanotron-step-not-found",
         "this step does not exist",
         file=str(path / str(wanted)),
-        expected=f"step {wanted}, as {'--iteration' if iteration is not None else LATEST} says",
+        expected=f"step {wanted}, as {'--iteration' if iteration is not None else LATEST_FILE} says",
         found=f"steps {listed(list(map(str, there)), 8)}" if there else "no steps",
         remedy="choose another with --iteration, or pass the folder of a step",
     )
@@ -154,7 +156,9 @@ def _files(weights: Path) -> dict[str, list[ParameterFile]]:
 
 def _place(match: re.Match[str]) -> AxisRanks | None:
     axes = [match[axis].split("-of-") for axis in ("pp", "tp", "ep") if match[axis]]
-    return AxisRanks(*zip(*(map(int, axis) for axis in axes), strict=True)) if axes else None
+    if not axes:
+        return None
+    return AxisRanks(tuple(int(rank) for rank, _ in axes), tuple(int(ranks) for _, ranks in axes))
 
 
 def _layout(files: Mapping[str, Sequence[ParameterFile]]) -> SavedLayout:

@@ -1,4 +1,4 @@
-"""Tensors of a tool that its own settings do not account for: missing ones, and those that no rule renames."""
+"""Refuse tensors of a tool that do not fit its settings: missing ones, and those that no rule renames."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ RANK_PART_FILE = re.compile(r"model-rank-(\d+)-part-\d+\.safetensors")
 FIRST_PART_FILE = re.compile(r"model-rank-(\d+)-part-0\.safetensors")
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """The types of models whose tensors are told by the names here."""
-FLOATS = ("bfloat16", "float16", "float32")
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ATTENTION_SCALE = re.compile(r".+\.attn\._(?:q|k|v|prob)_scale")
 _LAYER = r"model\.layers\.\d+\."
@@ -135,7 +135,7 @@ def _refuse(contents: list[dict[str, Tensor]], folder: Path) -> None:
     wrong = [
         name
         for name, tensor in names.items()
-        if tensor.dtype.name not in FLOATS
+        if tensor.dtype.name not in FLOAT_DTYPES
         or not (
             _fused(name)
             or any(
@@ -155,7 +155,7 @@ def _unknown(wrong: list[str], names: Mapping[str, Tensor]) -> NoReturn:
             tensor=name,
             file=names[name].file,
             rule="only plain weights of dense models are read: vLLM permutes others for its kernels",
-            expected=f"a weight in {', '.join(FLOATS)}",
+            expected=f"a weight in {', '.join(FLOAT_DTYPES)}",
             found=f"{names[name].dtype} {list(names[name].shape)}",
             remedy=CONVERT_ORIGINAL,
         )

@@ -19,7 +19,7 @@ from reshard.families.outer_model import language_config
 from reshard.folders.companions import CONFIG, find_companions, read_object
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.peft import CONFIG as ADAPTER_CONFIG
+from reshard.formats.peft import ADAPTER_CONFIG as ADAPTER_CONFIG
 from reshard.model.described_checkpoint import describe
 from reshard.model.model_heads import resolve_if_declared
 from reshard.stores.hub import name_of

@@ -16,7 +16,7 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
 from reshard.base.errors import ReshardError
 from reshard.engines.megatron.weight_shards import ShardedWeights, sharded, states_of
-from reshard.families.family import ENGINES, MCORE
+from reshard.families.family import ENGINE_TITLES, MCORE
 from reshard.families.sized_family import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.mcore import padded_vocabulary
@@ -44,7 +44,7 @@ def layout_of(run: Run, options: MegatronOptions, model: Model) -> Layout:
         raise ReshardError(
             "train-megatron-lacks-family",
             f"megatron-core's GPTModel does not compute the family {model.family.name}",
-            rule=f"the engine of this family is {ENGINES[model.family.computed_by]}",
+            rule=f"the engine of this family is {ENGINE_TITLES[model.family.computed_by]}",
             found="--engine megatron",
             remedy=f"train it with --engine trl; or `reshard convert {run.model} DST --to megatron`, and train it with "
             "that engine",

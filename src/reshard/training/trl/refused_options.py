@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.base.errors import Problem, ReshardError, when
 from reshard.checks.precision import several
-from reshard.families.config_map import EXPERTS
+from reshard.families.config_map import EXPERT_COUNT_KEYS
 from reshard.families.outer_model import language_config
 from reshard.training import signals
 from reshard.training.findings_as_problems import of_fact
@@ -213,7 +213,7 @@ def _adapters(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     everything = typed.get("lora_target_modules", ["all-linear"]) == ["all-linear"]
     stacked = run.lora and (everything or typed.get("lora_target_parameters"))
     yield from when(  # PEFT 0.21 wraps them in a module that transformers cannot shard
-        stacked and any(_language_config(run.model).get(key) for key in EXPERTS),
+        stacked and any(_language_config(run.model).get(key) for key in EXPERT_COUNT_KEYS),
         "expert-adapters-tensor-parallel",
         "adapters of experts cannot be tensor-parallel",
         found="--lora on a mixture of experts with --parallel tp",
@@ -275,7 +275,7 @@ HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
 def _divided(run: Run) -> Iterator[Problem]:
     """Problems of sizes that tensor-parallel ranks cannot divide: each computes complete heads and complete experts."""
     config = _language_config(run.model) if run.parallel == "tp" else {}
-    for flag, name in [("tp", name) for name in HEAD_COUNTS] + [("ep", name) for name in EXPERTS]:
+    for flag, name in [("tp", name) for name in HEAD_COUNTS] + [("ep", name) for name in EXPERT_COUNT_KEYS]:
         size, ranks = config.get(name), getattr(run.layout, flag)
         if isinstance(size, int) and size and size % ranks:
             fitting = ", ".join(str(each) for each in range(2, size + 1) if size % each == 0)
