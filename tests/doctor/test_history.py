@@ -478,7 +478,7 @@ def test_a_table_is_made_from_an_index_and_each_release_is_read_once(
 
 def test_no_table_is_read_before_it_is_needed() -> None:
     code = (
-        "import sys, reshard, reshard.cli; from reshard.diagnosis.history import table as t\n"
+        "import sys, reshard, reshard.cli; from reshard.diagnosis.history import api_table as t\n"
         "assert t.table.cache_info().currsize == 0 and 'lzma' not in sys.modules or t.table.cache_info().misses == 0"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

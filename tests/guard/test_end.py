@@ -193,10 +193,11 @@ def test_a_good_run_without_a_checkpoint_does_not_pass_for_final(tmp_path: Path)
 
 def test_a_good_run_imports_nothing_more() -> None:
     code = (
-        "import sys; from pathlib import Path; from reshard.guard.end.report import Ran, ended\n"
-        "from reshard.guard.options import Options; from reshard.guard.supervise.supervision import Outcome\n"
+        "import sys; from pathlib import Path; from reshard.guard.end.end_report import EndedCommand, ended\n"
+        "from reshard.guard.options import GuardOptions\n"
+        "from reshard.guard.supervise.supervision import CommandOutcome\n"
         "before = set(sys.modules)\n"
-        "ended(Ran(None, Path('log'), Path()), Outcome(), Options())\n"
+        "ended(EndedCommand(None, Path('log'), Path()), CommandOutcome(), GuardOptions())\n"
         "print(set(sys.modules) - before, 'reshard.formats' in sys.modules, 'reshard.diagnosis' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

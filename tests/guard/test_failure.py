@@ -124,7 +124,7 @@ def group() -> Iterator[Path]:
 def test_the_kernel_counts_whom_its_killer_ended(group: Path) -> None:
     code = (
         "import subprocess, sys\n"
-        "from reshard.guard.watch.memory import oom_kills\n"
+        "from reshard.guard.watch.memory_watch import oom_kills\n"
         f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
         "before = oom_kills()\n"
         "greedy = subprocess.run([sys.executable, '-c', 'bytearray(400 << 20)'])\n"

@@ -51,9 +51,9 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
 def confined(process: Process, folder: Path) -> Any:
     """The stack of a process, as one without the right to attach reads it."""
     code = (
-        "import json, sys; from pathlib import Path; from reshard.guard.watch.processes import Tree\n"
+        "import json, sys; from pathlib import Path; from reshard.guard.watch.process_tree import ProcessTree\n"
         "from reshard.guard.watch.stacks import read_stack\n"
-        "stack = read_stack(Tree(int(sys.argv[1])).snapshot()[int(sys.argv[1])], Path(sys.argv[2]))\n"
+        "stack = read_stack(ProcessTree(int(sys.argv[1])).snapshot()[int(sys.argv[1])], Path(sys.argv[2]))\n"
         "print(json.dumps([stack.source, stack.waits_in(True), stack.place]))"
     )
     words = [*WITHOUT_CAPABILITY, sys.executable, "-c", code, str(process.pid), str(folder)]

@@ -86,7 +86,8 @@ def test_asking_an_engine_imports_no_framework() -> None:
     """So that a rank can claim its device first, and `--help` is fast; nor the doctor, which no rank needs."""
     needless = ("torch", "transformers", "trl", "megatron.core", "reshard.diagnosis.diagnose_targets")
     code = (
-        "import sys; from reshard.training.engines import MODULES, engine_named; [engine_named(n) for n in MODULES]; "
+        "import sys; from reshard.training.engine_registry import ENGINE_MODULES, engine_named\n"
+        "[engine_named(n) for n in ENGINE_MODULES]; "
         f"import reshard.training.worker; print([m for m in {needless} if m in sys.modules])"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -53,7 +53,7 @@ def test_what_is_overwritten_is_not_what_another_node_begins_with(tmp_path: Path
 def test_two_runs_do_not_write_into_one_output(tmp_path: Path) -> None:
     run, _ = two_nodes(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from reshard.training.outputs import held\n"
+        "import sys; from pathlib import Path; from reshard.training.output_folder import held\n"
         "from reshard.training.run import Run\n"
         "path = Path(sys.argv[1])\n"
         "with held(Run('sft', path, path, path)): print('held', flush=True); sys.stdin.read()"

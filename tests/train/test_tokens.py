@@ -195,14 +195,14 @@ def test_data_that_change_while_they_are_read_are_refused(
 WRITER = """
 import sys
 from pathlib import Path
-from reshard.training.data import read_records, store
-from reshard.training.data.store import tokenize
-from reshard.training.data.tokens import Learning, load_tokenizer
+from reshard.training.data import read_records
+from reshard.training.data.token_files import tokenize
+from reshard.training.data.tokens import LossCoverage, load_tokenizer
 from reshard.training.run import Run
 
 run = Run.read(Path(sys.argv[1]))
 sys.stdin.read(1)
-found = tokenize(run, load_tokenizer(run.model), Learning(True), run.output / "cache")
+found = tokenize(run, load_tokenizer(run.model), LossCoverage(True), run.output / "cache")
 import resource
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 """

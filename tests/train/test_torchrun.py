@@ -24,7 +24,7 @@ import signal, sys
 from pathlib import Path
 from reshard.training.launching import launch
 from reshard.training.run import Run
-launch.WORKER = "tests.train.ranks"
+launch.WORKER_MODULE = "tests.train.ranks"
 with launch.ahead(Run.read(Path(sys.argv[1]))) as started:
     print(started.process.pid, flush=True)
     signal.pause()
